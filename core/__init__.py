@@ -1,0 +1,1 @@
+"""Policy and orchestration: requests, scheduler, engine, model, executors."""

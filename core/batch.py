@@ -1,0 +1,50 @@
+"""A step's inputs as tensors, passed down `forward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ..ops.attention import PagedAttention
+from .lora_state import LoraState
+from .types import ScheduledRow
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """What a forward pass reads.
+
+    token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
+    last_token: `[rows]` int64, index of each row's last token; None when every row is one token.
+    lora: None when no row uses an adapter.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+    attention: PagedAttention
+    lora: LoraState | None
+    last_token: torch.Tensor | None = None
+
+
+def ragged_batch(
+    rows: list[ScheduledRow], block_tokens: int, dummy_page: int, attention: PagedAttention, lora: LoraState | None
+) -> StepBatch:
+    """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
+    token_ids, positions, page, offset, qo_indptr = [], [], [], [], [0]
+    for row in rows:
+        token_ids += row.tokens
+        span = range(row.start, row.kv_len)
+        positions += span
+        page += [row.pages[position // block_tokens] for position in span]
+        offset += [position % block_tokens for position in span]
+        qo_indptr.append(len(token_ids))
+    columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
+    width = max(len(row.pages) for row in rows)
+    table = torch.tensor([row.pages + [dummy_page] * (width - len(row.pages)) for row in rows], dtype=torch.long)
+    attention.plan(qo_indptr, table, [row.kv_len for row in rows])
+    return StepBatch(
+        *columns.unbind(0), attention=attention, lora=lora, last_token=torch.tensor(qo_indptr[1:], dtype=torch.long) - 1
+    )

@@ -1,0 +1,45 @@
+"""What an engine is built from. One schema: the server's settings extend it with flags, environment and file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class EngineConfig(BaseModel):
+    """Model, memory and batching limits of one engine."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Path = Field(description="directory of a Hugging Face checkpoint (config.json, *.safetensors)")
+    adapters: Path | None = Field(
+        default=None, description="directory whose sub-directories with a PEFT adapter are served under their names"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
+    )
+    device: Literal["auto", "cpu"] = Field(default="auto", description="where the model runs")
+    max_model_len: int | None = Field(
+        default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
+    )
+    max_num_seqs: int = Field(default=32, ge=1, le=4096, description="most requests in one step")
+    max_num_batched_tokens: int = Field(default=1024, ge=1, description="most tokens in one step")
+    chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
+    block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
+    memory_bytes: int = Field(
+        default=256 << 20, ge=1 << 16, description="size of the arena that KV cache and adapters share"
+    )
+    num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
+    threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
+    seed: int | None = Field(default=None, description="seed for requests that bring none")
+
+    @model_validator(mode="after")
+    def _budget_covers_batch(self) -> EngineConfig:
+        if self.max_num_batched_tokens < self.max_num_seqs:
+            raise ValueError(
+                f"max_num_batched_tokens is {self.max_num_batched_tokens}, below max_num_seqs {self.max_num_seqs}: "
+                "a decode step of all requests would not fit; raise it or lower max_num_seqs"
+            )
+        return self

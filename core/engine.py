@@ -1,0 +1,209 @@
+"""The engine: builds everything from a configuration and runs the step loop."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..graphs.buckets import DecodeBuckets
+from ..memory.adapter_format import is_adapter_dir
+from ..memory.adapter_store import AdapterStore, UnknownAdapter
+from ..memory.pages import PageKind, PagePool
+from .config import EngineConfig
+from .executors.base import Executor, ModelInfo
+from .request import Request
+from .scheduler import Scheduler, SchedulerLimits
+from .types import InvalidRequest, RequestOutput, StepInfo, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
+
+IDLE_CHECK_SECONDS = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """A snapshot for metrics; pages are counts."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_kv_pages: int
+    num_adapter_pages: int
+    num_steps: int
+    num_preemptions: int
+    num_generated_tokens: int
+    num_adapter_loads: int
+    num_adapter_evictions: int
+    last_step: StepInfo | None
+
+
+class Engine:
+    """Schedule → execute → update, one step at a time, on one thread.
+
+    The executor and the clock are injected, so that the same policy code serves and simulates.
+    """
+
+    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.model: ModelInfo = executor.model
+        self._executor = executor
+        self._clock = clock
+        self._block_tokens = executor.layout.block_tokens
+        self._pool = PagePool(executor.num_pages)
+        self.store = AdapterStore(self._pool, executor.adapters)
+        limits = SchedulerLimits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            chunked_prefill=config.chunked_prefill,
+            max_model_len=self.model.max_model_len,
+            block_tokens=self._block_tokens,
+            eos_token_ids=frozenset(self.model.eos_token_ids),
+        )
+        self._scheduler = Scheduler(limits, self._pool, self.store, DecodeBuckets(config.max_num_seqs))
+        self._seeds = random.Random(config.seed)
+        self._num_steps = 0
+        self._num_generated_tokens = 0
+        self._last_step: StepInfo | None = None
+        self._next_check = 0.0
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> Engine:
+        """Load the model and register the adapters directory.
+
+        Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served.
+        """
+        from .executors.cpu import CpuExecutor
+
+        engine = cls(config, CpuExecutor(config))
+        if config.adapters is not None:
+            for path in adapter_directories(config.adapters):
+                engine.store.register(path.name, path)
+        return engine
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""
+        self._validate(request)
+        if request.seed is None:
+            request.seed = self._seeds.getrandbits(63)
+        room = self.model.max_model_len - request.num_prompt_tokens
+        if request.params.max_tokens > room:
+            request.params = replace(request.params, max_tokens=room)
+        request.arrival_time = request.arrival_time or self._clock()
+        self._scheduler.add(request)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request now, freeing its pages; no further output comes of it. False when it is unknown or done."""
+        return self._scheduler.abort(request_id)
+
+    def has_work(self) -> bool:
+        return self._scheduler.has_work()
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step and return what is new. A failing request gets an error output; the others go on."""
+        plan = self._scheduler.schedule()
+        outputs = self._scheduler.take_failed()
+        if plan is not None:
+            outputs += self._scheduler.update(plan, self._execute(plan))
+            self._num_steps += 1
+            self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
+            self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
+        if not self.has_work() and (now := self._clock()) >= self._next_check:
+            self._next_check = now + IDLE_CHECK_SECONDS
+            self.check_integrity()
+        return outputs
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless every page is where requests and adapters say it is."""
+        self._pool.check_integrity([*self._scheduler.holders(), *self.store.holders()])
+
+    def stats(self) -> EngineStats:
+        pool, scheduler = self._pool, self._scheduler
+        return EngineStats(
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_pages=pool.num_usable,
+            num_free_pages=pool.num_free,
+            num_kv_pages=pool.count(PageKind.KV),
+            num_adapter_pages=pool.count(PageKind.ADAPTER),
+            num_steps=self._num_steps,
+            num_preemptions=scheduler.num_preemptions,
+            num_generated_tokens=self._num_generated_tokens,
+            num_adapter_loads=self.store.num_loads,
+            num_adapter_evictions=self.store.num_evictions,
+            last_step=self._last_step,
+        )
+
+    def close(self) -> None:
+        self._executor.close()
+
+    def _validate(self, request: Request) -> None:
+        if request.id in self._scheduler:
+            raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
+        limit, count = self.model.max_model_len, request.num_prompt_tokens
+        if count == 0:
+            raise InvalidRequest("prompt", "the prompt has no tokens; give at least one")
+        if count >= limit:
+            raise InvalidRequest(
+                "prompt", f"the prompt has {count} tokens, the model takes {limit} with its output; shorten it"
+            )
+        budget = self.config.max_num_batched_tokens
+        if not self.config.chunked_prefill and min(limit, count + request.params.max_tokens) > budget:
+            raise InvalidRequest(
+                "prompt",
+                f"prompt and output have {count + request.params.max_tokens} tokens, a step takes {budget} and chunked "
+                "prefill is off; shorten the request or raise max_num_batched_tokens",
+            )
+        vocab = self.model.vocab_size
+        if not all(0 <= token < vocab for token in request.token_ids):
+            bad = next(token for token in request.token_ids if not 0 <= token < vocab)
+            raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
+        pages = 0
+        if request.adapter_name is not None:
+            try:
+                request.adapter = self.store.get(request.adapter_name)
+            except UnknownAdapter as error:
+                raise InvalidRequest("model", str(error)) from None
+            pages = request.adapter.num_pages
+        pages += -(-min(limit, count + request.params.max_tokens) // self._block_tokens)
+        if pages > self._pool.num_usable:
+            raise InvalidRequest(
+                "max_tokens",
+                f"prompt, output and adapter may need {pages} pages, the arena has {self._pool.num_usable}; "
+                "lower max_tokens, shorten the prompt or raise memory_bytes",
+            )
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        """Execute a plan; if that raises, run its rows one by one so that only the guilty ones fail.
+
+        A step writes nothing but its own rows' KV slots, so running a row again is harmless.
+        """
+        try:
+            return self._executor.execute(plan)
+        except Exception:
+            logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
+        merged = StepResult()
+        for row in plan.rows:
+            adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
+            bucket = 1 if len(row.tokens) == 1 else None
+            alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket)
+            try:
+                result = self._executor.execute(alone)
+            except Exception as error:
+                logger.exception("request %s failed", row.request_id)
+                merged.errors[row.request_id] = f"the step failed: {type(error).__name__}: {error}"
+            else:
+                merged.tokens.update(result.tokens)
+                merged.errors.update(result.errors)
+        return merged
+
+
+def adapter_directories(directory: Path) -> list[Path]:
+    """Sub-directories that hold a PEFT adapter, sorted by name. NotADirectoryError when there is no such directory."""
+    if not directory.is_dir():
+        raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
+    return sorted(path for path in directory.iterdir() if is_adapter_dir(path))

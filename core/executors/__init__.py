@@ -1,0 +1,1 @@
+"""Executors: where a StepPlan turns into tokens."""

@@ -1,0 +1,34 @@
+"""What every executor offers the engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ...memory.adapter_store import AdapterBackend
+from ...memory.layout import PageLayout
+from ..types import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What callers need to know of the model."""
+
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Executor(Protocol):
+    """Owns the model's weights and the arena; knows no queues."""
+
+    model: ModelInfo
+    layout: PageLayout
+    num_pages: int
+    adapters: AdapterBackend
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots."""
+        ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,142 @@
+"""The CPU executor: a real backend with the buckets and static buffers of the CUDA one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...graphs.buckets import DecodeBuckets
+from ...graphs.buffers import DecodeBuffers
+from ...graphs.runner import GraphRunner, StepMode
+from ...memory.adapter_format import AdapterManifest, inspect_adapter, read_image
+from ...memory.arena import Arena
+from ...memory.layout import PageLayout, SlabLayout
+from ...memory.pages import PagePool
+from ...ops.attention import PagedAttention
+from ..batch import StepBatch, ragged_batch
+from ..config import EngineConfig
+from ..lora_state import LoraState
+from ..model import DecoderModel
+from ..model_config import ModelConfig, UnsupportedModel
+from ..sampler import draw
+from ..types import StepPlan, StepResult
+from ..weights import load_weights
+from .base import ModelInfo
+
+
+class CpuExecutor:
+    """Runs steps with torch on the CPU. One thread at a time."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.threads is not None:
+            torch.set_num_threads(config.threads)
+        self.config = ModelConfig.read(config.model)
+        dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
+        max_model_len = _max_model_len(config, self.config)
+        self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
+        self.layout = PageLayout.fitting(
+            self.config.num_layers,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            config.block_tokens,
+            dtype.itemsize,
+            self.config.module_dims,
+        )
+        self.num_pages = config.num_pages or max(2, config.memory_bytes // self.layout.page_bytes)
+        self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
+        self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
+        self._model = DecoderModel(
+            self.config, load_weights(config.model, self.config, dtype), self._arena, max_model_len
+        )
+        self._lora = LoraState(self.config, self._arena.pages)
+        self._eager_attention = self._new_attention()
+        sizes = DecodeBuckets(config.max_num_seqs).sizes
+        self._buffers = DecodeBuffers(
+            sizes, self.layout.pages_for_tokens(max_model_len), self.layout.block_tokens, PagePool.DUMMY
+        )
+        self._bucket_attention = {size: self._new_attention() for size in sizes}
+        self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        with torch.inference_mode():
+            logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+            return draw(plan.rows, logits[: len(plan.rows)])
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
+
+    def _ragged(self, plan: StepPlan) -> torch.Tensor:
+        lora = None
+        if plan.adapters:
+            self._lora.set_step(plan.adapters, [row.slot for row in plan.rows], [len(row.tokens) for row in plan.rows])
+            lora = self._lora
+        batch = ragged_batch(plan.rows, self.layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora)
+        return self._model.forward(batch)
+
+    def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
+        """Fill the bucket's static buffers, then replay its captured step."""
+        rows = plan.rows
+        views = self._buffers.fill(
+            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
+        )
+        self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+        if not plan.adapters:
+            return self._graphs.replay(bucket, StepMode.BASE)
+        padding = [-1] * (bucket - len(rows))
+        self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)
+        return self._graphs.replay(bucket, StepMode.LORA)
+
+    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
+        views = self._buffers.views[bucket]
+        batch = StepBatch(
+            token_ids=views.token_ids,
+            positions=views.positions,
+            page=views.page,
+            offset=views.offset,
+            attention=self._bucket_attention[bucket],
+            lora=self._lora if mode is StepMode.LORA else None,
+        )
+        return lambda: self._model.forward(batch)
+
+    def _new_attention(self) -> PagedAttention:
+        return PagedAttention(
+            self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.layout.block_tokens
+        )
+
+
+class CpuAdapterBackend:
+    """Reads PEFT directories and writes them into the arena, at once."""
+
+    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype) -> None:
+        self._config = config
+        self._arena = arena
+        self._dtype = dtype
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        return inspect_adapter(path, self._config.module_dims, self._config.num_layers)
+
+    def slabs(self, manifest: AdapterManifest) -> SlabLayout:
+        layout = self._arena.layout
+        return SlabLayout.build(self._config.module_dims, manifest.targets, layout.page_elems, layout.itemsize)
+
+    def num_slabs(self, manifest: AdapterManifest) -> int:
+        return manifest.rank * self._config.num_layers
+
+    def read(self, manifest: AdapterManifest, slabs: SlabLayout) -> torch.Tensor:
+        return read_image(manifest, slabs, self._config.module_dims, self._config.num_layers, self._dtype)
+
+    def place(self, image: torch.Tensor, pages: list[int]) -> None:
+        self._arena.write_pages(pages, image)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    if config.max_model_len is None:
+        return limit
+    if config.max_model_len > limit:
+        raise UnsupportedModel(
+            f"max_model_len is {config.max_model_len}, the model's max_position_embeddings {limit}; lower it"
+        )
+    return config.max_model_len

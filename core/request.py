@@ -1,0 +1,71 @@
+"""One request, explained by three lengths: `num_prompt_tokens`, `num_tokens` and `num_computed_tokens`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from .types import FinishReason, SamplingParams
+
+if TYPE_CHECKING:
+    from ..memory.adapter_store import Adapter
+    from ..memory.kv import BlockTable
+
+
+class Request:
+    """A generation in progress.
+
+    There is no prefill phase, only `num_computed_tokens` (tokens whose KV is in the cache) trailing `num_tokens`
+    (prompt plus generated). `adapter_name` is what was asked; `adapter` the version held while the request runs.
+    """
+
+    __slots__ = (
+        "adapter",
+        "adapter_name",
+        "arrival_time",
+        "block_table",
+        "finish_reason",
+        "id",
+        "num_computed_tokens",
+        "num_prompt_tokens",
+        "params",
+        "seed",
+        "token_ids",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        adapter_name: str | None = None,
+        arrival_time: float = 0.0,
+    ) -> None:
+        self.id = request_id
+        self.token_ids = list(prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.num_computed_tokens = 0
+        self.params = params
+        self.adapter_name = adapter_name
+        self.arrival_time = arrival_time
+        self.seed = params.seed
+        self.adapter: Adapter | None = None
+        self.block_table: BlockTable | None = None
+        self.finish_reason: FinishReason | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_output_tokens(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    def __repr__(self) -> str:
+        return (
+            f"Request({self.id!r}, adapter={self.adapter_name!r}, prompt={self.num_prompt_tokens}, "
+            f"tokens={self.num_tokens}, computed={self.num_computed_tokens})"
+        )

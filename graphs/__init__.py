@@ -1,0 +1,1 @@
+"""Buckets, static buffers, capture and replay of decode steps."""

@@ -1,0 +1,77 @@
+"""The static tensors that captured decode steps read: allocated once, filled before every replay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(slots=True)
+class DecodeViews:
+    """One bucket's slices of the static buffers; every row is one token.
+
+    token_ids, positions, page, offset: `[bucket]` int64; page_table: `[bucket, max_pages]` int64;
+    kv_lens: `[bucket]` host ints, updated in place by `fill`.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+    page_table: torch.Tensor
+    kv_lens: list[int]
+
+
+class DecodeBuffers:
+    """Static decode inputs at the largest bucket's size; smaller buckets use the first rows.
+
+    Rows beyond the step's are padding: token 0 at position 0 in the dummy page, so that they read and write only it.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        max_pages_per_row: int,
+        block_tokens: int,
+        dummy_page: int,
+        device: torch.device | str = "cpu",
+    ) -> None:
+        largest = max(sizes)
+        self._block_tokens = block_tokens
+        self._dummy_page = dummy_page
+        self._vectors = torch.zeros(4, largest, dtype=torch.long, device=device)
+        self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long, device=device)
+        self._filled_pages = [0] * largest
+        self.views = {
+            size: DecodeViews(*self._vectors[:, :size].unbind(0), self._page_table[:size], [1] * size) for size in sizes
+        }
+
+    def fill(
+        self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
+    ) -> DecodeViews:
+        """Write a step's rows into `bucket`'s views and make the rest padding. Returns the views."""
+        views = self.views[bucket]
+        padding = [0] * (bucket - len(token_ids))
+        page = [table[position // self._block_tokens] for table, position in zip(block_tables, positions, strict=True)]
+        columns = (
+            [*token_ids, *padding],
+            [*positions, *padding],
+            [*page, *([self._dummy_page] * len(padding))],
+            [*(position % self._block_tokens for position in positions), *padding],
+        )
+        self._vectors[:, :bucket] = torch.tensor(columns, dtype=torch.long)
+        for row in range(bucket):
+            self._fill_row(row, block_tables[row] if row < len(block_tables) else ())
+        views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * len(padding))]
+        return views
+
+    def _fill_row(self, row: int, table: Sequence[int]) -> None:
+        """Set a row's block table and reset to the dummy page what an earlier step left behind it."""
+        used = len(table)
+        if used:
+            self._page_table[row, :used] = torch.tensor(table, dtype=torch.long)
+        if self._filled_pages[row] > used:
+            self._page_table[row, used : self._filled_pages[row]] = self._dummy_page
+        self._filled_pages[row] = used

@@ -1,0 +1,1 @@
+"""Who owns which bytes: page pool, arena, block tables, adapter store."""

@@ -1,0 +1,32 @@
+"""The arena: one device buffer that holds all KV and all resident adapters."""
+
+from __future__ import annotations
+
+import torch
+
+from .layout import PageLayout
+
+
+class Arena:
+    """`num_pages` pages of `layout.page_elems` elements.
+
+    pages: `[num_pages, page_elems]`, the buffer as adapters see it.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        if dtype.itemsize != layout.itemsize:
+            raise ValueError(f"layout counts {layout.itemsize} bytes per element, {dtype} has {dtype.itemsize}")
+        self.layout = layout
+        self.num_pages = num_pages
+        self.pages = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=device)
+        kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        self._kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
+
+    def kv_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each a strided view `[num_pages, block_tokens, kv_heads, head_dim]`."""
+        return self._kv_layers[layer]
+
+    def write_pages(self, pages: list[int], image: torch.Tensor) -> None:
+        """Copy a host image `[len(pages), page_elems]` into `pages`, page by page."""
+        for page, source in zip(pages, image, strict=True):
+            self.pages[page].copy_(source)

@@ -1,0 +1,1 @@
+"""Tensors in, tensors out: every operator behind one signature, with a plain reference."""

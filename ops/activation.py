@@ -1,0 +1,11 @@
+"""Gated activations."""
+
+from __future__ import annotations
+
+import torch
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) · up` for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return torch.nn.functional.silu(gate) * up

@@ -1,0 +1,87 @@
+"""Paged attention with FlashInfer's plan/run split: `plan` once a step on host data, `run` once a layer.
+
+This is the CPU implementation; rows are prefill chunks first, then decode rows of one token each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class PagedAttention:
+    """Causal grouped-query attention over a paged KV cache."""
+
+    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int) -> None:
+        self._gqa = num_heads != kv_heads
+        self._kv_heads = kv_heads
+        self._head_dim = head_dim
+        self._block_tokens = block_tokens
+        self._prefills: list[tuple[slice, torch.Tensor, int, torch.Tensor | None]] = []
+        self._first_decode_token = 0
+        self._decode_pages = torch.empty(0, 0, dtype=torch.long)
+        self._decode_mask = torch.empty(0)
+
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+        """Prepare a step.
+
+        qo_indptr: row i has tokens `qo_indptr[i]:qo_indptr[i+1]`, the last of its `kv_lens[i]` tokens.
+        page_table: `[rows, max_pages]` int64; entries past a row's pages must be valid page ids (the dummy page).
+        Rows with more than one token come first.
+        """
+        self._prefills.clear()
+        num_rows = len(kv_lens)
+        row = 0
+        while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
+            self._prefills.append(self._plan_prefill(qo_indptr[row], qo_indptr[row + 1], page_table[row], kv_lens[row]))
+            row += 1
+        self._first_decode_token = qo_indptr[row]
+        if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
+            raise ValueError("rows with more than one token must come before those with one")
+        if row < num_rows:
+            lens = torch.tensor(kv_lens[row:])
+            num_blocks = -(-int(lens.max()) // self._block_tokens)
+            self._decode_pages = page_table[row:, :num_blocks]
+            steps = torch.arange(num_blocks * self._block_tokens)
+            self._decode_mask = (steps < lens[:, None])[:, None, None, :]
+        else:
+            self._decode_pages = page_table[:0]
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with one layer's cache.
+
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+        Returns `[tokens, heads · head_dim]`.
+        """
+        out = torch.empty_like(q)
+        for tokens, pages, kv_len, mask in self._prefills:
+            k, v = self._gather(k_cache, pages, kv_len), self._gather(v_cache, pages, kv_len)
+            rows = q[tokens].transpose(0, 1).unsqueeze(0)
+            attended = scaled_dot_product_attention(
+                rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self._gqa
+            )
+            out[tokens] = attended[0].transpose(0, 1)
+        if len(self._decode_pages):
+            count = len(self._decode_pages)
+            shape = (count, -1, self._kv_heads, self._head_dim)
+            k = k_cache[self._decode_pages].view(shape).transpose(1, 2)
+            v = v_cache[self._decode_pages].view(shape).transpose(1, 2)
+            rows = q[self._first_decode_token :].unsqueeze(2)
+            attended = scaled_dot_product_attention(rows, k, v, attn_mask=self._decode_mask, enable_gqa=self._gqa)
+            out[self._first_decode_token :] = attended[:, :, 0]
+        return out.view(len(q), -1)
+
+    def _plan_prefill(
+        self, first: int, last: int, pages: torch.Tensor, kv_len: int
+    ) -> tuple[slice, torch.Tensor, int, torch.Tensor | None]:
+        length = last - first
+        mask = None  # plain causal when the chunk is the whole sequence
+        if length != kv_len:
+            mask = torch.ones(length, kv_len, dtype=torch.bool).tril(kv_len - length)
+        return slice(first, last), pages[: -(-kv_len // self._block_tokens)], kv_len, mask
+
+    def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
+        """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
+        return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
