@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ..ops.attention import PagedAttention
+from ..ops.native import NativeRows
 from .lora_state import LoraState
 from .types import ScheduledRow
 
@@ -24,13 +25,17 @@ class StepBatch:
     positions: torch.Tensor
     page: torch.Tensor
     offset: torch.Tensor
-    attention: PagedAttention
+    attention: PagedAttention | NativeRows
     lora: LoraState | None
     last_token: torch.Tensor | None = None
 
 
 def ragged_batch(
-    rows: list[ScheduledRow], block_tokens: int, dummy_page: int, attention: PagedAttention, lora: LoraState | None
+    rows: list[ScheduledRow],
+    block_tokens: int,
+    dummy_page: int,
+    attention: PagedAttention | NativeRows,
+    lora: LoraState | None,
 ) -> StepBatch:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, page, offset, qo_indptr = [], [], [], [], [0]

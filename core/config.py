@@ -32,6 +32,9 @@ class EngineConfig(BaseModel):
         default=256 << 20, ge=1 << 16, description="size of the arena that KV cache and adapters share"
     )
     num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
+    cpu_kernels: Literal["auto", "native", "torch"] = Field(
+        default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
 

@@ -19,7 +19,7 @@ class LoraState:
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor) -> None:
         self._arena = arena
-        self._segments = Segments([0], [])
+        self.segments = Segments([0], [])
         self._rows: WeakKeyDictionary[Adapter, AdapterRows] = WeakKeyDictionary()
         widths = {name: out for name, (_, out) in config.module_dims.items()}
         self._qkv = _group(("q_proj", "k_proj", "v_proj"), widths)
@@ -41,19 +41,19 @@ class LoraState:
             indptr.append(indptr[-1] + length)
             used.append(None if slot == BASE_SLOT else rows[slot])
             previous = slot
-        self._segments = Segments(indptr, used)
+        self.segments = Segments(indptr, used)
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self._segments, layer, self._qkv)
+        sgmv(y, x, self._arena, self.segments, layer, self._qkv)
 
     def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self._segments, layer, self._o)
+        sgmv(y, x, self._arena, self.segments, layer, self._o)
 
     def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self._segments, layer, self._gate_up)
+        sgmv(y, x, self._arena, self.segments, layer, self._gate_up)
 
     def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self._segments, layer, self._down)
+        sgmv(y, x, self._arena, self.segments, layer, self._down)
 
     def _rows_of(self, adapter: Adapter) -> AdapterRows:
         """Where the adapter's rows lie now; a reload into other pages has a new page list."""

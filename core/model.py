@@ -7,6 +7,7 @@ from torch.nn.functional import embedding, linear
 
 from ..memory.arena import Arena
 from ..ops.activation import silu_and_mul
+from ..ops.attention import PagedAttention
 from ..ops.kv_write import write_kv
 from ..ops.norm import rms_norm
 from ..ops.rope import apply_rope, rotary_table
@@ -23,9 +24,15 @@ class DecoderModel:
         self._weights = weights
         self._arena = arena
         dtype = weights.embed.dtype
-        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-        cos, sin = rotary_table(1.0 / config.rope_theta**exponents, max_model_len)
+        cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         self._cos, self._sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]  # [positions, 1, head_dim]
+
+    def new_attention(self) -> PagedAttention:
+        config = self.config
+        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
         """Compute the step's tokens and write their KV; logits `[rows, vocab]` float32 of each row's last token."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..memory.layout import ModuleDims
+
+if TYPE_CHECKING:
+    import torch
 
 SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
 
@@ -43,6 +46,13 @@ class ModelConfig:
     @property
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
+
+    def inverse_frequencies(self) -> torch.Tensor:
+        """Rotary frequencies `[head_dim / 2]` float32."""
+        import torch
+
+        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        return 1.0 / self.rope_theta**exponents
 
     @property
     def module_dims(self) -> ModuleDims:

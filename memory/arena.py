@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from . import hugepages
 from .layout import PageLayout
 
 
@@ -18,7 +19,11 @@ class Arena:
             raise ValueError(f"layout counts {layout.itemsize} bytes per element, {dtype} has {dtype.itemsize}")
         self.layout = layout
         self.num_pages = num_pages
-        self.pages = torch.zeros(num_pages, layout.page_elems, dtype=dtype, device=device)
+        shape = (num_pages, layout.page_elems)
+        if torch.device(device).type == "cpu":
+            self.pages = hugepages.empty(shape, dtype).zero_()
+        else:
+            self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
         self._kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
 

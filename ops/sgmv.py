@@ -17,7 +17,7 @@ import torch
 RowViews = tuple[torch.Tensor, torch.Tensor]
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
     """Where one adapter's rank-rows lie in the arena.
 

@@ -14,12 +14,13 @@ from ...memory.adapter_format import AdapterManifest, inspect_adapter, read_imag
 from ...memory.arena import Arena
 from ...memory.layout import PageLayout, SlabLayout
 from ...memory.pages import PagePool
-from ...ops.attention import PagedAttention
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..lora_state import LoraState
 from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
+from ..native_model import NativeDecoderModel
+from ..native_model import supported as native_supported
 from ..sampler import draw
 from ..types import StepPlan, StepResult
 from ..weights import load_weights
@@ -47,16 +48,18 @@ class CpuExecutor:
         self.num_pages = config.num_pages or max(2, config.memory_bytes // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
-        self._model = DecoderModel(
-            self.config, load_weights(config.model, self.config, dtype), self._arena, max_model_len
-        )
+        weights = load_weights(config.model, self.config, dtype)
+        if _use_native(config, self.config, dtype):
+            self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, config.threads)
+        else:
+            self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
         self._lora = LoraState(self.config, self._arena.pages)
-        self._eager_attention = self._new_attention()
+        self._eager_attention = self._model.new_attention()
         sizes = DecodeBuckets(config.max_num_seqs).sizes
         self._buffers = DecodeBuffers(
             sizes, self.layout.pages_for_tokens(max_model_len), self.layout.block_tokens, PagePool.DUMMY
         )
-        self._bucket_attention = {size: self._new_attention() for size in sizes}
+        self._bucket_attention = {size: self._model.new_attention() for size in sizes}
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -65,7 +68,7 @@ class CpuExecutor:
             return draw(plan.rows, logits[: len(plan.rows)])
 
     def close(self) -> None:
-        """Nothing outlives the object."""
+        self._model.close()
 
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
@@ -100,11 +103,6 @@ class CpuExecutor:
         )
         return lambda: self._model.forward(batch)
 
-    def _new_attention(self) -> PagedAttention:
-        return PagedAttention(
-            self.config.num_heads, self.config.num_kv_heads, self.config.head_dim, self.layout.block_tokens
-        )
-
 
 class CpuAdapterBackend:
     """Reads PEFT directories and writes them into the arena, at once."""
@@ -129,6 +127,16 @@ class CpuAdapterBackend:
 
     def place(self, image: torch.Tensor, pages: list[int]) -> None:
         self._arena.write_pages(pages, image)
+
+
+def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
+    supported = native_supported(model, dtype)
+    if config.cpu_kernels == "native" and not supported:
+        raise UnsupportedModel(
+            f"cpu_kernels is 'native', but the native decoder is not built, this processor lacks AVX-512 with bf16, "
+            f"or it does not take this model in {dtype}; use 'auto' or 'torch'"
+        )
+    return supported and config.cpu_kernels != "torch"
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:

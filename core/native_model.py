@@ -1,0 +1,73 @@
+"""The decoder on the native CPU kernels: same batches in, same logits out as `DecoderModel`."""
+
+from __future__ import annotations
+
+import torch
+
+from ..memory import hugepages
+from ..memory.arena import Arena
+from ..ops import native
+from ..ops.rope import rotary_table
+from ..ops.sgmv import Segments
+from .batch import StepBatch
+from .model_config import ModelConfig
+from .weights import LayerWeights, ModelWeights
+
+
+def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """Whether the native decoder was built, runs here, and takes this model in `dtype`."""
+    pair = 4 // dtype.itemsize
+    inner = (config.hidden_size, config.intermediate_size, config.q_size)
+    return native.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0
+
+
+class NativeDecoderModel:
+    """Takes over `weights`, packing them projection by projection; the originals are dropped as it goes."""
+
+    def __init__(
+        self, config: ModelConfig, weights: ModelWeights, arena: Arena, max_model_len: int, threads: int | None
+    ) -> None:
+        self.config = config
+        cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
+        layers = []
+        for i, layer in enumerate(weights.layers):
+            layers.append(_pack_layer(layer))
+            weights.layers[i] = None
+        model = native.NativeModel(
+            hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
+            block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps, layers=layers, embed=weights.embed,
+            lm_head=_pack(weights.lm_head), norm=weights.norm.float(), cos=cos, sin=sin, arena=arena.pages,
+        )  # fmt: skip
+        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+
+    def new_attention(self) -> native.NativeRows:
+        return native.NativeRows()
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Compute the step's tokens and write their KV; logits `[rows, vocab]` float32 of each row's last token."""
+        tokens = len(batch.token_ids)
+        last_token = torch.arange(tokens) if batch.last_token is None else batch.last_token
+        segments = Segments([0, tokens], [None]) if batch.lora is None else batch.lora.segments
+        return self._decoder.forward(
+            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, last_token, segments
+        )
+
+    def close(self) -> None:
+        self._decoder.close()
+
+
+def _pack(weight: torch.Tensor) -> torch.Tensor:
+    shape = native.packed_shape(*weight.shape, weight.dtype)
+    return native.pack(weight, hugepages.empty(shape, weight.dtype))
+
+
+def _pack_layer(layer: LayerWeights) -> native.NativeLayer:
+    return native.NativeLayer(
+        input_norm=layer.input_norm.float(),
+        post_attention_norm=layer.post_attention_norm.float(),
+        qkv=_pack(layer.qkv),
+        o=_pack(layer.o),
+        gate_up=_pack(layer.gate_up),
+        down=_pack(layer.down),
+    )

@@ -1,0 +1,24 @@
+"""Host tensors on huge pages, where the system grants them."""
+
+from __future__ import annotations
+
+import math
+import mmap
+from collections.abc import Sequence
+
+import torch
+
+_WORTH_IT_BYTES = 4 << 20
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """An uninitialised (zeroed when large) tensor; large ones are mapped with a plea for huge pages.
+
+    Weights and pages are streamed once per step; with 4 KiB pages every row of a slab would miss the TLB.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if num_bytes < _WORTH_IT_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(*shape, dtype=dtype)
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(mapping, dtype=dtype).view(*shape)

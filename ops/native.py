@@ -1,0 +1,228 @@
+"""The native CPU decoder: a whole step of a Llama-architecture model in one call.
+
+`ops/native/` is compiled when the package is built and a C++ compiler is there; without it, or without AVX-512 with
+bf16, `available` is False and callers use the torch operators. Both give the same tokens.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .sgmv import AdapterRows, Segments
+
+PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
+_MODULES = 7
+
+
+class _Adapter(Structure):
+    _fields_ = [
+        ("pages", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("slab_elems", c_int64), ("slabs_per_page", c_int64),
+        ("a_offset", c_int32 * _MODULES), ("b_offset", c_int32 * _MODULES),
+    ]  # fmt: skip
+
+
+class _Layer(Structure):
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down", "qkv_bias", "q_norm", "k_norm")
+    ]
+
+
+class _Model(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in
+          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
+        ("eps", c_float), ("reserved", c_int32), ("layer", POINTER(_Layer)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
+    ]  # fmt: skip
+
+
+class _Step(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens", "rows", "segments", "logit_rows")),
+        *((name, c_void_p) for name in
+          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in ("last_token", "segment_indptr", "segment_adapters", "logits")),
+    ]  # fmt: skip
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        try:
+            library = ctypes.CDLL(str(path))
+        except OSError:
+            continue
+        library.chorus_decoder_create.restype = c_void_p
+        library.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
+        library.chorus_decoder_forward.restype = None
+        library.chorus_decoder_forward.argtypes = [c_void_p, c_void_p]
+        library.chorus_decoder_destroy.argtypes = [c_void_p]
+        return library
+    return None
+
+
+def available(dtype: torch.dtype) -> bool:
+    """Whether the library was built, and this processor can run it in `dtype`."""
+    library = _library()
+    return library is not None and dtype in (torch.bfloat16, torch.float32) and bool(library.chorus_supported())
+
+
+def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Reorder a weight `[n, k]` into panels `[⌈n/32⌉, k/pair, 32, pair]`; pair is 2 in bf16, 1 in float32.
+
+    out: where to write, of `packed_shape`'s shape and the weight's dtype.
+    """
+    n, k = weight.shape
+    shape = packed_shape(n, k, weight.dtype)
+    out = torch.empty(shape, dtype=weight.dtype) if out is None else out
+    whole = n // PANEL
+    out[:whole] = weight[: whole * PANEL].view(whole, PANEL, shape[1], shape[3]).transpose(1, 2)
+    if rest := n - whole * PANEL:
+        out[whole] = 0
+        out[whole, :, :rest] = weight[whole * PANEL :].view(rest, shape[1], shape[3]).transpose(0, 1)
+    return out
+
+
+def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    pair = 4 // dtype.itemsize
+    if k % pair:
+        raise ValueError(f"the reduction dimension is {k}; it must be a multiple of {pair} in {dtype}")
+    return -(-n // PANEL), k // pair, PANEL, pair
+
+
+@dataclass(slots=True)
+class NativeLayer:
+    """One layer: packed projections in the model's dtype, everything else float32; None where there is none."""
+
+    input_norm: torch.Tensor
+    post_attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class NativeModel:
+    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`."""
+
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    block_tokens: int
+    eps: float
+    layers: list[NativeLayer]
+    embed: torch.Tensor
+    lm_head: torch.Tensor
+    norm: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    arena: torch.Tensor
+
+
+class NativeRows:
+    """A step's rows for the native decoder, with the `plan` signature of `PagedAttention`."""
+
+    __slots__ = ("kv_lens", "page_table", "qo_indptr")
+
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+        """See `PagedAttention.plan`; rows may come in any order here."""
+        self.qo_indptr = torch.tensor(qo_indptr, dtype=torch.int32)
+        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
+        self.page_table = page_table
+
+
+class NativeDecoder:
+    """Runs steps on its own team of threads, the caller's included. One step at a time."""
+
+    def __init__(self, model: NativeModel, threads: int) -> None:
+        self._library = _library()
+        self._model = model  # keeps the tensors alive
+        self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, torch.Tensor]] = WeakKeyDictionary()
+        layers = (_Layer * len(model.layers))()
+        for descriptor, layer in zip(layers, model.layers, strict=True):
+            for name, _ in _Layer._fields_:
+                tensor = getattr(layer, name)
+                setattr(descriptor, name, None if tensor is None else _pointer(tensor))
+        description = _Model(
+            hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
+            head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps, layer=layers,
+            embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
+            cos=_pointer(model.cos), sin=_pointer(model.sin), arena=_pointer(model.arena),
+            page_elems=model.arena.shape[1],
+        )  # fmt: skip
+        self._handle = self._library.chorus_decoder_create(
+            model.embed.dtype.itemsize, ctypes.addressof(description), threads
+        )
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        page: torch.Tensor,
+        offset: torch.Tensor,
+        rows: NativeRows,
+        last_token: torch.Tensor,
+        segments: Segments,
+    ) -> torch.Tensor:
+        """Compute a step and write its KV; logits `[len(last_token), vocab]` float32.
+
+        token_ids, positions, page, offset: `[tokens]` int64; last_token: `[rows]` int64.
+        """
+        adapters = [None if adapter is None else self._descriptor(adapter) for adapter in segments.adapters]
+        pointers = (c_void_p * len(adapters))(*(None if a is None else ctypes.addressof(a) for a in adapters))
+        indptr = (c_int32 * len(segments.indptr))(*segments.indptr)
+        logits = torch.empty(len(last_token), self._model.vocab)
+        step = _Step(
+            tokens=len(token_ids), rows=len(rows.kv_lens), segments=len(adapters), logit_rows=len(last_token),
+            token_ids=_pointer(token_ids), positions=_pointer(positions), page=_pointer(page), offset=_pointer(offset),
+            qo_indptr=_pointer(rows.qo_indptr), kv_lens=_pointer(rows.kv_lens), page_table=rows.page_table.data_ptr(),
+            table_stride=rows.page_table.stride(0), last_token=_pointer(last_token),
+            segment_indptr=ctypes.addressof(indptr), segment_adapters=ctypes.addressof(pointers),
+            logits=_pointer(logits),
+        )  # fmt: skip
+        self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
+        return logits
+
+    def close(self) -> None:
+        if self._handle is not None:
+            self._library.chorus_decoder_destroy(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _descriptor(self, rows: AdapterRows) -> _Adapter:
+        found = self._adapters.get(rows)
+        if found is None:
+            pages = torch.tensor(rows.pages, dtype=torch.int64)
+            descriptor = _Adapter(
+                pages=_pointer(pages), rank=rows.rank, scale=rows.scale, slab_elems=rows.slab_elems,
+                slabs_per_page=rows.slabs_per_page, a_offset=(c_int32 * _MODULES)(*rows.a_offset),
+                b_offset=(c_int32 * _MODULES)(*rows.b_offset),
+            )  # fmt: skip
+            found = self._adapters[rows] = (descriptor, pages)
+        return found[0]
+
+
+def _pointer(tensor: torch.Tensor) -> int:
+    if not tensor.is_contiguous():
+        raise ValueError("the native decoder takes contiguous tensors")
+    return tensor.data_ptr()

@@ -1,0 +1,232 @@
+// A Llama-architecture decoder step as one call: every thread walks the layers, meeting after each phase.
+//
+// No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
+// read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2")
+#include <cmath>
+#include <memory>
+#include "attention.h"
+#include "elementwise.h"
+#include "gemm.h"
+#include "pool.h"
+#include "sgmv.h"
+
+namespace chorus {
+
+// The descriptors mirror the ctypes structures of ops/native.py, field by field.
+struct LayerDesc {
+    const float *input_norm, *post_attention_norm;
+    const void *qkv, *o, *gate_up, *down;   // packed panels
+    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none
+};
+
+struct ModelDesc {
+    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
+    float eps;
+    int32_t reserved;
+    const LayerDesc* layer;
+    const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
+    const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
+    void* arena;
+    int64_t page_elems;
+};
+
+struct StepDesc {
+    int32_t tokens, rows, segments, logit_rows;
+    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
+    const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
+    const int64_t* page_table;                             // [rows, table_stride]
+    int64_t table_stride;
+    const int64_t* last_token;                // [logit_rows]
+    const int32_t* segment_indptr;            // [segments + 1]
+    const Adapter* const* segment_adapters;   // [segments], null: base
+    float* logits;                            // [logit_rows, vocab]
+};
+
+template <class T>
+class Decoder {
+   public:
+    Decoder(const ModelDesc& model, Team& team)
+        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.size()) {
+        const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
+        groups_[0] = {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}};
+        groups_[1] = {{3, 0, m_.hidden}};
+        groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
+        groups_[3] = {{6, 0, m_.hidden}};
+    }
+
+    void forward(const StepDesc& step) {
+        plan(step);
+        team_.run([&](int thread) { walk(step, thread); });
+    }
+
+   private:
+    struct Scratch {
+        AttentionScratch attention;
+        std::vector<const T*> rows;
+        std::vector<T> panel;
+    };
+
+    // Buffers and units of work of the step, the same for all layers.
+    void plan(const StepDesc& step) {
+        const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
+        const size_t tokens = std::max(step.tokens, step.logit_rows);
+        grow(x_, tokens * m_.hidden);
+        grow(y_, tokens * std::max(qkv, 2 * m_.ffn));
+        grow(normed_, tokens * m_.hidden);
+        grow(q_, tokens * q);
+        grow(attended_, tokens * q);
+        grow(act_, tokens * m_.ffn);
+        attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+        int rank = 0;
+        for (int s = 0; s < step.segments; s++)
+            if (step.segment_adapters[s]) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+        ldh_ = (rank + 2) & ~1;
+        grow(h_, 3 * tokens * ldh_);
+        for (int g = 0; g < 4; g++) {
+            shrink_[g] = shrink_units(step.segment_adapters, step.segment_indptr, step.segments, groups_[g]);
+            expand_[g] = expand_units(step.segment_adapters, step.segment_indptr, step.segments, groups_[g]);
+        }
+        for (auto& s : scratch_) {
+            if ((int)s.rows.size() < rank) s.rows.resize(rank);
+            grow(s.panel, (size_t)(rank + 1) * kPanel);
+        }
+    }
+
+    void walk(const StepDesc& step, int thread) {
+        int phase = 0;
+        const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
+        const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
+        const int heads_per_kv = m_.heads / m_.kv_heads;
+        auto each_token = [&](auto work) { team_.each(phase, tokens, work); };
+        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + (long)t * hidden); });
+        const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
+        for (int l = 0; l < m_.layers; l++) {
+            const LayerDesc& w = layers_[l];
+            T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
+            T* v_plane = k_plane + kv_plane;
+            normalise(phase, tokens, w.input_norm);
+            project(step, thread, phase, 0, l, normed_.data(), hidden, w.qkv, qkv, y_.data(), qkv, false, w.qkv_bias);
+            each_token([&](int t) { rotate_and_store(step, w, t, y_.data() + (long)t * qkv, k_plane, v_plane); });
+            const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
+            team_.each(phase, (int)attention_.size(), [&](int i) {
+                const AttentionUnit& unit = attention_[i];
+                attend<T>(cache, unit, q_.data(), attended_.data(), q, heads_per_kv,
+                          step.page_table + unit.row * step.table_stride, step.kv_lens[unit.row],
+                          step.qo_indptr[unit.row + 1], 1.0f / std::sqrt((float)head_dim), scratch_[thread].attention);
+            });
+            project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, nullptr);
+            normalise(phase, tokens, w.post_attention_norm);
+            project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, nullptr);
+            each_token([&](int t) {
+                const float* gate = y_.data() + (long)t * 2 * m_.ffn;
+                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + (long)t * m_.ffn);
+            });
+            project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, nullptr);
+        }
+        team_.each(phase, step.logit_rows, [&](int r) {
+            rms_norm(x_.data() + step.last_token[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
+        });
+        const Product<T> head{normed_.data(), hidden, step.logit_rows, (const T*)m_.lm_head, m_.vocab, hidden,
+                              step.logits, m_.vocab, false, nullptr};
+        team_.each(phase, head.units(), [&](int i) { head.run(i); });
+    }
+
+    void normalise(int& phase, int tokens, const float* weight) {
+        const int hidden = m_.hidden;
+        team_.each(phase, tokens, [&](int t) {
+            rms_norm(x_.data() + (long)t * hidden, weight, hidden, m_.eps, normed_.data() + (long)t * hidden);
+        });
+    }
+
+    // y (+)= x · wᵀ and the step's LoRA products of one group: base product and shrink side by side, then expand.
+    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, int k, const void* w, int n,
+                 float* y, int ldy, bool accumulate, const float* bias) {
+        const Product<T> product{x, k, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
+        const auto &shrinks = shrink_[g], &expands = expand_[g];
+        const Arena<T> arena{(T*)m_.arena, m_.page_elems};
+        const int base = product.units();
+        const long plane = (long)step.tokens * ldh_;
+        team_.each(phase, base + (int)shrinks.size(), [&](int i) {
+            if (i < base) return product.run(i);
+            const LoraUnit& u = shrinks[i - base];
+            shrink<T>(arena, *step.segment_adapters[u.segment], layer, groups_[g][u.module].module, u, x, k, k,
+                      h_.data() + u.module * plane, ldh_);
+        });
+        if (expands.empty()) return;
+        team_.each(phase, (int)expands.size(), [&](int i) {
+            const LoraUnit& u = expands[i];
+            const Target& target = groups_[g][u.module];
+            expand<T>(arena, *step.segment_adapters[u.segment], layer, target.module, u, h_.data() + u.module * plane, ldh_,
+                      y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data());
+        });
+    }
+
+    // Norm (where the architecture has it) and rotate q and k, then write q to its buffer, k and v to their page.
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, float* y, T* k_plane, T* v_plane) {
+        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim;
+        const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
+        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv;
+        for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
+            float* x = y + h * head_dim;
+            const bool key = h >= m_.heads;
+            if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
+            rotate(x, cos, sin, head_dim, key ? k_plane + place + (h - m_.heads) * head_dim : q_.data() + (long)t * q + h * head_dim);
+        }
+        convert(y + q + kv, kv, v_plane + place);
+    }
+
+    template <class V>
+    static void grow(std::vector<V>& v, size_t n) {
+        if (v.size() < n) v.resize(n);
+    }
+
+    ModelDesc m_;
+    std::vector<LayerDesc> layers_;
+    Team& team_;
+    std::vector<Scratch> scratch_;
+    std::vector<Target> groups_[4];
+    std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<AttentionUnit> attention_;
+    std::vector<float> x_, y_;
+    std::vector<T> normed_, q_, attended_, act_, h_;
+    int ldh_ = 2;
+};
+
+struct AnyDecoder {
+    virtual ~AnyDecoder() = default;
+    virtual void forward(const StepDesc& step) = 0;
+};
+
+template <class T>
+struct TypedDecoder final : AnyDecoder {
+    TypedDecoder(const ModelDesc& model, int threads) : team(threads), decoder(model, team) {}
+    void forward(const StepDesc& step) override { decoder.forward(step); }
+    Team team;
+    Decoder<T> decoder;
+};
+
+}  // namespace chorus
+
+using namespace chorus;
+
+#define CHORUS_API __attribute__((visibility("default")))
+
+extern "C" {
+
+CHORUS_API int chorus_supported() {
+    __builtin_cpu_init();
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+
+// element: 2 for bfloat16, 4 for float32.
+CHORUS_API void* chorus_decoder_create(int element, const ModelDesc* model, int threads) {
+    if (element == 2) return new TypedDecoder<bf16>(*model, threads);
+    return new TypedDecoder<float>(*model, threads);
+}
+
+CHORUS_API void chorus_decoder_forward(void* decoder, const StepDesc* step) { ((AnyDecoder*)decoder)->forward(*step); }
+
+CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
+}

@@ -1,0 +1,88 @@
+// y[m, n] (+)= Σ_k x[m, k] · w[n, k] with w packed in panels of 32 output columns: [N/32][K/pair][32][pair].
+//
+// One packed copy serves decode (a few rows: the panel streams from memory once) and prefill (many rows: the panel
+// stays in L2 while tiles of 12 rows pass by).
+#pragma once
+#include "simd.h"
+
+namespace chorus {
+
+constexpr int kPanel = 32;    // output columns of a panel
+constexpr int kRows = 12;     // rows of the largest register tile: 12 × 2 accumulators
+constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panels pass
+
+template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
+
+template <class T, int ROWS>
+inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
+                 const float* bias) {
+    using K = Kind<T>;
+    const __mmask16 m0 = head_mask(columns), m1 = head_mask(columns > kLanes ? columns - kLanes : 0);
+    __m512 acc[ROWS][2];
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        if (accumulate) {
+            acc[r][0] = load16(y + r * ldy, m0);
+            acc[r][1] = load16(y + r * ldy + kLanes, m1);
+        } else if (bias) {
+            acc[r][0] = load16(bias, m0);
+            acc[r][1] = load16(bias + kLanes, m1);
+        } else {
+            acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        }
+    }
+    const T* w = panel;
+    for (int i = 0; i < k; i += K::pair, w += kPanel * K::pair) {
+        const auto w0 = K::load(w), w1 = K::load(w + kLanes * K::pair);
+#pragma GCC unroll 12
+        for (int r = 0; r < ROWS; r++) {
+            const auto b = K::broadcast(x + r * ldx + i);
+            acc[r][0] = K::mac(acc[r][0], w0, b);
+            acc[r][1] = K::mac(acc[r][1], w1, b);
+        }
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++) {
+        store16(y + r * ldy, acc[r][0], m0);
+        if (m1) store16(y + r * ldy + kLanes, acc[r][1], m1);
+    }
+}
+
+// All `rows` rows against one panel.
+template <class T>
+inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
+                          bool accumulate, const float* bias) {
+    int r = 0;
+    for (; r + kRows <= rows; r += kRows) tile<T, kRows>(x + r * ldx, ldx, panel, k, y + r * ldy, ldy, columns, accumulate, bias);
+    x += r * ldx;
+    y += r * ldy;
+    switch (rows - r) {
+#define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias); break;
+        CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+        CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11)
+#undef CHORUS_TILE
+        default: break;
+    }
+}
+
+// A product as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
+template <class T>
+struct Product {
+    const T* x; long ldx; int rows;
+    const T* w; int n, k;
+    float* y; long ldy;
+    bool accumulate;
+    const float* bias;
+
+    int panels() const { return (n + kPanel - 1) / kPanel; }
+    int units() const { return rows ? (rows + kRowChunk - 1) / kRowChunk * panels() : 0; }
+    void run(int unit) const {
+        int chunk = unit / panels(), panel = unit % panels();
+        int first = chunk * kRowChunk, count = rows - first < kRowChunk ? rows - first : kRowChunk;
+        int column = panel * kPanel, columns = n - column < kPanel ? n - column : kPanel;
+        panel_product<T>(x + first * ldx, ldx, count, w + panel * panel_elems<T>(k), k, y + first * ldy + column, ldy,
+                         columns, accumulate, bias ? bias + column : nullptr);
+    }
+};
+
+}  // namespace chorus

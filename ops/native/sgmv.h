@@ -1,0 +1,201 @@
+// Segmented gather matrix-vector multiplication (Punica §4) over adapters that lie in pages of the arena.
+//
+//   shrink   h[t, i]  = scale · Σ_k x[t, k] · A_i[k]      dot products along the input, rank-rows as they lie
+//   expand   y[t, n] += Σ_i h[t, i] · B_i[n]              few tokens: rank-rows are added up in registers;
+//                                                         many: 32 columns are packed into a panel, then a product
+// A rank-row is read once per step for a segment of few tokens: the bytes are the adapter's own, no padding.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "gemm.h"
+
+namespace chorus {
+
+constexpr int kModules = 7;
+constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 256;
+
+struct Adapter {  // mirrors ops/native_step.py
+    const int64_t* pages;
+    int32_t rank;
+    float scale;
+    int64_t slab_elems, slabs_per_page;
+    int32_t a_offset[kModules], b_offset[kModules];
+};
+
+template <class T>
+struct Arena {
+    T* data;
+    int64_t page_elems;
+    const T* slab(const Adapter& a, long index) const {
+        return data + a.pages[index / a.slabs_per_page] * page_elems + index % a.slabs_per_page * a.slab_elems;
+    }
+};
+
+struct LoraUnit { int segment, module, first, count, token, tokens; };
+
+// A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
+struct Target { int module, column, width; };
+
+inline std::vector<LoraUnit> shrink_units(const Adapter* const* adapters, const int32_t* indptr, int segments,
+                                          const std::vector<Target>& group) {
+    std::vector<LoraUnit> units;
+    for (int s = 0; s < segments; s++) {
+        if (!adapters[s]) continue;
+        for (int g = 0; g < (int)group.size(); g++) {
+            if (adapters[s]->a_offset[group[g].module] < 0) continue;
+            for (int t = indptr[s]; t < indptr[s + 1]; t += kTokenChunk)
+                for (int r = 0; r < adapters[s]->rank; r += kRankChunk)
+                    units.push_back({s, g, r, std::min(kRankChunk, adapters[s]->rank - r), t,
+                                     std::min(kTokenChunk, indptr[s + 1] - t)});
+        }
+    }
+    return units;
+}
+
+inline std::vector<LoraUnit> expand_units(const Adapter* const* adapters, const int32_t* indptr, int segments,
+                                          const std::vector<Target>& group) {
+    std::vector<LoraUnit> units;
+    for (int s = 0; s < segments; s++) {
+        if (!adapters[s]) continue;
+        for (int g = 0; g < (int)group.size(); g++) {
+            if (adapters[s]->b_offset[group[g].module] < 0) continue;
+            for (int c = 0; c < group[g].width; c += kColumnChunk)
+                units.push_back({s, g, c, std::min(kColumnChunk, group[g].width - c), indptr[s], indptr[s + 1] - indptr[s]});
+        }
+    }
+    return units;
+}
+
+// h[t][i] for TOKENS tokens and RANKS rank-rows.
+template <class T, int TOKENS, int RANKS>
+inline void dots(const T* x, long ldx, const T* const* rows, int k, float scale, T* h, long ldh) {
+    using K = Kind<T>;
+    __m512 acc[16];
+    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
+    int i = 0;
+    for (; i + K::width <= k; i += K::width) {
+        typename K::Reg a[RANKS];
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) a[r] = K::load(rows[r] + i);
+#pragma GCC unroll 4
+        for (int t = 0; t < TOKENS; t++) {
+            const auto b = K::load(x + t * ldx + i);
+#pragma GCC unroll 8
+            for (int r = 0; r < RANKS; r++) acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], a[r], b);
+        }
+    }
+    if (i < k)
+        for (int t = 0; t < TOKENS; t++)
+            for (int r = 0; r < RANKS; r++)
+                acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
+    alignas(64) float sums[16];
+    _mm512_store_ps(sums, reduce16(acc));
+    for (int t = 0; t < TOKENS; t++)
+        for (int r = 0; r < RANKS; r++) narrow(scale * sums[t * RANKS + r], h + t * ldh + r);
+}
+
+template <class T, int TOKENS>
+inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh) {
+    constexpr int most = TOKENS <= 2 ? 8 : 4;
+    int r = 0;
+    for (; r + most <= ranks; r += most) dots<T, TOKENS, most>(x, ldx, rows + r, k, scale, h + r, ldh);
+    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, k, scale, h + r, ldh); r += 4; }
+    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, k, scale, h + r, ldh); r += 2; }
+    if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, k, scale, h + r, ldh);
+}
+
+// h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
+template <class T>
+inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
+                   const T* x, long ldx, int k, T* h, long ldh) {
+    const T* rows[kRankChunk];
+    for (int i = 0; i < unit.count; i++)
+        rows[i] = arena.slab(adapter, (long)layer * adapter.rank + unit.first + i) + adapter.a_offset[module];
+    const bool last = unit.first + unit.count == adapter.rank;
+    int t = unit.token, end = t + unit.tokens;
+    for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
+    for (; t + 2 <= end; t += 2) dots_ranks<T, 2>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
+    if (t < end) dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
+    if (last)
+        for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
+}
+
+// Few tokens: COLUMNS·16 columns of y for TOKENS tokens stay in registers while the rank-rows pass.
+template <class T, int TOKENS, int COLUMNS>
+inline void add_rows(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
+    __m512 acc[TOKENS][COLUMNS];
+    for (int t = 0; t < TOKENS; t++)
+        for (int c = 0; c < COLUMNS; c++) acc[t][c] = load16(y + t * ldy + c * kLanes, head_mask(std::max(0, columns - c * kLanes)));
+    if (columns >= COLUMNS * kLanes) {
+        for (int r = 0; r < rank; r++) {
+            __m512 factor[TOKENS];
+            for (int t = 0; t < TOKENS; t++) factor[t] = _mm512_set1_ps(widen(h[t * ldh + r]));
+#pragma GCC unroll 16
+            for (int c = 0; c < COLUMNS; c++) {
+                const __m512 b = load16(rows[r] + c * kLanes);
+#pragma GCC unroll 4
+                for (int t = 0; t < TOKENS; t++) acc[t][c] = _mm512_fmadd_ps(factor[t], b, acc[t][c]);
+            }
+        }
+    } else {
+        for (int r = 0; r < rank; r++)
+            for (int c = 0; c < COLUMNS && c * kLanes < columns; c++) {
+                const __m512 b = load16(rows[r] + c * kLanes, head_mask(columns - c * kLanes));
+                for (int t = 0; t < TOKENS; t++) acc[t][c] = _mm512_fmadd_ps(_mm512_set1_ps(widen(h[t * ldh + r])), b, acc[t][c]);
+            }
+    }
+    for (int t = 0; t < TOKENS; t++)
+        for (int c = 0; c < COLUMNS && c * kLanes < columns; c++) store16(y + t * ldy + c * kLanes, acc[t][c], head_mask(columns - c * kLanes));
+}
+
+template <class T, int TOKENS, int COLUMNS>
+inline void add_rows_chunk(const T** rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
+    for (int c = 0; c < columns; c += COLUMNS * kLanes) {
+        add_rows<T, TOKENS, COLUMNS>(rows, rank, h, ldh, y + c, ldy, columns - c);
+        for (int r = 0; r < rank; r++) rows[r] += COLUMNS * kLanes;
+    }
+}
+
+// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer.
+inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns, bf16* panel) {
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
+                                           36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i half = _mm512_set1_epi16(16);
+    for (int r = 0; r < rank; r += 2, panel += 64) {
+        const __m512i a = (__m512i)Kind<bf16>::load(rows[r] + offset, columns);
+        const __m512i b = r + 1 < rank ? (__m512i)Kind<bf16>::load(rows[r + 1] + offset, columns) : _mm512_setzero_si512();
+        _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(a, order, b));
+        _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(a, _mm512_add_epi16(order, half), b));
+    }
+}
+inline void pack_rows(const float* const* rows, int rank, int offset, int columns, float* panel) {
+    for (int r = 0; r < rank; r++, panel += kPanel) {
+        _mm512_storeu_ps(panel, load16(rows[r] + offset, head_mask(columns)));
+        _mm512_storeu_ps(panel + kLanes, load16(rows[r] + offset + kLanes, head_mask(std::max(0, columns - kLanes))));
+    }
+}
+
+// scratch: room for `rank` row pointers and one panel of `rank + 1` rows.
+template <class T>
+inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
+                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel) {
+    const int rank = adapter.rank;
+    for (int i = 0; i < rank; i++)
+        rows[i] = arena.slab(adapter, (long)layer * rank + i) + adapter.b_offset[module] + unit.first;
+    h += unit.token * ldh;
+    y += unit.token * ldy + unit.first;
+    switch (unit.tokens) {
+        case 1: add_rows_chunk<T, 1, 16>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 2: add_rows_chunk<T, 2, 8>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 3: add_rows_chunk<T, 3, 8>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        default: break;
+    }
+    const int k = (rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair;
+    for (int c = 0; c < unit.count; c += kPanel) {
+        const int columns = std::min(kPanel, unit.count - c);
+        pack_rows(rows, rank, c, columns, panel);
+        panel_product<T>(h, ldh, unit.tokens, panel, k, y + c, ldy, columns, true, nullptr);
+    }
+}
+
+}  // namespace chorus

@@ -1,0 +1,106 @@
+// Element types and the few vector idioms that every kernel shares. AVX-512; bf16 needs AVX512-BF16.
+#pragma once
+#include <immintrin.h>
+#include <cstdint>
+#include <cstring>
+
+namespace chorus {
+
+constexpr int kLanes = 16;  // float32 lanes of a 512-bit register
+
+using bf16 = uint16_t;
+
+inline __mmask16 head_mask(int count) { return count >= kLanes ? 0xFFFF : (__mmask16)((1u << count) - 1); }
+
+inline float widen(bf16 v) {
+    uint32_t bits = (uint32_t)v << 16;
+    float out;
+    memcpy(&out, &bits, 4);
+    return out;
+}
+inline float widen(float v) { return v; }
+
+inline void narrow(float v, float* out) { *out = v; }
+inline void narrow(float v, bf16* out) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    memcpy(&bits, &v, 4);
+    if ((bits & 0x7FFFFFFF) > 0x7F800000) { *out = (bf16)((bits >> 16) | 0x40); return; }
+    *out = (bf16)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
+}
+
+// Load 16 elements as float32; the masked forms read only `mask`'s elements and give 0 elsewhere.
+inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
+inline __m512 load16(const bf16* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+inline __m512 load16(const float* p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
+inline __m512 load16(const bf16* p, __mmask16 mask) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+}
+
+inline void store16(float* p, __m512 v, __mmask16 mask = 0xFFFF) { _mm512_mask_storeu_ps(p, mask, v); }
+inline void store16(bf16* p, __m512 v, __mmask16 mask = 0xFFFF) {
+    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
+}
+
+// Sixteen horizontal sums at once: lane i of the result is the sum of a[i].
+inline __m512 reduce16(const __m512* a) {
+    __m512 u[8], v[4];
+    for (int i = 0; i < 8; i++) u[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 8]), _mm512_unpackhi_ps(a[i], a[i + 8]));
+    for (int i = 0; i < 4; i++) {
+        __m512d lo = _mm512_castps_pd(u[i]), hi = _mm512_castps_pd(u[i + 4]);
+        v[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+    }
+    __m512 w0 = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
+    __m512 w1 = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xDD));
+    __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(w0, w1, 0x88), _mm512_shuffle_f32x4(w0, w1, 0xDD));
+    // z's 128-bit lane j holds the sums of a[j], a[j + 8], a[j + 4], a[j + 12]
+    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
+    return _mm512_permutexvar_ps(order, z);
+}
+
+// e^x for x <= 88: 2^(x·log2 e), a degree-6 polynomial on [-0.5, 0.5], relative error below 2e-7.
+inline __m512 exp16(__m512 x) {
+    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // this order lets NaN through
+    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
+    __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
+    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
+    __m512 p = _mm512_set1_ps(1.0f / 720);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, n);
+}
+
+// Elements of the reduction dimension that one multiply-accumulate takes: a bf16 pair, or one float32.
+template <class T> struct Kind;
+
+template <> struct Kind<bf16> {
+    static constexpr int pair = 2, width = 32;  // width: elements in a register
+    using Reg = __m512bh;
+    static Reg load(const bf16* p) { return (Reg)_mm512_loadu_si512(p); }
+    static Reg load(const bf16* p, int count) {  // the first `count` elements, 0 beyond
+        return (Reg)_mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1, p);
+    }
+    static Reg broadcast(const bf16* p) {
+        int32_t both;
+        memcpy(&both, p, 4);
+        return (Reg)_mm512_set1_epi32(both);
+    }
+    static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_dpbf16_ps(acc, a, b); }
+};
+
+template <> struct Kind<float> {
+    static constexpr int pair = 1, width = 16;
+    using Reg = __m512;
+    static Reg load(const float* p) { return _mm512_loadu_ps(p); }
+    static Reg load(const float* p, int count) { return _mm512_maskz_loadu_ps(head_mask(count), p); }
+    static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
+    static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_fmadd_ps(a, b, acc); }
+};
+
+}  // namespace chorus
