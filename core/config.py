@@ -35,6 +35,17 @@ class EngineConfig(BaseModel):
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )
+    host_cache_bytes: int = Field(
+        default=1 << 30, ge=0, description="host memory for adapters that were read from disk, least recently used out"
+    )
+    prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
+    lookahead: int = Field(default=8, ge=0, description="waiting requests whose adapters are read ahead")
+    max_adapters_per_step: int | None = Field(
+        default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
+    )
+    max_overtake_seconds: float = Field(
+        default=1.0, ge=0, description="how long a waiting request may be overtaken by others with resident adapters"
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
 

@@ -12,7 +12,11 @@ from pathlib import Path
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import is_adapter_dir
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
+from ..memory.eviction import EvictionOrder, RestoreCosts
+from ..memory.host_images import HostImages, Reads, ThreadReads
 from ..memory.pages import PageKind, PagePool
+from ..memory.prefix import PrefixCache
+from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
 from .request import Request
@@ -22,6 +26,7 @@ from .types import InvalidRequest, RequestOutput, StepInfo, StepPlan, StepResult
 logger = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
+READ_WAIT_SECONDS = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,11 +39,15 @@ class EngineStats:
     num_free_pages: int
     num_kv_pages: int
     num_adapter_pages: int
+    num_cached_pages: int
     num_steps: int
     num_preemptions: int
     num_generated_tokens: int
+    num_adapter_hits: int
     num_adapter_loads: int
     num_adapter_evictions: int
+    num_prefix_hit_tokens: int
+    num_prefix_query_tokens: int
     last_step: StepInfo | None
 
 
@@ -48,14 +57,25 @@ class Engine:
     The executor and the clock are injected, so that the same policy code serves and simulates.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor,
+        clock: Callable[[], float] = time.monotonic,
+        reads: Reads | None = None,
+    ) -> None:
         self.config = config
         self.model: ModelInfo = executor.model
         self._executor = executor
         self._clock = clock
         self._block_tokens = executor.layout.block_tokens
         self._pool = PagePool(executor.num_pages)
-        self.store = AdapterStore(self._pool, executor.adapters)
+        order, costs = EvictionOrder(), RestoreCosts()
+        images = HostImages(config.host_cache_bytes, reads or ThreadReads())
+        self.store = AdapterStore(self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes)
+        self._prefix = PrefixCache(self._pool, order, costs, self._block_tokens)
+        self.store.on_gone = self._prefix.drop_version
+        self._reclaimer = Reclaimer(self._pool, order, self.store, self._prefix)
         limits = SchedulerLimits(
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
@@ -63,8 +83,13 @@ class Engine:
             max_model_len=self.model.max_model_len,
             block_tokens=self._block_tokens,
             eos_token_ids=frozenset(self.model.eos_token_ids),
+            prefix_cache=config.prefix_cache,
+            lookahead=config.lookahead,
+            max_adapters_per_step=config.max_adapters_per_step,
+            max_overtake_seconds=config.max_overtake_seconds,
         )
-        self._scheduler = Scheduler(limits, self._pool, self.store, DecodeBuckets(config.max_num_seqs))
+        buckets = DecodeBuckets(config.max_num_seqs)
+        self._scheduler = Scheduler(limits, self._pool, self.store, self._prefix, self._reclaimer, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._num_generated_tokens = 0
@@ -112,6 +137,8 @@ class Engine:
             self._num_steps += 1
             self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
+        elif not outputs and self.has_work():
+            self.store.wait_for_reads(READ_WAIT_SECONDS)
         if not self.has_work() and (now := self._clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
@@ -130,15 +157,24 @@ class Engine:
             num_free_pages=pool.num_free,
             num_kv_pages=pool.count(PageKind.KV),
             num_adapter_pages=pool.count(PageKind.ADAPTER),
+            num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_generated_tokens=self._num_generated_tokens,
+            num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,
             num_adapter_evictions=self.store.num_evictions,
+            num_prefix_hit_tokens=self._prefix.num_hit_tokens,
+            num_prefix_query_tokens=self._prefix.num_query_tokens,
             last_step=self._last_step,
         )
 
+    def reclaim_idle(self) -> int:
+        """Evict every idle adapter and unused prefix block; returns the pages freed."""
+        return self._reclaimer.reclaim_all()
+
     def close(self) -> None:
+        self.store.close()
         self._executor.close()
 
     def _validate(self, request: Request) -> None:

@@ -9,6 +9,7 @@ from .types import FinishReason, SamplingParams
 if TYPE_CHECKING:
     from ..memory.adapter_store import Adapter
     from ..memory.kv import BlockTable
+    from ..memory.prefix import Block
 
 
 class Request:
@@ -23,9 +24,13 @@ class Request:
         "adapter_name",
         "arrival_time",
         "block_table",
+        "caching",
         "finish_reason",
         "id",
+        "last_block",
+        "num_cached_tokens",
         "num_computed_tokens",
+        "num_known_blocks",
         "num_prompt_tokens",
         "params",
         "seed",
@@ -50,6 +55,10 @@ class Request:
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
+        self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
+        self.caching = False  # whether blocks it completes are made known to the prefix cache
+        self.num_known_blocks = 0
+        self.last_block: Block | None = None
         self.finish_reason: FinishReason | None = None
 
     @property

@@ -1,21 +1,24 @@
 """Token-budget continuous batching with chunked prefill.
 
 A step takes from every running request the tokens whose KV is missing (one for a decoding request), then admits
-waiting requests first come first served while tokens, seats and pages last. No tensors here.
+waiting requests in queue order while tokens, seats and pages last. No tensors here.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterFormatError
-from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.adapter_store import Adapter, AdapterStore, Tier
 from ..memory.kv import BlockTable
 from ..memory.pages import PageKind, PagePool
+from ..memory.prefix import BASE_VERSION, Block, PrefixCache
+from ..memory.reclaim import Reclaimer
+from .queue_order import queue_order
 from .request import Request
 from .types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 
@@ -30,16 +33,32 @@ class SchedulerLimits:
     max_model_len: int
     block_tokens: int
     eos_token_ids: frozenset[int]
+    prefix_cache: bool = True
+    lookahead: int = 8
+    max_adapters_per_step: int | None = None
+    max_overtake_seconds: float = 1.0
 
 
 class Scheduler:
     """Owns the queues and the block tables of running requests."""
 
-    def __init__(self, limits: SchedulerLimits, pool: PagePool, store: AdapterStore, buckets: DecodeBuckets) -> None:
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        pool: PagePool,
+        store: AdapterStore,
+        prefix: PrefixCache,
+        reclaimer: Reclaimer,
+        buckets: DecodeBuckets,
+        clock: Callable[[], float],
+    ) -> None:
         self._limits = limits
         self._pool = pool
         self._store = store
+        self._prefix = prefix
+        self._reclaimer = reclaimer
         self._buckets = buckets
+        self._clock = clock
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -64,6 +83,10 @@ class Scheduler:
     def add(self, request: Request) -> None:
         self._requests[request.id] = request
         self._waiting.append(request)
+        if request.adapter is not None:
+            self._store.hold(request.adapter)
+            if len(self._waiting) <= self._limits.lookahead:
+                self._store.prefetch(request.adapter)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its pages; False when it is not here (any more)."""
@@ -75,6 +98,9 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
+        for request in itertools.islice(self._waiting, self._limits.lookahead):
+            if request.adapter is not None:
+                self._store.prefetch(request.adapter)
         chosen, preempted = self._schedule_running()
         budget = self._limits.max_num_batched_tokens - sum(count for _, count in chosen)
         if not preempted:
@@ -90,6 +116,8 @@ class Scheduler:
             if request is None:
                 continue
             request.num_computed_tokens = row.kv_len
+            if request.caching:
+                self._remember(request)
             if error := result.errors.get(request.id):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
@@ -130,27 +158,55 @@ class Scheduler:
         return chosen, preempted
 
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
-        """Start waiting requests, first come first served, until the first that does not fit."""
-        admitted = []
-        while self._waiting and budget > 0 and len(self._running) < self._limits.max_num_seqs:
-            request = self._waiting[0]
-            count = min(request.num_tokens, budget)
-            if count < request.num_tokens and not self._limits.chunked_prefill:
+        """Start waiting requests in queue order; those whose adapter is still being read are passed over.
+
+        The first that lacks pages or token budget ends it, so that a large request is not starved by small ones.
+        """
+        limits = self._limits
+        admitted: list[tuple[Request, int]] = []
+        if not self._waiting or budget <= 0 or len(self._running) >= limits.max_num_seqs:
+            return admitted
+        active = {request.adapter for request in self._running if request.adapter is not None}
+        overdue_before = self._clock() - limits.max_overtake_seconds
+        for request in queue_order(self._waiting, self._store, overdue_before):
+            if budget <= 0 or len(self._running) >= limits.max_num_seqs:
                 break
-            if not self._fits(request):
+            adapter = request.adapter
+            if adapter is not None and not self._is_loadable(adapter, active):
+                if request.arrival_time < overdue_before:
+                    break
+                continue
+            blocks = self._prefix.match(_version(adapter), request.token_ids) if limits.prefix_cache else []
+            missing = request.num_tokens - len(blocks) * limits.block_tokens
+            if missing > budget and not limits.chunked_prefill:
                 break
-            self._waiting.popleft()
-            if not self._start(request, count):
+            if not self._fits(request, blocks):
+                break
+            self._waiting.remove(request)
+            count = min(missing, budget)
+            if not self._start(request, blocks, count):
                 continue
             self._running.append(request)
             admitted.append((request, count))
             budget -= count
+            if adapter is not None:
+                active.add(adapter)
         return admitted
 
-    def _fits(self, request: Request) -> bool:
+    def _is_loadable(self, adapter: Adapter, active: set[Adapter]) -> bool:
+        """Whether a request of `adapter` may run now: its bytes are at hand and one more adapter is allowed."""
+        most = self._limits.max_adapters_per_step
+        if most is not None and adapter not in active and len(active) >= most:
+            return False
+        if adapter.pages or self._store.tier(adapter) is Tier.HOST:
+            return True
+        self._store.prefetch(adapter)
+        return self._store.tier(adapter) is Tier.HOST
+
+    def _fits(self, request: Request, blocks: list[Block]) -> bool:
         """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
-        wanted = -(-request.num_tokens // self._limits.block_tokens)
-        available = self._pool.num_free + self._store.reclaimable_pages()
+        wanted = -(-request.num_tokens // self._limits.block_tokens) - len(blocks)
+        available = self._reclaimer.available - self._prefix.unused(blocks)
         adapter = request.adapter
         if adapter is not None:
             if not adapter.pages:
@@ -159,22 +215,50 @@ class Scheduler:
                 available -= len(adapter.pages)
         return wanted <= available
 
-    def _start(self, request: Request, count: int) -> bool:
-        """Pin the adapter and take pages for the first `count` tokens; on a broken adapter fail only this request."""
-        if request.adapter is not None:
+    def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
+        """Take the matched prefix, pin the adapter and take pages for `count` more tokens.
+
+        A broken adapter fails only this request.
+        """
+        pages = self._prefix.take(blocks, request.num_tokens)
+        table = BlockTable(self._pool, self._prefix, self._limits.block_tokens, pages)
+        adapter = request.adapter
+        if adapter is not None:
             try:
-                self._store.acquire(request.adapter)
+                if not adapter.pages:
+                    self._reclaimer.make_room(adapter.num_pages)
+                self._store.acquire(adapter)
             except AdapterFormatError as error:
+                table.free()
                 self._fail(request, str(error))
                 return False
-        request.block_table = BlockTable(self._pool, self._limits.block_tokens)
-        self._grow(request, count)
+        request.block_table = table
+        request.num_computed_tokens = len(blocks) * self._limits.block_tokens
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_known_blocks = len(blocks)
+        request.last_block = blocks[-1] if blocks else None
+        request.caching = self._limits.prefix_cache
+        self._grow(request, request.num_computed_tokens + count)
         return True
 
+    def _remember(self, request: Request) -> None:
+        """Make the blocks that the request has completed known to the prefix cache."""
+        step = self._limits.block_tokens
+        while request.num_known_blocks < request.num_computed_tokens // step:
+            index = request.num_known_blocks
+            tokens = request.token_ids[index * step : (index + 1) * step]
+            page = request.block_table.pages[index]
+            block = self._prefix.insert(_version(request.adapter), request.last_block, tokens, page)
+            if block is None:
+                request.caching = False
+                return
+            request.last_block = block
+            request.num_known_blocks += 1
+
     def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the block table cover `num_tokens`, evicting idle adapters if need be."""
+        """Make the block table cover `num_tokens`, evicting what nobody uses if need be."""
         table = request.block_table
-        if not self._store.make_room(table.missing_pages(num_tokens)):
+        if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
             return False
         table.grow(num_tokens)
         return True
@@ -226,25 +310,36 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
-        return RequestOutput(request.id, (token,), reason, stop_token, step=info)
+        return RequestOutput(
+            request.id, (token,), reason, stop_token, step=info, num_cached_tokens=request.num_cached_tokens
+        )
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request that is in no queue."""
         request.finish_reason = FinishReason.ERROR
-        del self._requests[request.id]
+        self._forget(request)
         self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        del self._requests[request.id]
         if request.block_table is None:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
             self._release(request)
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.id]
+        if request.adapter is not None:
+            self._store.let_go(request.adapter)
 
     def _release(self, request: Request) -> None:
         request.block_table.free()
-        request.block_table = None
+        request.block_table = request.last_block = None
         if request.adapter is not None:
             self._store.release(request.adapter)
+
+
+def _version(adapter: Adapter | None) -> int:
+    return BASE_VERSION if adapter is None else adapter.version

@@ -126,7 +126,10 @@ class StepInfo:
 
 @dataclass(frozen=True, slots=True)
 class RequestOutput:
-    """New tokens of one request. `finish_reason` is set exactly once, on the last output."""
+    """New tokens of one request. `finish_reason` is set exactly once, on the last output.
+
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -134,3 +137,4 @@ class RequestOutput:
     stop_token_id: int | None = None
     error: str | None = None
     step: StepInfo | None = None
+    num_cached_tokens: int = 0

@@ -1,27 +1,31 @@
 """The adapter store: which adapters exist, where their bytes are, who is using them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
-request computes with. Idle resident adapters stay in the pool until their pages are wanted, least recently used first.
+request computes with. Idle resident adapters stay in the pool until their pages are wanted.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from .adapter_format import AdapterFormatError, AdapterManifest
+from .eviction import EvictionOrder, RestoreCosts
+from .host_images import HostImages
 from .layout import SlabLayout
 from .pages import OutOfPages, PageKind, PagePool
 
 
 class Tier(StrEnum):
-    """Where an adapter's bytes are."""
+    """Where an adapter's bytes are; LOADING is on the way from the disk."""
 
     DISK = "disk"
+    LOADING = "loading"
+    HOST = "host"
     DEVICE = "device"
 
 
@@ -43,9 +47,14 @@ class AdapterBackend(Protocol):
 
 
 class Adapter:
-    """One version of one adapter. `pages` is empty unless it is resident."""
+    """One version of one adapter. `pages` is empty unless it is resident.
 
-    __slots__ = ("__weakref__", "last_used", "manifest", "name", "num_pages", "pages", "references", "slabs", "version")
+    requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
+    """
+
+    __slots__ = (
+        "__weakref__", "manifest", "name", "num_pages", "pages", "references", "requests", "slabs", "uses", "version",
+    )  # fmt: skip
 
     def __init__(self, name: str, version: int, manifest: AdapterManifest, slabs: SlabLayout, num_pages: int) -> None:
         self.name = name
@@ -55,18 +64,15 @@ class Adapter:
         self.num_pages = num_pages
         self.pages: list[int] = []
         self.references = 0
-        self.last_used = 0
-
-    @property
-    def tier(self) -> Tier:
-        return Tier.DEVICE if self.pages else Tier.DISK
+        self.requests = 0
+        self.uses = 0
 
     @property
     def rank(self) -> int:
         return self.manifest.rank
 
     def __repr__(self) -> str:
-        return f"Adapter({self.name!r} v{self.version}, r={self.rank}, {self.tier.value}, refs={self.references})"
+        return f"Adapter({self.name!r} v{self.version}, r={self.rank}, pages={len(self.pages)}, refs={self.references})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,15 +90,29 @@ class AdapterInfo:
 
 
 class AdapterStore:
-    """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses."""
+    """Registers, reads, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses."""
 
-    def __init__(self, pool: PagePool, backend: AdapterBackend) -> None:
+    def __init__(
+        self,
+        pool: PagePool,
+        backend: AdapterBackend,
+        images: HostImages,
+        order: EvictionOrder,
+        costs: RestoreCosts,
+        page_bytes: int,
+    ) -> None:
         self._pool = pool
         self._backend = backend
+        self._images = images
+        self._order = order
+        self._costs = costs
+        self._page_bytes = page_bytes
         self._current: dict[str, Adapter] = {}
-        self._retired: list[Adapter] = []  # replaced or removed versions that requests still hold
+        self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
         self._versions = itertools.count(1)
-        self._clock = itertools.count(1)
+        self.on_gone: Callable[[int], None] = lambda version: None
+        self.num_idle_pages = 0
+        self.num_hits = 0
         self.num_loads = 0
         self.num_evictions = 0
 
@@ -119,8 +139,9 @@ class AdapterStore:
 
     def unregister(self, name: str) -> None:
         """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
-        self._retire(self.get(name))
+        adapter = self.get(name)
         del self._current[name]
+        self._retire(adapter)
 
     def get(self, name: str) -> Adapter:
         try:
@@ -131,77 +152,91 @@ class AdapterStore:
     def __contains__(self, name: str) -> bool:
         return name in self._current
 
+    def __len__(self) -> int:
+        return len(self._current)
+
     def names(self) -> list[str]:
         return sorted(self._current)
 
     def describe(self) -> list[AdapterInfo]:
         return [
-            AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, a.tier.value, a.references,
-                        len(a.pages))
+            AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, self.tier(a).value,
+                        a.references, len(a.pages))
             for _, a in sorted(self._current.items())
         ]  # fmt: skip
 
-    # -- residency
+    # -- tiers
+
+    def tier(self, adapter: Adapter) -> Tier:
+        if adapter.pages:
+            return Tier.DEVICE
+        if self._images.is_ready(adapter.version):
+            return Tier.HOST
+        return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
+
+    def prefetch(self, adapter: Adapter) -> None:
+        """Start reading an adapter that is on disk only, unless too much is being read already."""
+        num_bytes = adapter.num_pages * self._page_bytes
+        if not adapter.pages and (self._images.is_requested(adapter.version) or self._images.has_room(num_bytes)):
+            self._request(adapter)
+
+    def wait_for_reads(self, timeout: float) -> None:
+        """Sleep until a read under way ends, at most `timeout` seconds."""
+        self._images.wait(timeout)
+
+    # -- use
+
+    def hold(self, adapter: Adapter) -> None:
+        """A request came that will use this version."""
+        adapter.requests += 1
+        if adapter.requests == 1:
+            self._offer(adapter)
+
+    def let_go(self, adapter: Adapter) -> None:
+        """A request that held this version has ended."""
+        adapter.requests -= 1
+        if adapter.requests == 0:
+            if adapter in self._retired:
+                self._remove(adapter)
+            else:
+                self._offer(adapter)
 
     def acquire(self, adapter: Adapter) -> None:
-        """Pin `adapter` for a request, loading it into pages when it is not resident.
+        """Pin `adapter` for a running request, loading it into free pages when it is not resident.
 
-        Raises OutOfPages when pages are short even without idle adapters, AdapterFormatError when its weights can't
-        be read; either way nothing is held.
+        Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
+        nothing is held.
         """
-        if not adapter.pages:
-            available = self._pool.num_free + self.reclaimable_pages()
-            if available < adapter.num_pages:
-                raise OutOfPages(f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {available} can be had")
-            image = self._backend.read(adapter.manifest, adapter.slabs)
-            self.make_room(adapter.num_pages)
-            pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
-            try:
-                self._backend.place(image, pages)
-            except BaseException:
-                self._pool.release(pages)
-                raise
-            adapter.pages = pages
-            self.num_loads += 1
-            if not self._is_current(adapter) and adapter not in self._retired:
-                self._retired.append(adapter)
+        if adapter.pages:
+            self.num_hits += 1
+        else:
+            self._load(adapter)
+        if adapter.references == 0 and adapter in self._order:
+            self._order.discard(adapter)
+            self.num_idle_pages -= len(adapter.pages)
         adapter.references += 1
-        adapter.last_used = next(self._clock)
+        adapter.uses += 1
 
     def release(self, adapter: Adapter) -> None:
-        """Drop a request's pin. The adapter stays resident unless it was replaced meanwhile."""
+        """Drop a running request's pin. The adapter stays resident until its pages are wanted."""
         adapter.references -= 1
-        adapter.last_used = next(self._clock)
-        if adapter.references == 0 and not self._is_current(adapter):
-            self._retired.remove(adapter)
-            self._evict(adapter)
+        if adapter.references == 0:
+            self.num_idle_pages += len(adapter.pages)
+            self._offer(adapter)
 
-    def reclaimable_pages(self) -> int:
-        """Pages that `make_room` could free."""
-        return sum(len(a.pages) for a in self._current.values() if a.references == 0)
-
-    def make_room(self, num_pages: int) -> bool:
-        """Evict idle adapters, least recently used first, until `num_pages` are free; False if that can't be had.
-
-        When it can't be had nothing is evicted: giving up adapters would not help whoever asked.
-        """
-        short = num_pages - self._pool.num_free
-        if short <= 0:
-            return True
-        if self.reclaimable_pages() < short:
-            return False
-        idle = sorted((a for a in self._current.values() if a.pages and a.references == 0), key=lambda a: a.last_used)
-        for adapter in idle:
-            if self._pool.num_free >= num_pages:
-                break
-            self._evict(adapter)
-        return True
+    def evict(self, adapter: Adapter) -> None:
+        """Give up an idle adapter's pages; its host image, if there is one, stays."""
+        self._order.discard(adapter)
+        self.num_idle_pages -= len(adapter.pages)
+        pages, adapter.pages = adapter.pages, []
+        self._pool.release(pages)
+        self.num_evictions += 1
 
     def evict_idle(self) -> int:
         """Evict every idle adapter; returns how many."""
-        idle = [a for a in self._current.values() if a.pages and a.references == 0]
+        idle = [a for a in (*self._current.values(), *self._retired) if a.pages and a.references == 0]
         for adapter in idle:
-            self._evict(adapter)
+            self.evict(adapter)
         return len(idle)
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
@@ -209,19 +244,52 @@ class AdapterStore:
         for adapter in itertools.chain(self._current.values(), self._retired):
             yield PageKind.ADAPTER, adapter.pages
 
-    def _is_current(self, adapter: Adapter) -> bool:
-        return self._current.get(adapter.name) is adapter
+    def close(self) -> None:
+        self._images.close()
+
+    def _load(self, adapter: Adapter) -> None:
+        if self._pool.num_free < adapter.num_pages:
+            raise OutOfPages(
+                f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
+            )
+        self._request(adapter)
+        image = self._images.take(adapter.version)
+        pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
+        try:
+            self._backend.place(image, pages)
+        except BaseException:
+            self._pool.release(pages)
+            raise
+        adapter.pages = pages
+        self.num_loads += 1
+
+    def _request(self, adapter: Adapter) -> None:
+        manifest, slabs = adapter.manifest, adapter.slabs
+        self._images.request(
+            adapter.version, adapter.num_pages * self._page_bytes, lambda: self._backend.read(manifest, slabs)
+        )
+
+    def _offer(self, adapter: Adapter) -> None:
+        """Let an idle resident adapter compete for its pages."""
+        if not adapter.pages or adapter.references:
+            return
+        on_host = self._images.is_ready(adapter.version)
+        cost = self._costs.host_adapter_page if on_host else self._costs.disk_adapter_page
+        num_pages = len(adapter.pages)
+        self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
 
     def _retire(self, adapter: Adapter | None) -> None:
         if adapter is None:
             return
-        if adapter.references:
-            self._retired.append(adapter)
+        if adapter.requests:
+            self._retired.add(adapter)
+            self._request(adapter)  # the directory may be about to change
         else:
-            self._evict(adapter)
+            self._remove(adapter)
 
-    def _evict(self, adapter: Adapter) -> None:
+    def _remove(self, adapter: Adapter) -> None:
+        self._retired.discard(adapter)
         if adapter.pages:
-            pages, adapter.pages = adapter.pages, []
-            self._pool.release(pages)
-            self.num_evictions += 1
+            self.evict(adapter)
+        self._images.drop(adapter.version)
+        self.on_gone(adapter.version)

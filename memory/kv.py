@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from .pages import PageKind, PagePool
+from .prefix import PrefixCache
 
 
 class BlockTable:
-    """Grows by whole pages of `block_tokens` tokens and gives all of them back at once."""
+    """Starts with the pages of a matched prefix, grows by whole pages, gives all of them back at once."""
 
-    __slots__ = ("_block_tokens", "_pool", "pages")
+    __slots__ = ("_block_tokens", "_pool", "_prefix", "pages")
 
-    def __init__(self, pool: PagePool, block_tokens: int) -> None:
+    def __init__(self, pool: PagePool, prefix: PrefixCache, block_tokens: int, pages: list[int] | None = None) -> None:
         self._pool = pool
+        self._prefix = prefix
         self._block_tokens = block_tokens
-        self.pages: list[int] = []
+        self.pages = [] if pages is None else pages
 
     def missing_pages(self, num_tokens: int) -> int:
         """Pages to allocate before `num_tokens` tokens fit."""
@@ -25,5 +27,6 @@ class BlockTable:
             self.pages.extend(self._pool.allocate(missing, PageKind.KV))
 
     def free(self) -> None:
+        """Give back every page; those of known blocks stay cached until they are wanted."""
         pages, self.pages = self.pages, []
-        self._pool.release(reversed(pages))
+        self._prefix.release(pages)

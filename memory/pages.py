@@ -16,6 +16,7 @@ class PageKind(IntEnum):
     RESERVED = 1
     KV = 2
     ADAPTER = 3
+    CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
 
 
 class OutOfPages(RuntimeError):
@@ -29,7 +30,8 @@ class IntegrityError(AssertionError):
 class PagePool:
     """Allocates page ids `0 … num_pages-1`. Page 0 is reserved: padding rows read and write it.
 
-    Every page has a kind and a reference count; KV pages may be shared, adapter pages have one owner.
+    Every page has a kind and a reference count; KV pages may be shared, adapter pages have one owner. A KV page that is
+    marked as kept becomes CACHED instead of free with its last reference.
     """
 
     DUMMY = 0
@@ -40,6 +42,7 @@ class PagePool:
         self.num_pages = num_pages
         self._kind = [PageKind.FREE] * num_pages
         self._references = [0] * num_pages
+        self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
         self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
         self._counts = Counter({PageKind.FREE: num_pages - 1, PageKind.RESERVED: 1})
@@ -75,25 +78,45 @@ class PagePool:
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
-        """Add a reference to pages that are in use."""
+        """Add a reference to pages that are in use or cached."""
         for page in pages:
             if self._references[page] == 0:
-                raise IntegrityError(f"page {page} retained while free")
+                if self._kind[page] is not PageKind.CACHED:
+                    raise IntegrityError(f"page {page} retained while free")
+                self._move(page, PageKind.KV)
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
-        """Drop a reference; a page without any is free again."""
+        """Drop a reference; a page without any is free again, or cached if it is kept."""
         for page in pages:
             references = self._references[page]
             if references == 0:
                 raise IntegrityError(f"page {page} released while free")
             self._references[page] = references - 1
             if references == 1:
-                kind = self._kind[page]
-                self._kind[page] = PageKind.FREE
-                self._counts[kind] -= 1
-                self._counts[PageKind.FREE] += 1
-                self._free.append(page)
+                if self._kept[page]:
+                    self._move(page, PageKind.CACHED)
+                else:
+                    self._move(page, PageKind.FREE)
+                    self._free.append(page)
+
+    def keep(self, page: int) -> None:
+        """Make a KV page in use stay as CACHED when its last reference goes."""
+        if self._kind[page] is not PageKind.KV:
+            raise IntegrityError(f"page {page} is {self._kind[page].name}, only KV in use can be kept")
+        self._kept[page] = 1
+
+    def forget(self, page: int) -> None:
+        """No longer keep a page; a cached one is free at once."""
+        self._kept[page] = 0
+        if self._kind[page] is PageKind.CACHED:
+            self._move(page, PageKind.FREE)
+            self._free.append(page)
+
+    def _move(self, page: int, kind: PageKind) -> None:
+        self._counts[self._kind[page]] -= 1
+        self._counts[kind] += 1
+        self._kind[page] = kind
 
     def check_integrity(self, holders: Iterable[tuple[PageKind, Iterable[int]]] | None = None) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the counts add up.
@@ -112,6 +135,8 @@ class PagePool:
                 raise IntegrityError(f"page {page} is {kind.name} and {'on' if page in free else 'off'} the free list")
             if (references > 0) != (kind in (PageKind.KV, PageKind.ADAPTER)):
                 raise IntegrityError(f"page {page} is {kind.name} with {references} references")
+            if self._kept[page] and kind not in (PageKind.KV, PageKind.CACHED):
+                raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
         if holders is not None:
             self._check_holders(holders)
 

@@ -1,0 +1,99 @@
+"""Adapters' bytes on the host, in the layout of their device pages: the HOST tier.
+
+Reads from disk run beside the engine in a thread pool; what was read is kept, least recently used first out, up to a
+number of bytes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from typing import Any, Protocol
+
+
+class Reads(Protocol):
+    """Runs reads; the simulator injects one that takes virtual time."""
+
+    def submit(self, read: Callable[[], Any]) -> Future: ...
+    def shutdown(self) -> None: ...
+
+
+class ThreadReads:
+    """Reads in threads of their own, so that the engine's thread never waits for a disk."""
+
+    def __init__(self, threads: int = 2) -> None:
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="adapter-read")
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        return self._pool.submit(read)
+
+    def shutdown(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+
+class HostImages:
+    """Images by key, read or being read. Used by one thread; only the reads themselves run elsewhere."""
+
+    def __init__(self, capacity_bytes: int, reads: Reads) -> None:
+        self._capacity = capacity_bytes
+        self._reads = reads
+        self._entries: OrderedDict[Hashable, tuple[Future, int]] = OrderedDict()
+        self.num_bytes = 0
+
+    def request(self, key: Hashable, num_bytes: int, read: Callable[[], Any]) -> None:
+        """Start reading `key` unless it is here or on its way."""
+        if key in self._entries:
+            self._entries.move_to_end(key)
+            return
+        self._shrink(self._capacity - num_bytes)
+        self._entries[key] = (self._reads.submit(read), num_bytes)
+        self.num_bytes += num_bytes
+
+    def has_room(self, num_bytes: int) -> bool:
+        """Whether an image fits beside those that are still being read."""
+        reading = sum(size for future, size in self._entries.values() if not future.done())
+        return reading == 0 or reading + num_bytes <= self._capacity
+
+    def is_requested(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def is_ready(self, key: Hashable) -> bool:
+        """Whether `take` would not block: the read has ended, well or badly."""
+        entry = self._entries.get(key)
+        return entry is not None and entry[0].done()
+
+    def take(self, key: Hashable) -> Any:
+        """The image, waiting for its read if need be. A failed read raises its error and is forgotten."""
+        future, _ = self._entries[key]
+        try:
+            image = future.result()
+        except BaseException:
+            self.drop(key)
+            raise
+        self._entries.move_to_end(key)
+        return image
+
+    def drop(self, key: Hashable) -> None:
+        """Forget an image; a read that has not begun is cancelled."""
+        if entry := self._entries.pop(key, None):
+            entry[0].cancel()
+            self.num_bytes -= entry[1]
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until a read under way ends, at most `timeout` seconds."""
+        pending = [future for future, _ in self._entries.values() if not future.done()]
+        if pending:
+            wait(pending, timeout, FIRST_COMPLETED)
+
+    def close(self) -> None:
+        self._reads.shutdown()
+        self._entries.clear()
+        self.num_bytes = 0
+
+    def _shrink(self, capacity: int) -> None:
+        """Drop the least recently used images that are read until at most `capacity` bytes are left."""
+        for key in [key for key, (future, _) in self._entries.items() if future.done()]:
+            if self.num_bytes <= capacity:
+                return
+            self.drop(key)

@@ -1,0 +1,135 @@
+"""The prefix cache: full KV blocks that a later request with the same adapter version and tokens can start from.
+
+A trie of blocks per adapter version. Lookups compare the tokens themselves, so there is no hash collision to fear, and
+a version that is gone takes its trie with it: a reloaded adapter can't be served its predecessor's KV.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .eviction import EvictionOrder, RestoreCosts
+from .pages import PageKind, PagePool
+
+#: Version of the base model's trie; adapter versions count from 1.
+BASE_VERSION = 0
+
+
+class Block:
+    """A full block in the trie: its page holds the KV of `tokens`, computed after its ancestors' tokens."""
+
+    __slots__ = ("children", "depth", "page", "parent", "tokens", "uses")
+
+    def __init__(self, parent: Block | None, tokens: tuple[int, ...], page: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.page = page
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.children: dict[tuple[int, ...], Block] = {}
+        self.uses = 1
+
+
+class PrefixCache:
+    """Which full blocks are known, and which of them are evictable.
+
+    A request that knows of a block holds the block's ancestors too, so an unused block has only unused descendants, and
+    every CACHED page can be had by evicting leaves one after another.
+    """
+
+    def __init__(self, pool: PagePool, order: EvictionOrder, costs: RestoreCosts, block_tokens: int) -> None:
+        self._pool = pool
+        self._order = order
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._roots: dict[int, Block] = {}
+        self._by_page: dict[int, Block] = {}
+        self.num_hit_tokens = 0
+        self.num_query_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def match(self, version: int, tokens: Sequence[int]) -> list[Block]:
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute."""
+        block = self._roots.get(version)
+        found: list[Block] = []
+        if block is None:
+            return found
+        step = self._block_tokens
+        for start in range(0, (len(tokens) - 1) // step * step, step):
+            block = block.children.get(tuple(tokens[start : start + step]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unused(self, blocks: Iterable[Block]) -> int:
+        """How many of the blocks hold a page that nobody uses: taking them lowers what can be reclaimed."""
+        return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
+
+    def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
+        """Use matched blocks for a request of `num_tokens` tokens: one reference each; returns their pages in order."""
+        pages = [block.page for block in blocks]
+        self._pool.retain(pages)
+        for block in blocks:
+            block.uses += 1
+            self._order.discard(block)
+        self.num_hit_tokens += len(blocks) * self._block_tokens
+        self.num_query_tokens += num_tokens
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back a request's pages, known blocks or not."""
+        self._pool.release(reversed(pages))
+        for page in pages:
+            block = self._by_page.get(page)
+            if block is not None:
+                self._offer(block)
+
+    def insert(self, version: int, parent: Block | None, tokens: Sequence[int], page: int) -> Block | None:
+        """Make a block known whose KV was just completed in `page`, which the caller uses.
+
+        parent: the block before it as returned by `insert` or `match`, None for the first. Returns None when an equal
+        block is known already: the caller keeps its own page to itself and inserts nothing after it.
+        """
+        if parent is None:
+            parent = self._roots.setdefault(version, Block(None, (), PagePool.DUMMY))
+        key = tuple(tokens)
+        if key in parent.children:
+            return None
+        block = parent.children[key] = Block(parent, key, page)
+        self._by_page[page] = block
+        self._pool.keep(page)
+        return block
+
+    def evict(self, block: Block) -> None:
+        """Forget an unused leaf, freeing its page; its parent may become evictable by it."""
+        self._forget(block)
+        del block.parent.children[block.tokens]
+        self._offer(block.parent)
+
+    def drop_version(self, version: int) -> None:
+        """Forget all blocks of an adapter version that no request holds any more."""
+        root = self._roots.pop(version, None)
+        stack = [] if root is None else list(root.children.values())
+        while stack:
+            block = stack.pop()
+            stack.extend(block.children.values())
+            self._order.discard(block)
+            self._forget(block)
+
+    def clear(self) -> int:
+        """Forget every block; pages in use stay with their requests. Returns how many were known."""
+        known = len(self._by_page)
+        for version in list(self._roots):
+            self.drop_version(version)
+        return known
+
+    def _forget(self, block: Block) -> None:
+        del self._by_page[block.page]
+        self._pool.forget(block.page)
+
+    def _offer(self, block: Block) -> None:
+        """Make a block evictable if it is an unused leaf."""
+        if block.parent is not None and not block.children and self._pool.kind(block.page) is PageKind.CACHED:
+            self._order.add(block, 1, self._costs.prefix_page, block.uses, depth=block.depth)
