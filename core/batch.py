@@ -17,7 +17,7 @@ class StepBatch:
     """What a forward pass reads.
 
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
-    last_token: `[rows]` int64, index of each row's last token; None when every row is one token.
+    logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
     lora: None when no row uses an adapter.
     """
 
@@ -27,7 +27,7 @@ class StepBatch:
     offset: torch.Tensor
     attention: PagedAttention | NativeRows
     lora: LoraState | None
-    last_token: torch.Tensor | None = None
+    logit_tokens: torch.Tensor | None = None
 
 
 def ragged_batch(
@@ -38,7 +38,7 @@ def ragged_batch(
     lora: LoraState | None,
 ) -> StepBatch:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
-    token_ids, positions, page, offset, qo_indptr = [], [], [], [], [0]
+    token_ids, positions, page, offset, qo_indptr, logit_tokens = [], [], [], [], [0], []
     for row in rows:
         token_ids += row.tokens
         span = range(row.start, row.kv_len)
@@ -46,10 +46,11 @@ def ragged_batch(
         page += [row.pages[position // block_tokens] for position in span]
         offset += [position % block_tokens for position in span]
         qo_indptr.append(len(token_ids))
+        logit_tokens += range(len(token_ids) - row.num_logits, len(token_ids))
     columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
     width = max(len(row.pages) for row in rows)
     table = torch.tensor([row.pages + [dummy_page] * (width - len(row.pages)) for row in rows], dtype=torch.long)
     attention.plan(qo_indptr, table, [row.kv_len for row in rows])
     return StepBatch(
-        *columns.unbind(0), attention=attention, lora=lora, last_token=torch.tensor(qo_indptr[1:], dtype=torch.long) - 1
+        *columns.unbind(0), attention=attention, lora=lora, logit_tokens=torch.tensor(logit_tokens, dtype=torch.long)
     )

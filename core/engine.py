@@ -20,8 +20,9 @@ from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
 from .request import Request
+from .sampling_params import InvalidRequest
 from .scheduler import Scheduler, SchedulerLimits
-from .types import InvalidRequest, RequestOutput, StepInfo, StepPlan, StepResult
+from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -198,6 +199,14 @@ class Engine:
         if not all(0 <= token < vocab for token in request.token_ids):
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
+        params = request.params
+        for field, ids in (
+            ("logit_bias", params.logit_bias),
+            ("stop_token_ids", params.stop_token_ids),
+            ("bad_words", [token for word in params.bad_words for token in word]),
+        ):
+            if bad := [token for token in ids if not 0 <= token < vocab]:
+                raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
         pages = 0
         if request.adapter_name is not None:
             try:
@@ -233,8 +242,7 @@ class Engine:
                 logger.exception("request %s failed", row.request_id)
                 merged.errors[row.request_id] = f"the step failed: {type(error).__name__}: {error}"
             else:
-                merged.tokens.update(result.tokens)
-                merged.errors.update(result.errors)
+                merged.merge(result)
         return merged
 
 

@@ -35,7 +35,7 @@ class DecoderModel:
         """Nothing outlives the object."""
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[rows, vocab]` float32 of each row's last token."""
+        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
         x = embedding(batch.token_ids, self._weights.embed)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         for index, layer in enumerate(self._weights.layers):
@@ -43,8 +43,8 @@ class DecoderModel:
                 rms_norm(x, layer.input_norm, self.config.rms_norm_eps), index, layer, batch, cos, sin
             )
             x = x + self._mlp(rms_norm(x, layer.post_attention_norm, self.config.rms_norm_eps), index, layer, batch)
-        if batch.last_token is not None:
-            x = x[batch.last_token]
+        if batch.logit_tokens is not None:
+            x = x[batch.logit_tokens]
         x = rms_norm(x, self._weights.norm, self.config.rms_norm_eps)
         return linear(x, self._weights.lm_head).float()
 

@@ -45,12 +45,12 @@ class NativeDecoderModel:
         return native.NativeRows()
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[rows, vocab]` float32 of each row's last token."""
+        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
         tokens = len(batch.token_ids)
-        last_token = torch.arange(tokens) if batch.last_token is None else batch.last_token
+        logit_tokens = torch.arange(tokens) if batch.logit_tokens is None else batch.logit_tokens
         segments = Segments([0, tokens], [None]) if batch.lora is None else batch.lora.segments
         return self._decoder.forward(
-            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, last_token, segments
+            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments
         )
 
     def close(self) -> None:

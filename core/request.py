@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .types import FinishReason, SamplingParams
+from .sampling_params import SamplingParams
+from .types import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
     from ..memory.adapter_store import Adapter
@@ -33,6 +34,7 @@ class Request:
         "num_known_blocks",
         "num_prompt_tokens",
         "params",
+        "prompt_logprobs",
         "seed",
         "token_ids",
     )
@@ -55,6 +57,7 @@ class Request:
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
+        self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
         self.caching = False  # whether blocks it completes are made known to the prefix cache
         self.num_known_blocks = 0

@@ -2,41 +2,103 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
-from ..ops.sampling import sample, uniform
-from .types import ScheduledRow, StepResult
+from ..ops.sampling import apply_penalties, sample, uniform
+from .types import ScheduledRow, StepResult, TokenLogprobs
 
 
-def draw(rows: list[ScheduledRow], logits: torch.Tensor) -> StepResult:
-    """Draw a token for every row that asks for one. logits: `[≥ rows, vocab]` float32, row i's at index i.
+def draw(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collection[int]) -> StepResult:
+    """Draw a token for every row that asks for one.
 
-    A row whose logits are not finite gets an error instead of a token; the others are not touched by it.
+    logits: `[Σ num_logits or more, vocab]` float32, each row's `num_logits` in turn. A row whose logits are not finite
+    gets an error instead of a token; the others are not touched by it.
     """
     result = StepResult()
-    asking = [(i, row) for i, row in enumerate(rows) if row.sampling is not None]
+    asking, last = [], []
+    at = 0
+    for row in rows:
+        if row.scores_prompt:
+            _score_prompt(row, logits[at : at + row.num_logits], result)
+        at += row.num_logits
+        if row.samples:
+            asking.append(row)
+            last.append(at - 1)
     if not asking:
         return result
-    if len(asking) != len(logits):
-        logits = logits[[i for i, _ in asking]]
-    tokens = _choose([row for _, row in asking], logits)
-    finite = logits.amax(-1).isfinite().tolist()  # NaN anywhere makes the maximum NaN
-    for (_, row), token, healthy in zip(asking, tokens.tolist(), finite, strict=True):
-        if healthy:
-            result.tokens[row.request_id] = token
-        else:
+    if last != list(range(len(logits))):
+        logits = logits[: len(last)] if last == list(range(len(last))) else logits[last]
+    best, tokens = logits.max(-1)  # NaN anywhere makes the maximum NaN
+    healthy = best.isfinite().tolist()
+    if any(row.params.temperature != 0 or row.params.reshapes_logits for row in asking):
+        tokens = _choose(asking, logits, eos_token_ids)
+    for index, (row, token) in enumerate(zip(asking, tokens.tolist(), strict=True)):
+        if not healthy[index]:
             result.errors[row.request_id] = "the model produced logits that are not finite"
+            continue
+        result.tokens[row.request_id] = token
+        if row.params.logprobs is not None:
+            scores = logits[index : index + 1].log_softmax(-1)
+            result.logprobs[row.request_id] = _logprobs(scores, [token], row.params.logprobs)[0]
     return result
 
 
-def _choose(rows: list[ScheduledRow], logits: torch.Tensor) -> torch.Tensor:
-    params = [row.sampling for row in rows]
-    if all(p.temperature == 0 for p in params):
-        return logits.argmax(-1)
+def _choose(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collection[int]) -> torch.Tensor:
+    params = [row.params for row in rows]
+    if any(p.reshapes_logits for p in params):
+        logits = logits.clone()
+        for row, scores in zip(rows, logits, strict=True):
+            if row.params.reshapes_logits:
+                _reshape(row, scores, eos_token_ids)
     return sample(
         logits,
         temperature=torch.tensor([p.temperature for p in params]),
         top_k=torch.tensor([p.top_k for p in params]),
         top_p=torch.tensor([p.top_p for p in params]),
+        min_p=torch.tensor([p.min_p for p in params]),
         u=torch.tensor([uniform(row.seed, row.kv_len) for row in rows], dtype=torch.float64),
     )
+
+
+def _reshape(row: ScheduledRow, scores: torch.Tensor, eos_token_ids: Collection[int]) -> None:
+    """Apply to one row's logits `[vocab]`, in place, what depends on its tokens so far."""
+    params = row.params
+    output = row.token_ids[row.num_prompt_tokens :]
+    if len(output) < params.min_tokens:
+        scores[[*eos_token_ids, *params.stop_token_ids]] = -torch.inf
+    for word in params.bad_words:
+        if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
+            scores[word[-1]] = -torch.inf
+    if params.logit_bias:
+        ids = torch.tensor(list(params.logit_bias))
+        scores[ids] += torch.tensor(list(params.logit_bias.values()))
+    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
+        apply_penalties(
+            scores,
+            torch.tensor(row.token_ids),
+            torch.tensor(output, dtype=torch.long),
+            params.repetition_penalty,
+            params.presence_penalty,
+            params.frequency_penalty,
+        )
+
+
+def _score_prompt(row: ScheduledRow, logits: torch.Tensor, result: StepResult) -> None:
+    """Log-probabilities of the prompt tokens that follow the row's. logits: `[len(tokens), vocab]`."""
+    following = row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
+    scores = logits[: len(following)].log_softmax(-1)
+    result.prompt_logprobs[row.request_id] = _logprobs(scores, following, row.params.prompt_logprobs)
+
+
+def _logprobs(scores: torch.Tensor, token_ids: list[int], count: int) -> list[TokenLogprobs]:
+    """scores: log-probabilities `[len(token_ids), vocab]`."""
+    own = scores.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    if count == 0:
+        return [TokenLogprobs(token, score) for token, score in zip(token_ids, own, strict=True)]
+    top = scores.topk(min(count, scores.shape[-1]), dim=-1)
+    return [
+        TokenLogprobs(token, score, tuple(zip(ids, values, strict=True)))
+        for token, score, ids, values in zip(token_ids, own, top.indices.tolist(), top.values.tolist(), strict=True)
+    ]

@@ -121,8 +121,10 @@ class Scheduler:
             if error := result.errors.get(request.id):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
-            elif row.sampling is not None:
-                outputs.append(self._append(request, result.tokens[request.id], info))
+                continue
+            request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            if row.samples:
+                outputs.append(self._append(request, result, info))
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
@@ -176,7 +178,7 @@ class Scheduler:
                 if request.arrival_time < overdue_before:
                     break
                 continue
-            blocks = self._prefix.match(_version(adapter), request.token_ids) if limits.prefix_cache else []
+            blocks = self._match(request)
             missing = request.num_tokens - len(blocks) * limits.block_tokens
             if missing > budget and not limits.chunked_prefill:
                 break
@@ -192,6 +194,12 @@ class Scheduler:
             if adapter is not None:
                 active.add(adapter)
         return admitted
+
+    def _match(self, request: Request) -> list[Block]:
+        """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
+        if not self._limits.prefix_cache or request.params.prompt_logprobs is not None:
+            return []
+        return self._prefix.match(_version(request.adapter), request.token_ids)
 
     def _is_loadable(self, adapter: Adapter, active: set[Adapter]) -> bool:
         """Whether a request of `adapter` may run now: its bytes are at hand and one more adapter is allowed."""
@@ -270,6 +278,7 @@ class Scheduler:
         """
         self._release(request)
         request.num_computed_tokens = 0
+        request.prompt_logprobs.clear()
         self._running.remove(request)
         self._waiting.appendleft(request)
         self.num_preemptions += 1
@@ -282,7 +291,6 @@ class Scheduler:
         for request, count in chosen:
             slot = slots.setdefault(request.adapter, len(slots) - 1)
             start = request.num_computed_tokens
-            last = start + count == request.num_tokens
             rows.append(
                 ScheduledRow(
                     request_id=request.id,
@@ -290,8 +298,11 @@ class Scheduler:
                     tokens=request.token_ids[start : start + count],
                     start=start,
                     pages=request.block_table.pages,
-                    sampling=request.params if last else None,
+                    params=request.params,
                     seed=request.seed,
+                    samples=start + count == request.num_tokens,
+                    token_ids=request.token_ids,
+                    num_prompt_tokens=request.num_prompt_tokens,
                 )
             )
         rows.sort(key=lambda row: (len(row.tokens) == 1, row.slot))
@@ -300,7 +311,8 @@ class Scheduler:
 
     # -- finishing
 
-    def _append(self, request: Request, token: int, info: StepInfo) -> RequestOutput:
+    def _append(self, request: Request, result: StepResult, info: StepInfo) -> RequestOutput:
+        token = result.tokens[request.id]
         request.token_ids.append(token)
         params, reason, stop_token = request.params, None, None
         ends = token in self._limits.eos_token_ids and not params.ignore_eos
@@ -310,8 +322,19 @@ class Scheduler:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
+        logprobs = result.logprobs.get(request.id)
+        prompt_logprobs = None
+        if params.prompt_logprobs is not None and request.num_output_tokens == 1:
+            prompt_logprobs = tuple(request.prompt_logprobs)
         return RequestOutput(
-            request.id, (token,), reason, stop_token, step=info, num_cached_tokens=request.num_cached_tokens
+            request.id,
+            (token,),
+            reason,
+            stop_token,
+            step=info,
+            num_cached_tokens=request.num_cached_tokens,
+            logprobs=() if logprobs is None else (logprobs,),
+            prompt_logprobs=prompt_logprobs,
         )
 
     def _fail(self, request: Request, error: str) -> None:

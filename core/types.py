@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..memory.adapter_store import Adapter
+    from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
 
@@ -25,50 +26,15 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
-class InvalidRequest(ValueError):
-    """A request that can't be served as asked. `field` names the wrong input, the text says how to mend it."""
-
-    def __init__(self, field: str, message: str) -> None:
-        super().__init__(message)
-        self.field = field
-
-
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
-    """How the next token is chosen and when to end.
-
-    temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
-    seed: same seed and prompt give the same tokens whatever else is in the batch; None draws one.
-    stop_token_ids: end on any of these in addition to the model's end-of-sequence ids.
-    """
-
-    max_tokens: int = 16
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    seed: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        if self.max_tokens < 1:
-            raise InvalidRequest("max_tokens", f"max_tokens is {self.max_tokens}; it must be at least 1")
-        if not 0.0 <= self.temperature <= 100.0:  # also refuses NaN
-            raise InvalidRequest("temperature", f"temperature is {self.temperature}; it must be between 0 and 100")
-        if not 0.0 < self.top_p <= 1.0:
-            raise InvalidRequest("top_p", f"top_p is {self.top_p}; it must be above 0 and at most 1")
-        if self.top_k < 0:
-            raise InvalidRequest("top_k", f"top_k is {self.top_k}; use 0 for all tokens or a positive count")
-
-
 @dataclass(slots=True)
 class ScheduledRow:
     """One request's part of a step: tokens `start … start+len(tokens)` of it are computed.
 
     slot: index into `StepPlan.adapters`, `BASE_SLOT` for the base model.
     pages: the request's block table, covering at least `start + len(tokens)` tokens.
-    sampling: set when the row's last token is the request's last known one, so that a new token is drawn.
-    position of the drawn token is `start + len(tokens)`; `seed` makes the draw a function of (seed, position).
+    params: how to draw and what to report. seed makes the draw a function of (seed, position).
+    samples: the row's last token is the request's last known one, so that a new token is drawn at position `kv_len`.
+    token_ids: all known tokens of the request, prompt first; read only.
     """
 
     request_id: str
@@ -76,13 +42,26 @@ class ScheduledRow:
     tokens: list[int]
     start: int
     pages: list[int]
-    sampling: SamplingParams | None
+    params: SamplingParams
     seed: int
+    samples: bool
+    token_ids: list[int]
+    num_prompt_tokens: int
 
     @property
     def kv_len(self) -> int:
         """Tokens in the KV cache once this row has run."""
         return self.start + len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probabilities of prompt tokens after this row's are asked for."""
+        return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
+
+    @property
+    def num_logits(self) -> int:
+        """How many of the row's last tokens need logits."""
+        return len(self.tokens) if self.scores_prompt else 1
 
 
 @dataclass(slots=True)
@@ -106,12 +85,32 @@ class StepPlan:
         return len(self.adapters)
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
 @dataclass(slots=True)
 class StepResult:
-    """What an executor gives back: the drawn token per request id, and what went wrong per request id."""
+    """What an executor gives back, per request id: the drawn token, asked-for log-probabilities, what went wrong.
+
+    prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
+    """
 
     tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+
+    def merge(self, other: StepResult) -> None:
+        self.tokens.update(other.tokens)
+        self.logprobs.update(other.logprobs)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.errors.update(other.errors)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +128,8 @@ class RequestOutput:
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
+    output, when asked for.
     """
 
     request_id: str
@@ -138,3 +139,5 @@ class RequestOutput:
     error: str | None = None
     step: StepInfo | None = None
     num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None

@@ -48,11 +48,11 @@ class _Model(Structure):
 
 class _Step(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "segments", "logit_rows")),
+        *((name, c_int32) for name in ("tokens", "rows", "segments", "logits_wanted")),
         *((name, c_void_p) for name in
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("last_token", "segment_indptr", "segment_adapters", "logits")),
+        *((name, c_void_p) for name in ("logit_tokens", "segment_indptr", "segment_adapters", "logits")),
     ]  # fmt: skip
 
 
@@ -179,22 +179,23 @@ class NativeDecoder:
         page: torch.Tensor,
         offset: torch.Tensor,
         rows: NativeRows,
-        last_token: torch.Tensor,
+        logit_tokens: torch.Tensor,
         segments: Segments,
     ) -> torch.Tensor:
-        """Compute a step and write its KV; logits `[len(last_token), vocab]` float32.
+        """Compute a step and write its KV; logits `[len(logit_tokens), vocab]` float32.
 
-        token_ids, positions, page, offset: `[tokens]` int64; last_token: `[rows]` int64.
+        token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
+        to give logits for.
         """
         adapters = [None if adapter is None else self._descriptor(adapter) for adapter in segments.adapters]
         pointers = (c_void_p * len(adapters))(*(None if a is None else ctypes.addressof(a) for a in adapters))
         indptr = (c_int32 * len(segments.indptr))(*segments.indptr)
-        logits = torch.empty(len(last_token), self._model.vocab)
+        logits = torch.empty(len(logit_tokens), self._model.vocab)
         step = _Step(
-            tokens=len(token_ids), rows=len(rows.kv_lens), segments=len(adapters), logit_rows=len(last_token),
+            tokens=len(token_ids), rows=len(rows.kv_lens), segments=len(adapters), logits_wanted=len(logit_tokens),
             token_ids=_pointer(token_ids), positions=_pointer(positions), page=_pointer(page), offset=_pointer(offset),
             qo_indptr=_pointer(rows.qo_indptr), kv_lens=_pointer(rows.kv_lens), page_table=rows.page_table.data_ptr(),
-            table_stride=rows.page_table.stride(0), last_token=_pointer(last_token),
+            table_stride=rows.page_table.stride(0), logit_tokens=_pointer(logit_tokens),
             segment_indptr=ctypes.addressof(indptr), segment_adapters=ctypes.addressof(pointers),
             logits=_pointer(logits),
         )  # fmt: skip

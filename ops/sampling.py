@@ -19,14 +19,42 @@ def uniform(seed: int, position: int) -> float:
     return (z >> 11) / (1 << 53)
 
 
+def apply_penalties(
+    scores: torch.Tensor,
+    seen: torch.Tensor,
+    generated: torch.Tensor,
+    repetition: float,
+    presence: float,
+    frequency: float,
+) -> None:
+    """Penalise one row's logits `[vocab]` in place.
+
+    seen: `[n]` int64, prompt and output tokens, for `repetition` (CTRL, Keskar et al. 2019, §4.1); generated: `[m]`
+    int64, output tokens, for `presence` and `frequency` (OpenAI: logit − presence·[count > 0] − frequency·count).
+    """
+    if repetition != 1.0:
+        ids = seen.unique()
+        values = scores[ids]
+        scores[ids] = torch.where(values > 0, values / repetition, values * repetition)
+    if len(generated) and (presence or frequency):
+        ids, counts = generated.unique(return_counts=True)
+        scores[ids] -= presence + frequency * counts
+
+
 def sample(
-    logits: torch.Tensor, temperature: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, u: torch.Tensor
+    logits: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    u: torch.Tensor,
+    min_p: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """One token id per row by inverse transform sampling over the kept tokens in vocabulary order.
 
-    logits: `[rows, vocab]` float32. temperature, top_p, u: `[rows]` float; top_k: `[rows]` int64, 0 keeps all.
-    temperature 0 is greedy. top_k first, then top_p over what is left, renormalised (as transformers and vLLM do).
-    Vocabulary order, not probability order, so that two nearly equal logits can't swap places between batches.
+    logits: `[rows, vocab]` float32. temperature, top_p, min_p, u: `[rows]` float; top_k: `[rows]` int64, 0 keeps all.
+    temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
+    renormalised (as vLLM does). Vocabulary order, not probability order, so that two nearly equal logits can't swap
+    places between batches.
     """
     greedy = temperature == 0
     if greedy.all():
@@ -34,6 +62,8 @@ def sample(
     vocab = logits.shape[-1]
     scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
+    if min_p is not None and min_p.any():
+        ordered = ordered.masked_fill(ordered < ordered[:, :1] + min_p.log()[:, None], -torch.inf)
     rank = torch.arange(vocab, device=logits.device)
     ordered = ordered.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
     probs = ordered.softmax(-1)

@@ -65,7 +65,7 @@ class CpuExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-            return draw(plan.rows, logits[: len(plan.rows)])
+            return draw(plan.rows, logits, self.model.eos_token_ids)
 
     def close(self) -> None:
         self._model.close()

@@ -32,15 +32,15 @@ struct ModelDesc {
 };
 
 struct StepDesc {
-    int32_t tokens, rows, segments, logit_rows;
+    int32_t tokens, rows, segments, logits_wanted;
     const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
     const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
     const int64_t* page_table;                             // [rows, table_stride]
     int64_t table_stride;
-    const int64_t* last_token;                // [logit_rows]
+    const int64_t* logit_tokens;                // [logits_wanted]
     const int32_t* segment_indptr;            // [segments + 1]
     const Adapter* const* segment_adapters;   // [segments], null: base
-    float* logits;                            // [logit_rows, vocab]
+    float* logits;                            // [logits_wanted, vocab]
 };
 
 template <class T>
@@ -70,7 +70,7 @@ class Decoder {
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
-        const size_t tokens = std::max(step.tokens, step.logit_rows);
+        const size_t tokens = std::max(step.tokens, step.logits_wanted);
         grow(x_, tokens * m_.hidden);
         grow(y_, tokens * std::max(qkv, 2 * m_.ffn));
         grow(normed_, tokens * m_.hidden);
@@ -124,10 +124,10 @@ class Decoder {
             });
             project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, nullptr);
         }
-        team_.each(phase, step.logit_rows, [&](int r) {
-            rms_norm(x_.data() + step.last_token[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
+        team_.each(phase, step.logits_wanted, [&](int r) {
+            rms_norm(x_.data() + step.logit_tokens[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
         });
-        const Product<T> head{normed_.data(), hidden, step.logit_rows, (const T*)m_.lm_head, m_.vocab, hidden,
+        const Product<T> head{normed_.data(), hidden, step.logits_wanted, (const T*)m_.lm_head, m_.vocab, hidden,
                               step.logits, m_.vocab, false, nullptr};
         team_.each(phase, head.units(), [&](int i) { head.run(i); });
     }

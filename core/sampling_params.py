@@ -1,0 +1,83 @@
+"""How the next token of a request is chosen, and when the request ends."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+MAX_LOGPROBS = 100
+
+
+class InvalidRequest(ValueError):
+    """A request that can't be served as asked. `field` names the wrong input, the text says how to mend it."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """Applied in this order: min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k, top_p.
+
+    temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
+    min_p: drop tokens less likely than min_p times the likeliest.
+    presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens generated so far (OpenAI).
+    repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL).
+    logit_bias: added to the logits of token ids.
+    seed: same seed and prompt give the same tokens whatever else is in the batch; None draws one.
+    stop_token_ids: end on any of these in addition to the model's end-of-sequence ids.
+    min_tokens: neither kind of end may be drawn before that many tokens.
+    bad_words: token id sequences that must not be generated.
+    logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
+    """
+
+    max_tokens: int = 16
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    def __post_init__(self) -> None:
+        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
+        _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
+        _require("top_k", self.top_k, self.top_k >= 0, "0 for all tokens, or a positive count")
+        _require("min_p", self.min_p, 0.0 <= self.min_p <= 1.0, "between 0 and 1")
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            _require(name, value, -2.0 <= value <= 2.0, "between -2 and 2")
+        penalty = self.repetition_penalty
+        _require("repetition_penalty", penalty, 0.0 < penalty < math.inf, "a positive number; 1 is neutral")
+        for token, bias in self.logit_bias.items():
+            _require("logit_bias", {token: bias}, token >= 0 and -100.0 <= bias <= 100.0, "token ids to -100 … 100")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        _require("bad_words", self.bad_words, all(self.bad_words), "non-empty")
+        for name in ("logprobs", "prompt_logprobs"):
+            value = getattr(self, name)
+            _require(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+
+    @property
+    def reshapes_logits(self) -> bool:
+        """Whether anything but temperature, min_p, top_k and top_p changes the distribution."""
+        return bool(
+            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
+            or self.min_tokens or self.bad_words
+        )  # fmt: skip
+
+
+def _require(name: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise InvalidRequest(name, f"{name} is {value}; it must be {wanted}")
