@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
+from operator import itemgetter
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ..memory.adapter_layout import AdapterPart, PartLayout
 from ..memory.adapter_store import Adapter
 from ..memory.layout import MODULES
 from ..ops.sgmv import AdapterRows, Segments, sgmv
 from .model_config import ModelConfig
 from .types import BASE_SLOT
+
+#: The page list that rows were made for, and the rows of each part.
+_Resident = tuple[list[int], list[AdapterRows]]
 
 
 class LoraState:
@@ -19,8 +25,8 @@ class LoraState:
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor) -> None:
         self._arena = arena
-        self.segments = Segments([0], [])
-        self._rows: WeakKeyDictionary[Adapter, AdapterRows] = WeakKeyDictionary()
+        self.segments = Segments()
+        self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         widths = {name: out for name, (_, out) in config.module_dims.items()}
         self._qkv = _group(("q_proj", "k_proj", "v_proj"), widths)
         self._o = _group(("o_proj",), widths)
@@ -33,15 +39,15 @@ class LoraState:
         Neighbouring rows of one slot become one segment.
         """
         rows = [self._rows_of(adapter) for adapter in adapters]
-        indptr, used, previous = [0], [], None
-        for slot, length in zip(slots, lengths, strict=True):
-            if slot == previous:
-                indptr[-1] += length
-                continue
-            indptr.append(indptr[-1] + length)
-            used.append(None if slot == BASE_SLOT else rows[slot])
-            previous = slot
-        self.segments = Segments(indptr, used)
+        segments = Segments()
+        begin = 0
+        for slot, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
+            end = begin + sum(length for _, length in group)
+            if slot != BASE_SLOT:
+                for part in rows[slot]:
+                    segments.add(begin, end, part)
+            begin = end
+        self.segments = segments
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._qkv)
@@ -55,21 +61,28 @@ class LoraState:
     def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._down)
 
-    def _rows_of(self, adapter: Adapter) -> AdapterRows:
-        """Where the adapter's rows lie now; a reload into other pages has a new page list."""
-        rows = self._rows.get(adapter)
-        if rows is None or rows.pages is not adapter.pages:
-            slabs = adapter.slabs
-            rows = self._rows[adapter] = AdapterRows(
-                pages=adapter.pages,
-                rank=adapter.rank,
-                scale=adapter.manifest.scale,
-                slab_elems=slabs.slab_elems,
-                slabs_per_page=slabs.slabs_per_page,
-                a_offset=slabs.a_offset,
-                b_offset=slabs.b_offset,
-            )
-        return rows
+    def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+        """Where the rows of the adapter's parts lie now; a reload into other pages has a new page list."""
+        found = self._rows.get(adapter)
+        if found is None or found[0] is not adapter.pages:
+            parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
+            rows = [_rows(part, place, adapter.pages) for part, place in parts]
+            found = self._rows[adapter] = adapter.pages, rows
+        return found[1]
+
+
+def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+    slabs = place.slabs
+    return AdapterRows(
+        pages=place.pages_of(pages),
+        rank=part.rank,
+        scale=part.scale,
+        slab_elems=slabs.slab_elems,
+        slabs_per_page=slabs.slabs_per_page,
+        a_offset=slabs.a_offset,
+        b_offset=slabs.b_offset,
+        first_slab=place.first_slab,
+    )
 
 
 def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:

@@ -48,7 +48,7 @@ class NativeDecoderModel:
         """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
         tokens = len(batch.token_ids)
         logit_tokens = torch.arange(tokens) if batch.logit_tokens is None else batch.logit_tokens
-        segments = Segments([0, tokens], [None]) if batch.lora is None else batch.lora.segments
+        segments = Segments() if batch.lora is None else batch.lora.segments
         return self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments
         )

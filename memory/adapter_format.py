@@ -1,55 +1,63 @@
 """PEFT LoRA checkpoints as they lie on disk: `adapter_config.json` and `adapter_model.safetensors`.
 
 `inspect_adapter` reads the configuration and the safetensors header only, so that thousands of adapters can be
-registered for the price of their headers; `read_image` reads the weights into the very layout of the device pages.
+registered for the price of their headers. What the configuration targets and what the file holds must be the same.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import os
 import re
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
-from .layout import MODULES, ModuleDims, SlabLayout
+from .adapter_config import CONFIG_FILE, AdapterConfig
+from .adapter_error import AdapterFormatError, shown
+from .adapter_layout import AdapterPart
+from .layout import MODULES, ModuleDims
+from .tensor_file import TensorFile, TensorInfo
 
-if TYPE_CHECKING:
-    import torch
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
 
-CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
 
-_TENSOR_NAME = re.compile(
-    r"^base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|mlp)\.(?P<module>\w+)"
-    r"\.lora_(?P<side>[AB])\.weight$"
-)
-
-
-class AdapterFormatError(ValueError):
-    """An adapter directory that can't be served; the message names the file and the field or tensor at fault."""
+_PREFIX = "base_model.model."
+_BLOCKS = dict.fromkeys(MODULES, "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+_LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class AdapterManifest:
     """What an adapter is, without its weights.
 
-    tensors: (layer, module name) → names of its A `[rank, in]` and B `[out, rank]` in the file.
+    file_size, mtime_ns: the state of the weights file that was inspected.
     """
 
     path: Path
-    rank: int
-    scale: float
-    targets: tuple[str, ...]
-    tensors: dict[tuple[int, str], tuple[str, str]] = field(repr=False)
+    parts: tuple[AdapterPart, ...]
+    file_size: int = 0
+    mtime_ns: int = 0
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any module."""
+        return max(part.rank for part in self.parts)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the modules that it changes in any layer."""
+        return tuple(name for name in MODULES if any(name in part.targets for part in self.parts))
 
     def num_params(self, dims: ModuleDims) -> int:
-        return sum(self.rank * sum(dims[module]) for _, module in self.tensors)
+        return sum(part.num_slabs * sum(sum(dims[name]) for name in part.targets) for part in self.parts)
 
 
 def is_adapter_dir(path: Path) -> bool:
-    return (path / CONFIG_FILE).is_file()
+    return os.path.isfile(path / CONFIG_FILE)  # unlike Path's method this one never raises
 
 
 def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterManifest:
@@ -57,148 +65,145 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterMan
 
     Raises AdapterFormatError for anything that would not be served exactly as PEFT would apply it.
     """
-    config = _read_config(path)
-    rank, scale = _rank_and_scale(config, path)
-    shapes = _read_shapes(path)
-    tensors = _pair_tensors(shapes, path)
-    for (layer, module), names in tensors.items():
-        _check_shapes(path, layer, module, rank, [shapes[name] for name in names], names, dims, num_layers)
-    targets = tuple(name for name in MODULES if any(module == name for _, module in tensors))
-    for layer in range(num_layers):
-        for module in targets:
-            if (layer, module) not in tensors:
-                raise AdapterFormatError(f"{path / WEIGHTS_FILE}: {module} of layer {layer} has no lora_A and lora_B")
-    return AdapterManifest(path=path, rank=rank, scale=scale, targets=targets, tensors=tensors)
+    config = AdapterConfig.read(path)
+    targets = _targets(config, path, num_layers)
+    with open_weights(path) as file:
+        _check_names(file, targets, config, num_layers)
+        for (layer, module), (rank, _) in targets.items():
+            for name, shape in tensor_shapes(layer, module, rank, dims):
+                if file.tensors[name].shape != shape:
+                    raise _wrong_shape(file, name, shape, rank, config)
+        return AdapterManifest(path, _shared(_parts(targets)), file.size, file.mtime_ns)
 
 
-def read_image(
-    manifest: AdapterManifest, slabs: SlabLayout, dims: ModuleDims, num_layers: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The adapter's weights in page layout: `[pages, page_elems]` on the host, cast to the model's dtype.
-
-    AdapterFormatError when a tensor can't be read or holds NaN or infinity, before or after the cast.
-    """
-    import torch
-    from safetensors import SafetensorError, safe_open
-
-    rank = manifest.rank
-    spp = slabs.slabs_per_page
-    image = torch.zeros(slabs.pages_for(num_layers * rank), slabs.page_elems, dtype=dtype)
-    rows = image[:, : spp * slabs.slab_elems].view(-1, spp, slabs.slab_elems)
-    slab = torch.arange(num_layers * rank)
-    page_of, place_of = slab // spp, slab % spp
-    try:
-        with safe_open(manifest.path / WEIGHTS_FILE, framework="pt") as file:
-            for (layer, module), names in manifest.tensors.items():
-                m = MODULES.index(module)
-                own = slice(layer * rank, (layer + 1) * rank)
-                sides = zip(names, (slabs.a_offset[m], slabs.b_offset[m]), dims[module], strict=True)
-                for side, (name, offset, width) in enumerate(sides):
-                    tensor = file.get_tensor(name).to(dtype)
-                    if not torch.isfinite(tensor).all():
-                        raise AdapterFormatError(
-                            f"{manifest.path / WEIGHTS_FILE}: tensor {name} holds NaN or infinity in {dtype}"
-                        )
-                    rows[page_of[own], place_of[own], offset : offset + width] = tensor.T if side else tensor
-    except (SafetensorError, OSError) as error:
-        raise AdapterFormatError(f"{manifest.path / WEIGHTS_FILE}: cannot be read: {error}") from error
-    return image
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    if not path.is_dir():
-        raise AdapterFormatError(f"{path}: no such directory")
-    file = path / CONFIG_FILE
-    try:
-        config = json.loads(file.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise AdapterFormatError(f"{file}: not found; a PEFT adapter directory is needed") from None
-    except (OSError, ValueError) as error:
-        raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
-    if not isinstance(config, dict):
-        raise AdapterFormatError(f"{file}: a JSON object is needed, found {type(config).__name__}")
-    return config
-
-
-def _rank_and_scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
-    """Rank and scaling (`lora_alpha / r`, or `/ sqrt(r)` for rsLoRA); refuses what would change the arithmetic."""
-    file = path / CONFIG_FILE
-
-    def refuse(name: str, why: str) -> AdapterFormatError:
-        return AdapterFormatError(f"{file}: {name} is {config.get(name)!r}: {why}")
-
-    if config.get("peft_type", "LORA") != "LORA":
-        raise refuse("peft_type", "only LORA is served")
-    if config.get("use_dora"):
-        raise refuse("use_dora", "DoRA is not supported; merge it into the base or train plain LoRA")
-    if config.get("bias", "none") != "none":
-        raise refuse("bias", "adapters that train biases are not supported; use bias='none'")
-    for name in (
-        "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "lora_bias",
-        "fan_in_fan_out", "layers_to_transform", "target_parameters", "use_qalora", "use_bdlora", "arrow_config",
-    ):  # fmt: skip
-        if config.get(name):
-            raise refuse(name, "not supported; remove it and train again")
-    rank, alpha = config.get("r"), config.get("lora_alpha", 8)
-    if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
-        raise refuse("r", "a rank of at least 1 is needed")
-    if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not math.isfinite(alpha):
-        raise refuse("lora_alpha", "a finite number is needed")
-    return rank, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-
-
-def _read_shapes(path: Path) -> dict[str, tuple[int, ...]]:
-    from safetensors import SafetensorError, safe_open
-
+def open_weights(path: Path) -> TensorFile:
+    """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
     file = path / WEIGHTS_FILE
-    if not file.is_file():
-        pickled = path / "adapter_model.bin"
-        hint = "; pickle files are never read: convert adapter_model.bin to safetensors" if pickled.exists() else ""
+    if not os.path.lexists(file):
+        pickled = os.path.lexists(path / PICKLE_FILE)
+        hint = f"; {PICKLE_FILE} is a pickle, which is never read: convert it to safetensors" if pickled else ""
         raise AdapterFormatError(f"{file}: not found{hint}")
-    try:
-        with safe_open(file, framework="numpy") as handle:
-            return {name: tuple(handle.get_slice(name).get_shape()) for name in handle.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise AdapterFormatError(f"{file}: cannot be read: {error}") from error
+    return TensorFile(file)
 
 
-def _pair_tensors(shapes: dict[str, tuple[int, ...]], path: Path) -> dict[tuple[int, str], tuple[str, str]]:
-    file = path / WEIGHTS_FILE
-    found: dict[tuple[int, str], dict[str, str]] = {}
-    for name in shapes:
-        match = _TENSOR_NAME.match(name)
-        if match is None or match["module"] not in MODULES:
-            raise AdapterFormatError(
-                f"{file}: tensor {name} is not LoRA on one of {', '.join(MODULES)}; such adapters are not supported"
-            )
-        found.setdefault((int(match["layer"]), match["module"]), {})[match["side"]] = name
-    if not found:
-        raise AdapterFormatError(f"{file}: holds no tensor")
-    for (layer, module), sides in found.items():
-        for side in "AB":
-            if side not in sides:
-                raise AdapterFormatError(f"{file}: {module} of layer {layer} has no lora_{side}")
-    return {key: (sides["A"], sides["B"]) for key, sides in sorted(found.items())}
-
-
-def _check_shapes(
-    path: Path,
-    layer: int,
-    module: str,
-    rank: int,
-    shapes: list[tuple[int, ...]],
-    names: tuple[str, str],
-    dims: ModuleDims,
-    num_layers: int,
-) -> None:
-    if layer >= num_layers:
-        raise AdapterFormatError(
-            f"{path / WEIGHTS_FILE}: tensor {names[0]} is for layer {layer}, the base model has {num_layers} layers"
-        )
+def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Name and shape of a target's A `[rank, in]` and B `[out, rank]`."""
+    key = f"{_PREFIX}{module_key(layer, module)}"
     d_in, d_out = dims[module]
-    for name, shape, want in zip(names, shapes, ((rank, d_in), (d_out, rank)), strict=True):
-        if shape != want:
-            raise AdapterFormatError(
-                f"{path / WEIGHTS_FILE}: tensor {name} has shape {list(shape)}, the base model and r={rank} "
-                f"need {list(want)}"
-            )
+    return (f"{key}.lora_A.weight", (rank, d_in)), (f"{key}.lora_B.weight", (d_out, rank))
+
+
+def module_key(layer: int, module: str) -> str:
+    """A projection's name in the base model, which PEFT's patterns are matched with."""
+    return f"model.layers.{layer}.{_BLOCKS[module]}.{module}"
+
+
+@lru_cache(8)
+def _keys(num_layers: int) -> tuple[tuple[int, str, str], ...]:
+    return tuple((layer, module, module_key(layer, module)) for layer in range(num_layers) for module in MODULES)
+
+
+@lru_cache(8)
+def _other_keys(num_layers: int) -> tuple[str, ...]:
+    """Modules of the base model that can't be targeted here, nor most of them with PEFT."""
+    inner = ("", ".self_attn", ".mlp", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm")
+    layers = (f"model.layers.{layer}{name}" for layer in range(num_layers) for name in inner)
+    return ("lm_head", "model.embed_tokens", "model", "model.layers", "model.norm", "model.rotary_emb", *layers)
+
+
+def _targets(config: AdapterConfig, path: Path, num_layers: int) -> dict[tuple[int, str], tuple[int, float]]:
+    """(layer, module) → rank and scale of all that the configuration targets."""
+    file = path / CONFIG_FILE
+    if not config.targets_all_linear:
+        for key in _other_keys(num_layers):
+            if config.is_target(key):
+                raise AdapterFormatError(
+                    f"{file}: target_modules matches {key}; only {', '.join(MODULES)} are served: "
+                    "train on those, or exclude the others with exclude_modules"
+                )
+    targets = {
+        (layer, module): config.rank_and_scale(key) for layer, module, key in _keys(num_layers) if config.is_target(key)
+    }
+    if not targets:
+        raise AdapterFormatError(
+            f"{file}: target_modules, exclude_modules and layers_to_transform match none of {', '.join(MODULES)} "
+            f"in the base model's {num_layers} layers"
+        )
+    return targets
+
+
+def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPart, ...]:
+    """Group targets by rank, scale and set of layers; in the order of their first layers."""
+    layers: dict[tuple[int, float, str], list[int]] = defaultdict(list)
+    for (layer, module), (rank, scale) in targets.items():
+        layers[rank, scale, module].append(layer)
+    modules: dict[tuple[int, float, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (rank, scale, module), numbers in layers.items():
+        modules[rank, scale, tuple(numbers)].append(module)
+    parts = (
+        AdapterPart(rank, scale, numbers, tuple(name for name in MODULES if name in names))
+        for (rank, scale, numbers), names in modules.items()
+    )
+    return tuple(sorted(parts, key=lambda part: (part.layers, MODULES.index(part.targets[0]))))
+
+
+@lru_cache(1024)
+def _shared(parts: tuple[AdapterPart, ...]) -> tuple[AdapterPart, ...]:
+    """Equal parts as one object: most of thousands of adapters have the shapes of another."""
+    return parts
+
+
+def _check_names(
+    file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], config: AdapterConfig, num_layers: int
+) -> None:
+    wanted = {name for layer, module in targets for name in _names(layer, module)}
+    for name in file.tensors:
+        if name not in wanted:
+            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {_why_not(name, num_layers)}")
+    for layer, module in targets:
+        for name in _names(layer, module):
+            if name not in file.tensors:
+                raise AdapterFormatError(
+                    f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets {module} of layer {layer}; "
+                    "narrow target_modules or save the adapter again"
+                )
+
+
+def _names(layer: int, module: str) -> Iterator[str]:
+    key = f"{_PREFIX}{module_key(layer, module)}"
+    return (f"{key}.lora_{side}.weight" for side in "AB")
+
+
+def _why_not(name: str, num_layers: int) -> str:
+    """What is wrong with a tensor that the configuration doesn't account for."""
+    if "lora_magnitude_vector" in name:
+        return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
+    if "lora_embedding_" in name:
+        return "is LoRA on an embedding, which is not supported; train on projections only"
+    if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
+        return "is a whole trained module, not LoRA, which is not supported; train without modules_to_save"
+    if name.endswith(".bias"):
+        return "is a bias, which is not supported; train with bias='none'"
+    if not name.startswith(_PREFIX):
+        return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
+    layer = _LAYER.search(name)
+    if layer and int(layer[1]) >= num_layers:
+        return f"is for layer {int(layer[1])}, the base model has {num_layers} layers; serve it with its own base"
+    if layer and any(name in _names(int(layer[1]), module) for module in MODULES):
+        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
+    return f"is not lora_A.weight or lora_B.weight of one of {', '.join(MODULES)}; others are not supported"
+
+
+def _wrong_shape(
+    file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig
+) -> AdapterFormatError:
+    info: TensorInfo = file.tensors[name]
+    axis = 0 if ".lora_A." in name else 1
+    if len(info.shape) == 2 and info.shape[1 - axis] == want[1 - axis]:
+        mend = f"its rank is {info.shape[axis]}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
+    else:
+        trained = f"it was trained on {shown(config.base_model)}; " if config.base_model else ""
+        mend = f"{trained}serve it with the base model that it was trained on"
+    return AdapterFormatError(
+        f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {list(want)} is needed; {mend}"
+    )

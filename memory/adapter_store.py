@@ -7,16 +7,16 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
 
 from .adapter_format import AdapterFormatError, AdapterManifest
+from .adapter_layout import AdapterLayout
 from .eviction import EvictionOrder, RestoreCosts
 from .host_images import HostImages
-from .layout import SlabLayout
 from .pages import OutOfPages, PageKind, PagePool
 
 
@@ -40,9 +40,8 @@ class AdapterBackend(Protocol):
     """How adapter bytes are read and moved; the executor brings it, so the store never touches a tensor."""
 
     def inspect(self, path: Path) -> AdapterManifest: ...
-    def slabs(self, manifest: AdapterManifest) -> SlabLayout: ...
-    def num_slabs(self, manifest: AdapterManifest) -> int: ...
-    def read(self, manifest: AdapterManifest, slabs: SlabLayout) -> Any: ...
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> Any: ...
     def place(self, image: Any, pages: list[int]) -> None: ...
 
 
@@ -53,15 +52,14 @@ class Adapter:
     """
 
     __slots__ = (
-        "__weakref__", "manifest", "name", "num_pages", "pages", "references", "requests", "slabs", "uses", "version",
+        "__weakref__", "layout", "manifest", "name", "pages", "references", "requests", "uses", "version",
     )  # fmt: skip
 
-    def __init__(self, name: str, version: int, manifest: AdapterManifest, slabs: SlabLayout, num_pages: int) -> None:
+    def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
         self.name = name
         self.version = version
         self.manifest = manifest
-        self.slabs = slabs
-        self.num_pages = num_pages
+        self.layout = layout
         self.pages: list[int] = []
         self.references = 0
         self.requests = 0
@@ -70,6 +68,11 @@ class Adapter:
     @property
     def rank(self) -> int:
         return self.manifest.rank
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that it takes when it is resident."""
+        return self.layout.num_pages
 
     def __repr__(self) -> str:
         return f"Adapter({self.name!r} v{self.version}, r={self.rank}, pages={len(self.pages)}, refs={self.references})"
@@ -125,14 +128,13 @@ class AdapterStore:
         or one that could never fit the pool.
         """
         manifest = self._backend.inspect(path)
-        slabs = self._backend.slabs(manifest)
-        num_pages = slabs.pages_for(self._backend.num_slabs(manifest))
-        if num_pages >= self._pool.num_usable:
+        layout = self._backend.layout(manifest)
+        if layout.num_pages >= self._pool.num_usable:
             raise AdapterFormatError(
-                f"{path}: needs {num_pages} pages of the arena, which has {self._pool.num_usable} "
+                f"{path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
                 "and must hold KV too; raise memory_bytes"
             )
-        adapter = Adapter(name, next(self._versions), manifest, slabs, num_pages)
+        adapter = Adapter(name, next(self._versions), manifest, layout)
         self._retire(self._current.get(name))
         self._current[name] = adapter
         return adapter
@@ -174,11 +176,18 @@ class AdapterStore:
             return Tier.HOST
         return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
 
-    def prefetch(self, adapter: Adapter) -> None:
-        """Start reading an adapter that is on disk only, unless too much is being read already."""
-        num_bytes = adapter.num_pages * self._page_bytes
-        if not adapter.pages and (self._images.is_requested(adapter.version) or self._images.has_room(num_bytes)):
-            self._request(adapter)
+    def read_ahead(self, adapters: Iterable[Adapter]) -> None:
+        """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
+
+        The first is read whatever its size, so that there is always progress.
+        """
+        num_bytes = 0
+        for adapter in adapters:
+            if not adapter.pages:
+                num_bytes += adapter.num_pages * self._page_bytes
+                if num_bytes > self._images.capacity_bytes and num_bytes > adapter.num_pages * self._page_bytes:
+                    return
+                self._request(adapter)
 
     def wait_for_reads(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
@@ -264,9 +273,9 @@ class AdapterStore:
         self.num_loads += 1
 
     def _request(self, adapter: Adapter) -> None:
-        manifest, slabs = adapter.manifest, adapter.slabs
+        manifest, layout = adapter.manifest, adapter.layout
         self._images.request(
-            adapter.version, adapter.num_pages * self._page_bytes, lambda: self._backend.read(manifest, slabs)
+            adapter.version, adapter.num_pages * self._page_bytes, lambda: self._backend.read(manifest, layout)
         )
 
     def _offer(self, adapter: Adapter) -> None:

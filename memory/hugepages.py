@@ -17,8 +17,19 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     Weights and pages are streamed once per step; with 4 KiB pages every row of a slab would miss the TLB.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
-    if num_bytes < _WORTH_IT_BYTES or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if not _is_mapped(num_bytes):
         return torch.empty(*shape, dtype=dtype)
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapping, dtype=dtype).view(*shape)
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """As `empty`, of zeros."""
+    if _is_mapped(math.prod(shape) * dtype.itemsize):
+        return empty(shape, dtype)
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def _is_mapped(num_bytes: int) -> bool:
+    return num_bytes >= _WORTH_IT_BYTES and hasattr(mmap, "MADV_HUGEPAGE")

@@ -24,7 +24,7 @@ _MODULES = 7
 
 class _Adapter(Structure):
     _fields_ = [
-        ("pages", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("pages", c_void_p), ("first_slab", c_void_p), ("rank", c_int32), ("scale", c_float),
         ("slab_elems", c_int64), ("slabs_per_page", c_int64),
         ("a_offset", c_int32 * _MODULES), ("b_offset", c_int32 * _MODULES),
     ]  # fmt: skip
@@ -52,7 +52,7 @@ class _Step(Structure):
         *((name, c_void_p) for name in
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("logit_tokens", "segment_indptr", "segment_adapters", "logits")),
+        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits")),
     ]  # fmt: skip
 
 
@@ -155,7 +155,7 @@ class NativeDecoder:
     def __init__(self, model: NativeModel, threads: int) -> None:
         self._library = _library()
         self._model = model  # keeps the tensors alive
-        self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, torch.Tensor]] = WeakKeyDictionary()
+        self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
         layers = (_Layer * len(model.layers))()
         for descriptor, layer in zip(layers, model.layers, strict=True):
             for name, _ in _Layer._fields_:
@@ -187,17 +187,17 @@ class NativeDecoder:
         token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
         to give logits for.
         """
-        adapters = [None if adapter is None else self._descriptor(adapter) for adapter in segments.adapters]
-        pointers = (c_void_p * len(adapters))(*(None if a is None else ctypes.addressof(a) for a in adapters))
-        indptr = (c_int32 * len(segments.indptr))(*segments.indptr)
+        count = len(segments.rows)
+        pointers = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
+        begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
         logits = torch.empty(len(logit_tokens), self._model.vocab)
         step = _Step(
-            tokens=len(token_ids), rows=len(rows.kv_lens), segments=len(adapters), logits_wanted=len(logit_tokens),
+            tokens=len(token_ids), rows=len(rows.kv_lens), segments=count, logits_wanted=len(logit_tokens),
             token_ids=_pointer(token_ids), positions=_pointer(positions), page=_pointer(page), offset=_pointer(offset),
             qo_indptr=_pointer(rows.qo_indptr), kv_lens=_pointer(rows.kv_lens), page_table=rows.page_table.data_ptr(),
             table_stride=rows.page_table.stride(0), logit_tokens=_pointer(logit_tokens),
-            segment_indptr=ctypes.addressof(indptr), segment_adapters=ctypes.addressof(pointers),
-            logits=_pointer(logits),
+            segment_begin=ctypes.addressof(begin), segment_end=ctypes.addressof(end),
+            segment_adapters=ctypes.addressof(pointers), logits=_pointer(logits),
         )  # fmt: skip
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         return logits
@@ -214,12 +214,13 @@ class NativeDecoder:
         found = self._adapters.get(rows)
         if found is None:
             pages = torch.tensor(rows.pages, dtype=torch.int64)
+            first_slab = torch.tensor(rows.first_slab, dtype=torch.int64)
             descriptor = _Adapter(
-                pages=_pointer(pages), rank=rows.rank, scale=rows.scale, slab_elems=rows.slab_elems,
-                slabs_per_page=rows.slabs_per_page, a_offset=(c_int32 * _MODULES)(*rows.a_offset),
-                b_offset=(c_int32 * _MODULES)(*rows.b_offset),
+                pages=_pointer(pages), first_slab=_pointer(first_slab), rank=rows.rank, scale=rows.scale,
+                slab_elems=rows.slab_elems, slabs_per_page=rows.slabs_per_page,
+                a_offset=(c_int32 * _MODULES)(*rows.a_offset), b_offset=(c_int32 * _MODULES)(*rows.b_offset),
             )  # fmt: skip
-            found = self._adapters[rows] = (descriptor, pages)
+            found = self._adapters[rows] = (descriptor, (pages, first_slab))
         return found[0]
 
 

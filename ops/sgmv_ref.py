@@ -19,16 +19,16 @@ def sgmv_ref(
 ) -> None:
     """Same contract as `sgmv.sgmv`."""
     d_in = x.shape[1]
-    for i, adapter in enumerate(segments.adapters):
-        if adapter is None:
+    for begin, end, adapter in segments:
+        if adapter.first_slab[layer] < 0:
             continue
-        for token in range(segments.indptr[i], segments.indptr[i + 1]):
+        for token in range(begin, end):
             for module, column, width in modules:
                 a_offset, b_offset = adapter.a_offset[module], adapter.b_offset[module]
                 if a_offset < 0:
                     continue
                 delta = torch.zeros(width)
-                for slab in range(layer * adapter.rank, (layer + 1) * adapter.rank):
+                for slab in range(adapter.first_slab[layer], adapter.first_slab[layer] + adapter.rank):
                     page = arena[adapter.pages[slab // adapter.slabs_per_page]].float()
                     start = slab % adapter.slabs_per_page * adapter.slab_elems
                     a = page[start + a_offset : start + a_offset + d_in]

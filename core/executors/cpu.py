@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 import torch
 
 from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import GraphRunner, StepMode
-from ...memory.adapter_format import AdapterManifest, inspect_adapter, read_image
+from ...memory.adapter_format import AdapterManifest, inspect_adapter
+from ...memory.adapter_image import read_image
+from ...memory.adapter_layout import AdapterLayout
 from ...memory.arena import Arena
-from ...memory.layout import PageLayout, SlabLayout
+from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
@@ -111,19 +114,24 @@ class CpuAdapterBackend:
         self._config = config
         self._arena = arena
         self._dtype = dtype
+        self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path) -> AdapterManifest:
         return inspect_adapter(path, self._config.module_dims, self._config.num_layers)
 
-    def slabs(self, manifest: AdapterManifest) -> SlabLayout:
-        layout = self._arena.layout
-        return SlabLayout.build(self._config.module_dims, manifest.targets, layout.page_elems, layout.itemsize)
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        """The layout of the manifest's parts; adapters of equal shape share one."""
+        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts)
+        found = self._layouts.get(key)
+        if found is None:
+            config, page = self._config, self._arena.layout
+            found = self._layouts[key] = AdapterLayout.build(
+                manifest.parts, config.module_dims, config.num_layers, page.page_elems, page.itemsize
+            )
+        return found
 
-    def num_slabs(self, manifest: AdapterManifest) -> int:
-        return manifest.rank * self._config.num_layers
-
-    def read(self, manifest: AdapterManifest, slabs: SlabLayout) -> torch.Tensor:
-        return read_image(manifest, slabs, self._config.module_dims, self._config.num_layers, self._dtype)
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> torch.Tensor:
+        return read_image(manifest, layout, self._config.module_dims, self._arena.layout.page_elems, self._dtype)
 
     def place(self, image: torch.Tensor, pages: list[int]) -> None:
         self._arena.write_pages(pages, image)

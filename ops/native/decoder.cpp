@@ -37,10 +37,10 @@ struct StepDesc {
     const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
     const int64_t* page_table;                             // [rows, table_stride]
     int64_t table_stride;
-    const int64_t* logit_tokens;                // [logits_wanted]
-    const int32_t* segment_indptr;            // [segments + 1]
-    const Adapter* const* segment_adapters;   // [segments], null: base
-    float* logits;                            // [logits_wanted, vocab]
+    const int64_t* logit_tokens;                  // [logits_wanted]
+    const int32_t *segment_begin, *segment_end;   // [segments]
+    const Adapter* const* segment_adapters;       // [segments]
+    float* logits;                                // [logits_wanted, vocab]
 };
 
 template <class T>
@@ -78,14 +78,14 @@ class Decoder {
         grow(attended_, tokens * q);
         grow(act_, tokens * m_.ffn);
         attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
         int rank = 0;
-        for (int s = 0; s < step.segments; s++)
-            if (step.segment_adapters[s]) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+        for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
         ldh_ = (rank + 2) & ~1;
         grow(h_, 3 * tokens * ldh_);
         for (int g = 0; g < 4; g++) {
-            shrink_[g] = shrink_units(step.segment_adapters, step.segment_indptr, step.segments, groups_[g]);
-            expand_[g] = expand_units(step.segment_adapters, step.segment_indptr, step.segments, groups_[g]);
+            shrink_units(segments, groups_[g], shrink_[g]);
+            expand_units(segments, groups_[g], expand_[g]);
         }
         for (auto& s : scratch_) {
             if ((int)s.rows.size() < rank) s.rows.resize(rank);
@@ -150,14 +150,17 @@ class Decoder {
         team_.each(phase, base + (int)shrinks.size(), [&](int i) {
             if (i < base) return product.run(i);
             const LoraUnit& u = shrinks[i - base];
-            shrink<T>(arena, *step.segment_adapters[u.segment], layer, groups_[g][u.module].module, u, x, k, k,
-                      h_.data() + u.module * plane, ldh_);
+            const Adapter& adapter = *step.segment_adapters[u.segment];
+            if (adapter.first_slab[layer] < 0) return;
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_);
         });
         if (expands.empty()) return;
         team_.each(phase, (int)expands.size(), [&](int i) {
             const LoraUnit& u = expands[i];
+            const Adapter& adapter = *step.segment_adapters[u.segment];
+            if (adapter.first_slab[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            expand<T>(arena, *step.segment_adapters[u.segment], layer, target.module, u, h_.data() + u.module * plane, ldh_,
+            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_,
                       y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data());
         });
     }

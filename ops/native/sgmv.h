@@ -14,8 +14,9 @@ namespace chorus {
 constexpr int kModules = 7;
 constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 256;
 
-struct Adapter {  // mirrors ops/native_step.py
+struct Adapter {  // mirrors ops/native.py
     const int64_t* pages;
+    const int64_t* first_slab;  // per layer of the model: its first rank-row's slab, -1 where it has none
     int32_t rank;
     float scale;
     int64_t slab_elems, slabs_per_page;
@@ -33,37 +34,41 @@ struct Arena {
 
 struct LoraUnit { int segment, module, first, count, token, tokens; };
 
+// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens, but then no module
+// of a layer in common, so that units never meet.
+struct Segments {
+    int count;
+    const int32_t *begin, *end;
+    const Adapter* const* adapters;
+};
+
 // A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
 struct Target { int module, column, width; };
 
-inline std::vector<LoraUnit> shrink_units(const Adapter* const* adapters, const int32_t* indptr, int segments,
-                                          const std::vector<Target>& group) {
-    std::vector<LoraUnit> units;
-    for (int s = 0; s < segments; s++) {
-        if (!adapters[s]) continue;
+// Units are the same for all layers; those of a segment without rows in a layer are skipped there.
+inline void shrink_units(const Segments& segments, const std::vector<Target>& group, std::vector<LoraUnit>& units) {
+    units.clear();
+    for (int s = 0; s < segments.count; s++) {
+        const Adapter& adapter = *segments.adapters[s];
         for (int g = 0; g < (int)group.size(); g++) {
-            if (adapters[s]->a_offset[group[g].module] < 0) continue;
-            for (int t = indptr[s]; t < indptr[s + 1]; t += kTokenChunk)
-                for (int r = 0; r < adapters[s]->rank; r += kRankChunk)
-                    units.push_back({s, g, r, std::min(kRankChunk, adapters[s]->rank - r), t,
-                                     std::min(kTokenChunk, indptr[s + 1] - t)});
+            if (adapter.a_offset[group[g].module] < 0) continue;
+            for (int t = segments.begin[s]; t < segments.end[s]; t += kTokenChunk)
+                for (int r = 0; r < adapter.rank; r += kRankChunk)
+                    units.push_back({s, g, r, std::min(kRankChunk, adapter.rank - r), t,
+                                     std::min(kTokenChunk, segments.end[s] - t)});
         }
     }
-    return units;
 }
 
-inline std::vector<LoraUnit> expand_units(const Adapter* const* adapters, const int32_t* indptr, int segments,
-                                          const std::vector<Target>& group) {
-    std::vector<LoraUnit> units;
-    for (int s = 0; s < segments; s++) {
-        if (!adapters[s]) continue;
+inline void expand_units(const Segments& segments, const std::vector<Target>& group, std::vector<LoraUnit>& units) {
+    units.clear();
+    for (int s = 0; s < segments.count; s++)
         for (int g = 0; g < (int)group.size(); g++) {
-            if (adapters[s]->b_offset[group[g].module] < 0) continue;
+            if (segments.adapters[s]->b_offset[group[g].module] < 0) continue;
             for (int c = 0; c < group[g].width; c += kColumnChunk)
-                units.push_back({s, g, c, std::min(kColumnChunk, group[g].width - c), indptr[s], indptr[s + 1] - indptr[s]});
+                units.push_back({s, g, c, std::min(kColumnChunk, group[g].width - c), segments.begin[s],
+                                 segments.end[s] - segments.begin[s]});
         }
-    }
-    return units;
 }
 
 // h[t][i] for TOKENS tokens and RANKS rank-rows.
@@ -110,7 +115,7 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
                    const T* x, long ldx, int k, T* h, long ldh) {
     const T* rows[kRankChunk];
     for (int i = 0; i < unit.count; i++)
-        rows[i] = arena.slab(adapter, (long)layer * adapter.rank + unit.first + i) + adapter.a_offset[module];
+        rows[i] = arena.slab(adapter, adapter.first_slab[layer] + unit.first + i) + adapter.a_offset[module];
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
     for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
@@ -181,7 +186,7 @@ inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int
                    const T* h, long ldh, float* y, long ldy, const T** rows, T* panel) {
     const int rank = adapter.rank;
     for (int i = 0; i < rank; i++)
-        rows[i] = arena.slab(adapter, (long)layer * rank + i) + adapter.b_offset[module] + unit.first;
+        rows[i] = arena.slab(adapter, adapter.first_slab[layer] + i) + adapter.b_offset[module] + unit.first;
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {

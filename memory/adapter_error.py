@@ -1,0 +1,18 @@
+"""Why an adapter is refused."""
+
+from __future__ import annotations
+
+_LONGEST = 160
+
+
+class AdapterFormatError(ValueError):
+    """An adapter directory that can't be served; the message names the file and the field or tensor at fault."""
+
+
+def shown(value: object) -> str:
+    """`value` as it may stand in a message: printable, on one line, of bounded length, whatever the file held."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"

@@ -1,0 +1,156 @@
+"""A safetensors file from an untrusted place, read with plain reads.
+
+A mapped file that somebody truncates kills the process that touches it; a read only fails. The header is checked as
+strictly as the safetensors library does: every byte of the file belongs to exactly one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import strict_json
+from .adapter_error import AdapterFormatError, shown
+
+MAX_HEADER_BYTES = 16 << 20
+
+#: Bytes per element of the element types that are served.
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file: its element type, shape, and place from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class TensorFile:
+    """An open safetensors file. `tensors`: what its header lists; `size`, `mtime_ns`: which state of it was opened.
+
+    AdapterFormatError when it can't be opened, is no regular file, or its header doesn't add up.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except (OSError, ValueError) as error:
+            raise self._unreadable(error) from error
+        try:
+            status = os.fstat(self._fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise self._refuse("not a regular file; a safetensors file is needed")
+            self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
+            self.tensors = self._read_header()
+        except OSError as error:
+            os.close(self._fd)
+            raise self._unreadable(error) from error
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> TensorFile:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` (bytes) from `offset`. AdapterFormatError when the file ends before, or can't be read."""
+        done = 0
+        try:
+            while done < len(target):
+                count = os.preadv(self._fd, [target[done:]], offset + done)
+                if count == 0:
+                    raise self._refuse("ends before its last tensor; it was cut while it was read. Register it again")
+                done += count
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def is_unchanged(self) -> bool:
+        """Whether the file still is what was opened, judged by size and time of change."""
+        status = os.fstat(self._fd)
+        return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
+
+    def _read_header(self) -> dict[str, TensorInfo]:
+        if self.size < 8:
+            raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise self._refuse(f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are read; it is corrupt")
+        start = 8 + length
+        if start > self.size:
+            raise self._refuse(f"claims a header of {length} bytes in a file of {self.size}; it is cut off or corrupt")
+        raw = self._bytes(8, length)
+        try:
+            header = strict_json.loads(raw)
+        except ValueError as error:
+            raise self._refuse(f"the header is not JSON: {error}") from None
+        if not raw.startswith(b"{") or not isinstance(header, dict):
+            raise self._refuse("the header is not a JSON object; it is corrupt")
+        self._check_metadata(header.pop(_METADATA, {}))
+        tensors = {name: self._parse(name, entry, start) for name, entry in header.items()}
+        self._check_coverage(tensors, start)
+        return tensors
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._refuse(f"the header's {_METADATA} is not a map of strings; it is corrupt")
+
+    def _parse(self, name: str, entry: Any, start: int) -> TensorInfo:
+        at = f"tensor {shown(name)}"
+        if not isinstance(entry, dict):
+            raise self._refuse(f"{at}: the header's entry is not an object; it is corrupt")
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            raise self._refuse(
+                f"{at} has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
+            )
+        if not _is_counts(shape):
+            raise self._refuse(f"{at} has shape {shown(shape)}, which is no list of sizes; it is corrupt")
+        if not _is_counts(offsets) or len(offsets) != 2:
+            raise self._refuse(f"{at} has data_offsets {shown(offsets)}, which are no two places; it is corrupt")
+        begin, end = offsets
+        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise self._refuse(
+                f"{at} has {end - begin} bytes, shape {shown(shape)} in {dtype} needs "
+                f"{shown(math.prod(shape) * ITEM_BYTES[dtype])}; it is corrupt"
+            )
+        return TensorInfo(dtype, tuple(shape), start + begin, end - begin)
+
+    def _check_coverage(self, tensors: dict[str, TensorInfo], start: int) -> None:
+        expected = start
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+            if info.offset != expected:
+                raise self._refuse(
+                    f"tensor {shown(name)} begins at byte {shown(info.offset)}, the one before ends at {expected}; "
+                    "it is corrupt"
+                )
+            expected += info.num_bytes
+        if expected != self.size:
+            raise self._refuse(f"the tensors end at byte {expected} of {self.size}; it is cut off or corrupt")
+
+    def _refuse(self, why: str) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.path}: {why}")
+
+    def _unreadable(self, error: Exception) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _is_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
