@@ -121,9 +121,11 @@ class AdapterStore:
 
     # -- registry
 
-    def register(self, name: str, path: Path) -> Adapter:
+    def register(self, name: str, path: Path, *, check_weights: bool = False) -> Adapter:
         """Make `path` the adapter `name`, replacing an earlier version for requests to come.
 
+        check_weights: read the weights now, so that what only they can tell, such as NaN, is known before the earlier
+        version is given up; the caller waits for the disk, and the first request doesn't.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
@@ -135,6 +137,9 @@ class AdapterStore:
                 "and must hold KV too; raise memory_bytes"
             )
         adapter = Adapter(name, next(self._versions), manifest, layout)
+        if check_weights:
+            self._request(adapter)
+            self._images.take(adapter.version)
         self._retire(self._current.get(name))
         self._current[name] = adapter
         return adapter
