@@ -23,6 +23,7 @@ class PagedAttention:
         self._first_decode_token = 0
         self._decode_pages = torch.empty(0, 0, dtype=torch.long)
         self._decode_mask = torch.empty(0)
+        self._stale: tuple[torch.Tensor, ...] = ()
 
     def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
         """Prepare a step.
@@ -45,7 +46,9 @@ class PagedAttention:
             num_blocks = -(-int(lens.max()) // self._block_tokens)
             self._decode_pages = page_table[row:, :num_blocks]
             steps = torch.arange(num_blocks * self._block_tokens)
-            self._decode_mask = (steps < lens[:, None])[:, None, None, :]
+            visible = steps < lens[:, None]
+            self._decode_mask = visible[:, None, None, :]
+            self._stale = (~visible).nonzero(as_tuple=True)
         else:
             self._decode_pages = page_table[:0]
 
@@ -66,10 +69,12 @@ class PagedAttention:
         if len(self._decode_pages):
             count = len(self._decode_pages)
             shape = (count, -1, self._kv_heads, self._head_dim)
-            k = k_cache[self._decode_pages].view(shape).transpose(1, 2)
-            v = v_cache[self._decode_pages].view(shape).transpose(1, 2)
+            k, v = k_cache[self._decode_pages].view(shape), v_cache[self._decode_pages].view(shape)
+            k[self._stale] = v[self._stale] = 0  # what a page held before may be NaN, which no mask takes away
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = scaled_dot_product_attention(rows, k, v, attn_mask=self._decode_mask, enable_gqa=self._gqa)
+            attended = scaled_dot_product_attention(
+                rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._decode_mask, enable_gqa=self._gqa
+            )
             out[self._first_decode_token :] = attended[:, :, 0]
         return out.view(len(q), -1)
 
