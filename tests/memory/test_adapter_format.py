@@ -1,0 +1,346 @@
+"""What is read as an adapter, and what is refused with which words."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
+from chorus.memory.adapter_image import read_image
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+
+PAGE_ELEMS = 1024
+LAYERS = 3
+DIMS = {
+    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
+    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
+}  # fmt: skip
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
+
+
+def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_ELEMS):
+    """Register and read, as the store does."""
+    manifest = inspect_adapter(path, DIMS, LAYERS)
+    layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
+    return manifest, layout, read_image(manifest, layout, DIMS, page_elems, dtype)
+
+
+def refusal(path: Path, dtype: torch.dtype = torch.float32) -> str:
+    with pytest.raises(AdapterFormatError) as caught:
+        load(path, dtype)
+    return str(caught.value)
+
+
+# -- what is read
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("served", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("page_elems", [256, 1024, 4096])
+@pytest.mark.parametrize("rank", [1, 3, 8, 65])
+def test_every_element_is_where_the_layout_says(adapter_draft, tmp_path, stored, served, page_elems, rank):
+    it = adapter_draft(rank=rank, dtype=stored, seed=rank)
+    it.tensors = {name: tensor.clamp(-9, 9) for name, tensor in it.tensors.items()}
+    manifest, layout, image = load(it.write(tmp_path / "a"), served, page_elems)
+    (part,), (place,) = manifest.parts, layout.parts
+    assert (part.rank, part.scale, part.layers, part.targets) == (rank, 2.0, (0, 1, 2), tuple(DIMS))
+    assert image.shape == (layout.num_pages, page_elems)
+    slab_elems, per_page = place.slabs.slab_elems, place.slabs.slabs_per_page
+    assert layout.num_pages == math.ceil(3 * rank / per_page)
+    seen = torch.zeros(image.shape, dtype=torch.bool)
+    for layer in range(LAYERS):
+        for m, (module, (d_in, d_out)) in enumerate(DIMS.items()):
+            key = f"base_model.model.model.layers.{layer}.{'self_attn' if m < 4 else 'mlp'}.{module}"
+            a, b = (it.tensors[f"{key}.lora_{side}.weight"].to(served) for side in "AB")
+            for i in range(rank):
+                page, at = divmod(layer * rank + i, per_page)
+                for offset, row, width in (
+                    (place.slabs.a_offset[m], a[i], d_in),
+                    (place.slabs.b_offset[m], b[:, i], d_out),
+                ):
+                    span = slice(at * slab_elems + offset, at * slab_elems + offset + width)
+                    assert torch.equal(image[page, span], row)
+                    assert not seen[page, span].any(), "two rows in one place"
+                    seen[page, span] = True
+    assert not image[~seen].any(), "something lies between the rows"
+
+
+def test_parts_share_pages_and_never_bytes():
+    """Many small parts take the pages of their bytes, not a page each."""
+    parts = [
+        AdapterPart(rank, 1.0, layers, targets)
+        for rank, layers, targets in [
+            (1, (0,), ("q_proj",)), (3, (1,), ("q_proj", "up_proj")), (2, (0, 2), ("down_proj",)),
+            (7, (2,), ("q_proj",)), (5, (0, 1, 2), ("k_proj", "v_proj")), (1, (1,), ("o_proj",)),
+            (40, (0, 1), ("gate_proj",)),
+        ]
+    ]  # fmt: skip
+    layout = AdapterLayout.build(parts, DIMS, LAYERS, 256, 4)
+    taken = torch.zeros(layout.num_pages, 256, dtype=torch.int)
+    num_bytes = 0
+    for part, place in zip(parts, layout.parts, strict=True):
+        pages = place.pages_of(range(layout.num_pages))
+        assert len(pages) == place.num_pages
+        assert [layer for layer in range(LAYERS) if place.first_slab[layer] >= 0] == list(part.layers)
+        for layer in part.layers:
+            for i in range(part.rank):
+                page, at = divmod(place.first_slab[layer] + i, place.slabs.slabs_per_page)
+                taken[pages[page], at * place.slabs.slab_elems : (at + 1) * place.slabs.slab_elems] += 1
+        num_bytes += part.num_slabs * place.slabs.slab_elems
+    assert int(taken.max()) == 1
+    assert layout.num_pages <= math.ceil(num_bytes / 256) + len(parts) // 2
+
+
+def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):
+    """Against peft itself: the first pattern that matches in the file's order, by name, path or regular expression."""
+    peft = pytest.importorskip("peft")
+    from peft.tuners.tuners_utils import check_target_module_exists
+    from peft.utils.other import get_pattern_key
+
+    cases = [
+        ({"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"up_proj": 5}}, None),
+        ({"rank_pattern": {"model.layers.1.self_attn.q_proj": 2, "q_proj": 3, r".*\.2\.mlp\..*": 5}}, None),
+        ({"rank_pattern": {"proj": 2, "_proj": 3, "layers.0.mlp.up_proj": 1}}, None),
+        ({"rank_pattern": {r"layers\.[01]\..*": 7, "mlp.(up|down)_proj": 2}, "use_rslora": True}, None),
+        ({"alpha_pattern": {"^model.layers.0.self_attn.q_proj": 0.5, "k_proj|v_proj": 9}}, None),
+        ({"layers_to_transform": [0, 2]}, None),
+        ({"layers_to_transform": 1, "layers_pattern": "layers"}, None),
+        ({"layers_to_transform": [1, 7], "layers_pattern": ["blocks", "layers"]}, None),
+        ({"layers_to_transform": []}, None),
+        ({"layers_to_transform": [0]}, ["model.layers.2.mlp.up_proj", "q_proj"]),
+        ({"exclude_modules": ["k_proj", "layers.1.mlp.up_proj"]}, None),
+        ({"exclude_modules": r".*layers\.0\..*"}, None),
+        ({}, r".*\.(q|v)_proj"),
+        ({}, r"model\.layers\.[12]\.(self_attn\.k_proj|mlp\.(up|down)_proj)"),
+        ({"exclude_modules": ["down_proj"]}, "all-linear"),
+        ({}, ["self_attn.q_proj", "layers.1.mlp.down_proj", "c_attn"]),
+    ]
+    for number, (fields, targets) in enumerate(cases):
+        targets = list(DIMS) if targets is None else targets
+        config = peft.LoraConfig(r=4, lora_alpha=6, target_modules=targets, **fields)
+        if targets == "all-linear":
+            config.target_modules = set(DIMS)
+        expected = {}
+        for layer in range(LAYERS):
+            for m, module in enumerate(DIMS):
+                key = f"model.layers.{layer}.{'self_attn' if m < 4 else 'mlp'}.{module}"
+                found = check_target_module_exists(config, key)
+                if found and type(found).__name__ != "_ExcludedModule":
+                    rank = config.rank_pattern.get(get_pattern_key(config.rank_pattern, key), config.r)
+                    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern, key), config.lora_alpha)
+                    expected[layer, module] = rank, alpha / (math.sqrt(rank) if config.use_rslora else rank)
+        it = adapter_draft(ranks=lambda *at, e=expected: e.get(at, (1,))[0], r=4, lora_alpha=6, **fields)
+        it.config["target_modules"] = targets
+        it.tensors = {
+            name: tensor
+            for name, tensor in it.tensors.items()
+            if (int(name.split(".")[4]), name.split(".")[6]) in expected
+        }
+        manifest = inspect_adapter(it.write(tmp_path / str(number)), DIMS, LAYERS)
+        actual = {
+            (layer, module): (part.rank, part.scale)
+            for part in manifest.parts
+            for layer in part.layers
+            for module in part.targets
+        }
+        assert actual == expected, fields
+        assert sum(len(part.layers) * len(part.targets) for part in manifest.parts) == len(expected)
+        assert manifest.rank == max(rank for rank, _ in expected.values())
+
+
+def test_null_target_modules_are_peft_s_default(adapter_draft, tmp_path):
+    it = adapter_draft(("q_proj", "v_proj"))
+    it.config["target_modules"] = None
+    assert inspect_adapter(it.write(tmp_path / "a"), DIMS, LAYERS).targets == ("q_proj", "v_proj")
+
+
+def test_thousands_of_manifests_share_what_is_equal(adapter_draft, tmp_path):
+    paths = [adapter_draft(seed=i, base_model_name_or_path=f"org/{i}").write(tmp_path / str(i)) for i in range(3)]
+    first, *others = [inspect_adapter(path, DIMS, LAYERS) for path in paths]
+    assert all(other.parts is first.parts for other in others)
+
+
+# -- what is refused: a change to a good adapter → words that the message must have
+
+
+def config(**fields):
+    return lambda it: it.config.update(fields)
+
+
+def tensor(name, change):
+    return lambda it: it.tensors.update({name: change(it.tensors[name])})
+
+
+def extra(name, *shape):
+    return lambda it: it.tensors.update({name: torch.ones(shape)})
+
+
+def poisoned(value, name=UP2_B, at=(3, 1)):
+    def change(it):
+        it.tensors[name][at] = value
+
+    return change
+
+
+REFUSED = {
+    "missing tensor": (lambda it: it.tensors.pop(UP2_B), WEIGHTS, UP2_B, "missing", "up_proj of layer 2"),
+    "extra tensor": (lambda it: it.config["target_modules"].remove("up_proj"), WEIGHTS, "up_proj", "not targeted"),
+    "untargeted layer": (config(layers_to_transform=[0, 1]), WEIGHTS, "layers.2", "not targeted"),
+    "rank of A": (tensor(Q0_A, lambda t: t[:3]), WEIGHTS, Q0_A, "[3, 16]", "[4, 16]", "rank_pattern"),
+    "rank of B": (tensor(Q0_B, lambda t: t[:, :2]), WEIGHTS, Q0_B, "[16, 2]", "rank_pattern"),
+    "rank in config": (config(r=5), WEIGHTS, "its rank is 4", "it is 5"),
+    "transposed": (tensor(UP2_B, lambda t: t.T), WEIGHTS, UP2_B, "[4, 24]", "[24, 4]"),
+    "one dimension": (tensor(Q0_A, lambda t: t.flatten()), WEIGHTS, Q0_A, "[64]"),
+    "another base": (
+        lambda it: (config(base_model_name_or_path="org/other")(it), tensor(Q0_A, lambda t: torch.ones(4, 99))(it)),
+        WEIGHTS, Q0_A, "[4, 99]", "'org/other'", "base model that it was trained on",
+    ),
+    "layer beyond": (extra(Q0_A.replace("layers.0", "layers.3"), 4, 16), WEIGHTS, "layer 3", "3 layers"),
+    "leading zero": (extra(Q0_A.replace("layers.0", "layers.00"), 4, 16), WEIGHTS, "layers.00", "not supported"),
+    "wrong block": (extra(Q0_A.replace("self_attn", "mlp"), 4, 16), WEIGHTS, "mlp.q_proj", "not supported"),
+    "NaN": (poisoned(math.nan), WEIGHTS, UP2_B, "NaN or infinity"),
+    "infinity": (poisoned(-math.inf, Q0_A, (0, 15)), WEIGHTS, Q0_A, "NaN or infinity"),
+    "DoRA flag": (config(use_dora=True), CONFIG, "use_dora", "merge"),
+    "DoRA tensor": (extra(Q0_A.replace("lora_A", "lora_magnitude_vector"), 16), WEIGHTS, "magnitude", "DoRA"),
+    "modules_to_save": (config(modules_to_save=["lm_head"]), CONFIG, "modules_to_save", "lm_head"),
+    "saved module": (extra("base_model.model.lm_head.weight", 40, 16), WEIGHTS, "lm_head", "modules_to_save"),
+    "embedding": (extra("base_model.model.model.embed_tokens.lora_embedding_A", 4, 40), WEIGHTS, "embedding"),
+    "embedding target": (config(target_modules=["q_proj", "embed_tokens"]), CONFIG, "embed_tokens", "exclude_modules"),
+    "head target": (config(target_modules=".*(_proj|lm_head)"), CONFIG, "lm_head", "exclude_modules"),
+    "matches a block": (config(target_modules=".*mlp.*"), CONFIG, "model.layers.0.mlp"),
+    "bias tensor": (extra(Q0_B.replace("weight", "bias"), 16), WEIGHTS, "lora_B.bias", "bias='none'"),
+    "layer bias": (extra(Q0_B.replace("lora_B.weight", "bias"), 16), WEIGHTS, "q_proj.bias", "bias='none'"),
+    "bias": (config(bias="lora_only"), CONFIG, "bias", "lora_only"),
+    "lora_bias": (config(lora_bias=True), CONFIG, "lora_bias"),
+    "unprefixed": (extra(Q0_A.removeprefix("base_model.model."), 4, 16), WEIGHTS, "base_model.model.", "save_pre"),
+    "ill-named": (extra(Q0_A.replace("lora_A", "lora_A.default"), 4, 16), WEIGHTS, "lora_A.default"),
+    "rank 0": (config(r=0), CONFIG, "r is 0", "1 to 4096"),
+    "negative rank": (config(r=-4), CONFIG, "r is -4"),
+    "absurd rank": (config(r=4097), CONFIG, "r is 4097", "4096"),
+    "rank as text": (config(r="4"), CONFIG, "r is '4'"),
+    "rank as float": (config(r=4.0), CONFIG, "r is 4.0"),
+    "rank as bool": (config(r=True), CONFIG, "r is True"),
+    "rank null": (config(r=None), CONFIG, "r is None"),
+    "negative alpha": (config(lora_alpha=-1), CONFIG, "lora_alpha is -1"),
+    "NaN alpha": (config(lora_alpha=math.nan), CONFIG, "lora_alpha is nan"),
+    "infinite alpha": (config(lora_alpha=math.inf), CONFIG, "lora_alpha is inf"),
+    "huge alpha": (config(lora_alpha=10**400), CONFIG, "lora_alpha"),
+    "alpha as text": (config(lora_alpha="16"), CONFIG, "lora_alpha is '16'"),
+    "rank_pattern list": (config(rank_pattern=[1]), CONFIG, "rank_pattern", "object"),
+    "rank_pattern value": (config(rank_pattern={"q_proj": 0}), CONFIG, "rank_pattern", "1 to 4096"),
+    "rank_pattern regex": (config(rank_pattern={"q_proj(": 2}), CONFIG, "rank_pattern", "q_proj(", "regular"),
+    "regex repetition": (config(rank_pattern={"q{99999999999}": 2}), CONFIG, "rank_pattern", "regular expression"),
+    "rank_pattern unheeded": (config(rank_pattern={"q_proj": 2}), WEIGHTS, "its rank is 4", "it is 2"),
+    "alpha_pattern value": (config(alpha_pattern={"q_proj": math.nan}), CONFIG, "alpha_pattern", "finite"),
+    "long pattern": (config(target_modules="q" * 3000), CONFIG, "target_modules", "3000"),
+    "use_rslora": (config(use_rslora="yes"), CONFIG, "use_rslora", "true or false"),
+    "target_modules number": (config(target_modules=7), CONFIG, "target_modules is 7"),
+    "target_modules mixed": (config(target_modules=["q_proj", 7]), CONFIG, "target_modules"),
+    "target_modules regex": (config(target_modules="(q_proj"), CONFIG, "target_modules", "regular expression"),
+    "no target": (config(target_modules=[]), CONFIG, "match none"),
+    "no target in base": (config(target_modules=["c_attn"]), CONFIG, "match none"),
+    "all excluded": (config(exclude_modules=".*"), CONFIG, "match none"),
+    "layers with regex": (config(target_modules=".*q_proj", layers_to_transform=[1]), CONFIG, "layers_to_transform"),
+    "layers as text": (config(layers_to_transform=["1"]), CONFIG, "layers_to_transform", "layer number"),
+    "negative layer": (config(layers_to_transform=[-1]), CONFIG, "layers_to_transform"),
+    "pattern without layers": (config(layers_pattern="layers"), CONFIG, "layers_pattern", "layers_to_transform"),
+    "IA3": (config(peft_type="IA3"), CONFIG, "peft_type is 'IA3'", "LORA"),
+    "no type": (config(peft_type=None), CONFIG, "peft_type"),
+    "PiSSA": (config(init_lora_weights="pissa_niter_4"), CONFIG, "init_lora_weights", "path_initial_model"),
+    "replicated layers": (config(layer_replication=[[0, 2], [1, 3]]), CONFIG, "layer_replication"),
+    "trained tokens": (config(trainable_token_indices=[1]), CONFIG, "trainable_token_indices"),
+    "bare parameters": (config(target_parameters=["experts"]), CONFIG, "target_parameters"),
+    "aLoRA": (config(alora_invocation_tokens=[1]), CONFIG, "alora_invocation_tokens"),
+    "float64": (tensor(Q0_A, lambda t: t.double()), WEIGHTS, Q0_A, "F64", "F32, F16, BF16"),
+    "int8": (tensor(Q0_A, lambda t: t.to(torch.int8)), WEIGHTS, Q0_A, "I8", "convert"),
+    "fp8": (tensor(Q0_A, lambda t: t.to(torch.float8_e4m3fn)), WEIGHTS, Q0_A, "F8_E4M3", "convert"),
+    "no tensors": (lambda it: it.tensors.clear(), WEIGHTS, "missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refusals_name_the_file_and_the_cause(adapter_draft, tmp_path, case):
+    change, file, *words = REFUSED[case]
+    it = adapter_draft()
+    change(it)
+    message = refusal(it.write(tmp_path / "a"))
+    assert message.startswith(str(tmp_path / "a" / file)), message
+    for word in words:
+        assert word in message
+    assert len(message) < 1200
+    assert message.isprintable()
+
+
+def test_values_that_overflow_the_models_dtype(adapter_draft, tmp_path):
+    it = adapter_draft()
+    it.tensors[UP2_B][0, 0] = 1e5
+    path = it.write(tmp_path / "a")
+    load(path, torch.float32)
+    load(path, torch.bfloat16)
+    message = refusal(path, torch.float16)
+    assert UP2_B in message
+    assert "beyond the range of torch.float16" in message
+
+
+# -- the engine
+
+
+def generate(engine, adapter, prompt=(5, 6, 7, 8), count=6):
+    engine.add_request(Request("r", list(prompt), SamplingParams(count, temperature=0, ignore_eos=True), adapter))
+    tokens, error = [], None
+    while engine.has_work():
+        for output in engine.step():
+            tokens += output.token_ids
+            error = output.error or error
+        engine.check_integrity()
+    return tokens, error
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine, tmp_path, case):
+    engine = tiny_engine()
+    store = engine.store
+    old = store.register("it", adapter_draft(rank=3, seed=5).write(tmp_path / "old"))
+    expected = generate(engine, "it")
+    assert expected[1] is None
+    assert expected != generate(engine, None)
+    free = engine.stats().num_free_pages
+    it = adapter_draft()
+    REFUSED[case][0](it)
+    with pytest.raises(AdapterFormatError):
+        store.register("it", it.write(tmp_path / "new"), check_weights=True)
+    assert store.get("it") is old
+    assert store.names() == ["it"]
+    engine.check_integrity()
+    assert engine.stats().num_free_pages == free
+    assert generate(engine, "it") == expected
+
+
+def test_unreadable_weights_fail_their_request_only(adapter_draft, tiny_engine, tmp_path):
+    engine = tiny_engine()
+    it = adapter_draft()
+    poisoned(math.inf)(it)
+    engine.store.register("bad", it.write(tmp_path / "bad"))
+    engine.store.register("good", adapter_draft(seed=2).write(tmp_path / "good"))
+    expected = generate(engine, "good")
+    tokens, error = generate(engine, "bad")
+    assert not tokens
+    assert UP2_B in error
+    assert generate(engine, "good") == expected
+
+
+def test_a_checked_registration_is_read_already(adapter_draft, tiny_engine, tmp_path):
+    engine = tiny_engine()
+    path = adapter_draft().write(tmp_path / "a")
+    adapter = engine.store.register("a", path, check_weights=True)
+    assert engine.store.tier(adapter) == "host"
+    (path / WEIGHTS).unlink()
+    assert generate(engine, "a")[1] is None
