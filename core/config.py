@@ -39,7 +39,7 @@ class EngineConfig(BaseModel):
         default=1 << 30, ge=0, description="host memory for adapters that were read from disk, least recently used out"
     )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
-    lookahead: int = Field(default=8, ge=0, description="waiting requests whose adapters are read ahead")
+    lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
     max_adapters_per_step: int | None = Field(
         default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
     )

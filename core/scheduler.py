@@ -86,7 +86,7 @@ class Scheduler:
         if request.adapter is not None:
             self._store.hold(request.adapter)
             if len(self._waiting) <= self._limits.lookahead:
-                self._store.prefetch(request.adapter)
+                self._read_ahead()
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its pages; False when it is not here (any more)."""
@@ -98,13 +98,10 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
-        for request in itertools.islice(self._waiting, self._limits.lookahead):
-            if request.adapter is not None:
-                self._store.prefetch(request.adapter)
-        chosen, preempted = self._schedule_running()
-        budget = self._limits.max_num_batched_tokens - sum(count for _, count in chosen)
+        chosen, budget, preempted = self._schedule_running()
         if not preempted:
             chosen += self._admit(budget)
+        self._read_ahead()
         return self._plan(chosen) if chosen else None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -115,13 +112,13 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is None:
                 continue
-            request.num_computed_tokens = row.kv_len
-            if request.caching:
-                self._remember(request)
             if error := result.errors.get(request.id):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
                 continue
+            request.num_computed_tokens = row.kv_len
+            if request.caching:
+                self._remember(request)
             request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if row.samples:
                 outputs.append(self._append(request, result, info))
@@ -140,24 +137,36 @@ class Scheduler:
 
     # -- choosing
 
-    def _schedule_running(self) -> tuple[list[tuple[Request, int]], bool]:
-        """Running requests in order of admission with their token counts, and whether any had to be preempted."""
+    def _schedule_running(self) -> tuple[list[tuple[Request, int]], int, bool]:
+        """Running requests with their token counts, the budget left, and whether any had to be preempted.
+
+        Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
+        """
         budget = self._limits.max_num_batched_tokens
-        chosen: list[tuple[Request, int]] = []
+        chosen: dict[Request, int] = {}
         preempted = False
-        index = 0
-        while index < len(self._running) and budget > 0:
-            request = self._running[index]
+        for request in sorted(self._running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+            if budget <= 0:
+                break
+            if request.block_table is None:  # preempted for one before it
+                continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._grow(request, request.num_computed_tokens + count):
                 preempted = True
-                self._preempt(self._running[-1])
-                if index == len(self._running):  # the request itself was the last one
-                    return chosen, preempted
-            chosen.append((request, count))
-            budget -= count
-            index += 1
-        return chosen, preempted
+                victim = self._running[-1]
+                self._preempt(victim)
+                budget += chosen.pop(victim, 0)
+                if victim is request:
+                    break
+            else:
+                chosen[request] = count
+                budget -= count
+        return list(chosen.items()), budget, preempted
+
+    def _read_ahead(self) -> None:
+        """Have the adapters of the next waiting requests read from disk."""
+        window = itertools.islice(self._waiting, self._limits.lookahead)
+        self._store.read_ahead(request.adapter for request in window if request.adapter is not None)
 
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
@@ -206,10 +215,7 @@ class Scheduler:
         most = self._limits.max_adapters_per_step
         if most is not None and adapter not in active and len(active) >= most:
             return False
-        if adapter.pages or self._store.tier(adapter) is Tier.HOST:
-            return True
-        self._store.prefetch(adapter)
-        return self._store.tier(adapter) is Tier.HOST
+        return bool(adapter.pages) or self._store.tier(adapter) is Tier.HOST
 
     def _fits(self, request: Request, blocks: list[Block]) -> bool:
         """Whether pages for all known tokens and for the adapter can be had without taking any in use."""

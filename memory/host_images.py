@@ -36,7 +36,7 @@ class HostImages:
     """Images by key, read or being read. Used by one thread; only the reads themselves run elsewhere."""
 
     def __init__(self, capacity_bytes: int, reads: Reads) -> None:
-        self._capacity = capacity_bytes
+        self.capacity_bytes = capacity_bytes
         self._reads = reads
         self._entries: OrderedDict[Hashable, tuple[Future, int]] = OrderedDict()
         self.num_bytes = 0
@@ -46,14 +46,9 @@ class HostImages:
         if key in self._entries:
             self._entries.move_to_end(key)
             return
-        self._shrink(self._capacity - num_bytes)
+        self._shrink(self.capacity_bytes - num_bytes)
         self._entries[key] = (self._reads.submit(read), num_bytes)
         self.num_bytes += num_bytes
-
-    def has_room(self, num_bytes: int) -> bool:
-        """Whether an image fits beside those that are still being read."""
-        reading = sum(size for future, size in self._entries.values() if not future.done())
-        return reading == 0 or reading + num_bytes <= self._capacity
 
     def is_requested(self, key: Hashable) -> bool:
         return key in self._entries
