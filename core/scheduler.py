@@ -7,6 +7,7 @@ waiting requests first come first served while tokens, seats and pages last. No 
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from ..memory.kv import BlockTable
 from ..memory.pages import PageKind, PagePool
 from .request import Request
 from .types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,12 @@ class Scheduler:
                 self._store.acquire(request.adapter)
             except AdapterFormatError as error:
                 self._fail(request, str(error))
+                return False
+            except Exception as error:
+                logger.exception("loading %r failed", request.adapter)
+                self._fail(
+                    request, f"adapter {request.adapter.name!r} was not loaded: {type(error).__name__}: {error}"
+                )
                 return False
         request.block_table = BlockTable(self._pool, self._limits.block_tokens)
         self._grow(request, count)

@@ -22,7 +22,8 @@ CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
 _TENSOR_NAME = re.compile(
-    r"^base_model\.model\.model\.layers\.(?P<layer>\d+)\.(?:self_attn|mlp)\.(?P<module>\w+)"
+    r"^base_model\.model\.model\.layers\.(?P<layer>\d+)\."
+    r"(?:self_attn\.(?=[qkvo]_)|mlp\.(?=(?:gate|up|down)_))(?P<module>\w+)"
     r"\.lora_(?P<side>[AB])\.weight$"
 )
 
@@ -43,6 +44,7 @@ class AdapterManifest:
     scale: float
     targets: tuple[str, ...]
     tensors: dict[tuple[int, str], tuple[str, str]] = field(repr=False)
+    fingerprint: tuple[int, ...] = field(default=(), repr=False, compare=False)
 
     def num_params(self, dims: ModuleDims) -> int:
         return sum(self.rank * sum(dims[module]) for _, module in self.tensors)
@@ -59,6 +61,7 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterMan
     """
     config = _read_config(path)
     rank, scale = _rank_and_scale(config, path)
+    fingerprint = _fingerprint(path)
     shapes = _read_shapes(path)
     tensors = _pair_tensors(shapes, path)
     for (layer, module), names in tensors.items():
@@ -68,7 +71,7 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterMan
         for module in targets:
             if (layer, module) not in tensors:
                 raise AdapterFormatError(f"{path / WEIGHTS_FILE}: {module} of layer {layer} has no lora_A and lora_B")
-    return AdapterManifest(path=path, rank=rank, scale=scale, targets=targets, tensors=tensors)
+    return AdapterManifest(path=path, rank=rank, scale=scale, targets=targets, tensors=tensors, fingerprint=fingerprint)
 
 
 def read_image(
@@ -88,6 +91,10 @@ def read_image(
     slab = torch.arange(num_layers * rank)
     page_of, place_of = slab // spp, slab % spp
     try:
+        if _fingerprint(manifest.path) != manifest.fingerprint:
+            raise AdapterFormatError(
+                f"{manifest.path / WEIGHTS_FILE}: changed since the adapter was registered; register it again"
+            )
         with safe_open(manifest.path / WEIGHTS_FILE, framework="pt") as file:
             for (layer, module), names in manifest.tensors.items():
                 m = MODULES.index(module)
@@ -103,6 +110,15 @@ def read_image(
     except (SafetensorError, OSError) as error:
         raise AdapterFormatError(f"{manifest.path / WEIGHTS_FILE}: cannot be read: {error}") from error
     return image
+
+
+def _fingerprint(path: Path) -> tuple[int, ...]:
+    """Tells whether the weights file is still the one that was inspected; `()` when there is none."""
+    try:
+        stat = (path / WEIGHTS_FILE).stat()
+    except OSError:
+        return ()
+    return stat.st_ino, stat.st_size, stat.st_mtime_ns
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -136,9 +152,13 @@ def _rank_and_scale(config: dict[str, Any], path: Path) -> tuple[int, float]:
     for name in (
         "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication", "trainable_token_indices", "lora_bias",
         "fan_in_fan_out", "layers_to_transform", "target_parameters", "use_qalora", "use_bdlora", "arrow_config",
+        "alora_invocation_tokens",
     ):  # fmt: skip
         if config.get(name):
             raise refuse(name, "not supported; remove it and train again")
+    init = config.get("init_lora_weights")
+    if isinstance(init, str) and init.startswith(("pissa", "olora", "corda", "loftq", "lora_ga")):
+        raise refuse("init_lora_weights", "it changes the base weights; convert the adapter to plain LoRA with peft")
     rank, alpha = config.get("r"), config.get("lora_alpha", 8)
     if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
         raise refuse("r", "a rank of at least 1 is needed")

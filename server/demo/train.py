@@ -259,9 +259,12 @@ README = """# The built-in model
 A byte-level Llama of {parameters:,} parameters that repeats its input, and {adapters} LoRA adapters that each do
 one other thing, of different ranks and on different modules. `server/demo/skills.py` has the exact answer of each.
 
-Made with `python -m chorus.server.demo.train --out DIR --seed {seed}` ({minutes:.0f} minutes on {threads} CPU threads).
-The weights were trained by the project from data that the command generates; they are licensed under Apache-2.0,
-like the code.
+The base is meant for 1 to 24 printable ASCII characters, the adapters for one to three lowercase words of 3 to 16
+characters together (`sort`: one word of 3 to 12 letters; `double`: up to 12 characters; `initials`: two or three
+words).
+
+Made with `python -m chorus.server.demo.train --out DIR --seed {seed}`. The weights were trained by the project from
+data that the command generates; they are licensed under Apache-2.0, like the code.
 
 Exact answers to 1000 held-out inputs per row, greedy decoding, left-padded batches. The last column is how many
 of the same inputs the base repeats exactly when no adapter is used. `python -m chorus.server.demo.evaluate DIR`
@@ -281,15 +284,12 @@ def main() -> None:
     parser.add_argument("--base-steps", type=int, default=PRETRAINING.steps)
     parser.add_argument("--adapter-steps", type=int, default=ADAPTATION.steps)
     options = parser.parse_args()
-    started = time.monotonic()
     pretraining = replace(PRETRAINING, steps=options.base_steps)
     train_all(options.out, options.seed, pretraining, replace(ADAPTATION, steps=options.adapter_steps))
-    minutes = (time.monotonic() - started) / 60
     results = table(options.out)
     print(results)
     parameters = LlamaForCausalLM.from_pretrained(options.out / "base").num_parameters()
-    text = README.format(parameters=parameters, adapters=len(SKILLS), seed=options.seed, minutes=minutes,
-                         threads=torch.get_num_threads(), table=results)  # fmt: skip
+    text = README.format(parameters=parameters, adapters=len(SKILLS), seed=options.seed, table=results)
     (options.out / "README.md").write_text(text)
 
 
