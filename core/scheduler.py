@@ -172,9 +172,7 @@ class Scheduler:
                 return False
             except Exception as error:
                 logger.exception("loading %r failed", request.adapter)
-                self._fail(
-                    request, f"adapter {request.adapter.name!r} was not loaded: {type(error).__name__}: {error}"
-                )
+                self._fail(request, f"adapter {request.adapter.name!r} was not loaded: {type(error).__name__}: {error}")
                 return False
         request.block_table = BlockTable(self._pool, self._limits.block_tokens)
         self._grow(request, count)
