@@ -2,26 +2,64 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ..memory.layout import ModuleDims
+from .config_json import ConfigJson, UnsupportedModel
+from .rope_config import ROPE_TYPES, RopeConfig
 
 if TYPE_CHECKING:
     import torch
 
-SUPPORTED_ARCHITECTURES = ("LlamaForCausalLM",)
+__all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "UnsupportedModel"]
 
 
-class UnsupportedModel(ValueError):
-    """A checkpoint that can't be served; the message names the file, the field and what would be accepted."""
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """What sets an architecture apart from the others.
+
+    bias, mlp_bias: whether config.json's `attention_bias` and `mlp_bias` mean anything. qkv_bias: always there.
+    defaults: what transformers assumes where config.json is silent.
+    """
+
+    defaults: Mapping[str, int] = field(default_factory=dict)
+    bias: bool = False
+    mlp_bias: bool = False
+    qkv_bias: bool = False
+    qk_norm: bool = False
+
+
+_FAMILIES = {
+    "LlamaForCausalLM": _Family({"max_position_embeddings": 2048}, bias=True, mlp_bias=True),
+    "MistralForCausalLM": _Family(
+        {"num_key_value_heads": 8, "max_position_embeddings": 131072, "sliding_window": 4096}
+    ),
+    "Qwen2ForCausalLM": _Family(
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28},
+        qkv_bias=True,
+    ),
+    "Qwen3ForCausalLM": _Family(
+        {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
+         "head_dim": 128},
+        bias=True, qk_norm=True,
+    ),
+}  # fmt: skip
+
+SUPPORTED_ARCHITECTURES = tuple(_FAMILIES)
+_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a Llama-architecture decoder."""
+    """Shapes and constants of a decoder of the Llama kind.
+
+    qkv_bias, o_bias, mlp_bias: which projections have biases. qk_norm: q and k heads are normalised before rotation.
+    sliding_window: tokens that a layer with windowed attention sees, None when every layer sees all. A model is served
+    within its window (`max_context`), where windowed and full attention are the same.
+    """
 
     architecture: str
     vocab_size: int
@@ -32,9 +70,14 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope_theta: float
+    rope: RopeConfig
     max_position_embeddings: int
+    sliding_window: int | None
     tie_word_embeddings: bool
+    qkv_bias: bool
+    o_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
@@ -47,12 +90,14 @@ class ModelConfig:
     def kv_size(self) -> int:
         return self.num_kv_heads * self.head_dim
 
+    @property
+    def max_context(self) -> int:
+        """The most tokens a request may have: `max_position_embeddings`, or the sliding window where it is less."""
+        return min(self.max_position_embeddings, self.sliding_window or self.max_position_embeddings)
+
     def inverse_frequencies(self) -> torch.Tensor:
         """Rotary frequencies `[head_dim / 2]` float32."""
-        import torch
-
-        exponents = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
-        return 1.0 / self.rope_theta**exponents
+        return self.rope.inverse_frequencies(self.head_dim)
 
     @property
     def module_dims(self) -> ModuleDims:
@@ -70,73 +115,125 @@ class ModelConfig:
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:
-        """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present)."""
-        path = directory / "config.json"
-        raw = _read_json(path)
-        architectures = raw.get("architectures") or ["none named"]
-        if architectures[0] not in SUPPORTED_ARCHITECTURES:
+        """Read `directory/config.json` (and `generation_config.json` for the end-of-sequence ids, where present).
+
+        Raises UnsupportedModel for what is missing, of the wrong type, or would not be computed as transformers does.
+        """
+        raw = ConfigJson.read(directory / "config.json")
+        architecture = (raw.texts("architectures") or ["none named"])[0]
+        if architecture not in _FAMILIES:
             raise UnsupportedModel(
-                f"{path}: architecture {architectures[0]} is not supported; "
+                f"{raw.path}: architecture {architecture} is not supported; "
                 f"supported: {', '.join(SUPPORTED_ARCHITECTURES)}"
             )
-        _refuse_unsupported(raw, path)
-        try:
-            return _parse(raw, _eos_token_ids(raw, directory))
-        except KeyError as error:
-            raise UnsupportedModel(f"{path}: field {error} is missing") from None
+        return _parse(raw, architecture, _eos_token_ids(raw, directory))
 
 
-def _parse(raw: dict[str, Any], eos_token_ids: tuple[int, ...]) -> ModelConfig:
-    heads = raw["num_attention_heads"]
-    rope = raw.get("rope_parameters") or {}
+def _parse(raw: ConfigJson, architecture: str, eos_token_ids: tuple[int, ...]) -> ModelConfig:
+    family = _FAMILIES[architecture]
+    if raw.raw.get("quantization_config"):
+        raise raw.refuse("quantization_config", "quantized checkpoints are not supported; use the original one")
+    if raw.text("hidden_act", "silu") != "silu":
+        raise raw.refuse("hidden_act", "not supported; supported: silu")
+    hidden, layers, heads = (raw.integer(f) for f in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
+    # A field that is absent takes the architecture's default; one that is null means "as many as query heads".
+    grouped = "num_key_value_heads" in raw.raw
+    kv_heads = raw.integer(
+        "num_key_value_heads", heads if grouped else family.defaults.get("num_key_value_heads", heads)
+    )
+    if heads % kv_heads:
+        raise raw.refuse("num_key_value_heads", f"num_attention_heads, {heads}, must be a multiple of it")
+    head_dim = raw.integer("head_dim", family.defaults.get("head_dim", hidden // heads), least=2)
+    if head_dim % 2:
+        raise UnsupportedModel(f"{raw.path}: head_dim is {head_dim}; rotary embedding needs an even one")
+    positions = raw.integer("max_position_embeddings", family.defaults["max_position_embeddings"])
+    attention_bias = family.bias and raw.boolean("attention_bias")
     return ModelConfig(
-        architecture=raw["architectures"][0],
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        num_layers=raw["num_hidden_layers"],
+        architecture=architecture,
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=raw.integer("intermediate_size"),
+        num_layers=layers,
         num_heads=heads,
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-        rms_norm_eps=raw.get("rms_norm_eps", 1e-6),
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-        max_position_embeddings=raw.get("max_position_embeddings", 2048),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32").removeprefix("torch."),
-        bos_token_id=raw.get("bos_token_id"),
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=raw.number("rms_norm_eps", 1e-6),
+        rope=_rope(raw, positions),
+        max_position_embeddings=positions,
+        sliding_window=_sliding_window(raw, architecture, layers),
+        tie_word_embeddings=raw.boolean("tie_word_embeddings"),
+        qkv_bias=family.qkv_bias or attention_bias,
+        o_bias=attention_bias,
+        mlp_bias=family.mlp_bias and raw.boolean("mlp_bias"),
+        qk_norm=family.qk_norm,
+        dtype=_dtype(raw),
+        bos_token_id=next(iter(raw.token_ids("bos_token_id")), None),
         eos_token_ids=eos_token_ids,
     )
 
 
-def _refuse_unsupported(raw: dict[str, Any], path: Path) -> None:
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    rope_type = rope.get("rope_type") or rope.get("type") or "default"
-    if rope_type != "default":
-        raise UnsupportedModel(f"{path}: rope type {rope_type!r} is not supported; supported: default")
-    for name in ("attention_bias", "mlp_bias", "quantization_config"):
-        if raw.get(name):
-            raise UnsupportedModel(f"{path}: {name} is {raw[name]!r}, which is not supported")
-    if raw.get("hidden_act", "silu") != "silu":
-        raise UnsupportedModel(f"{path}: hidden_act {raw['hidden_act']!r} is not supported; supported: silu")
+def _rope(raw: ConfigJson, positions: int) -> RopeConfig:
+    """The rotary embedding, from `rope_parameters` or the older `rope_scaling` and `rope_theta`."""
+    scaling = (
+        raw.object("rope_scaling") or raw.object("rope_parameters") or ConfigJson(raw.path, {}, "rope_parameters.")
+    )
+    theta = scaling.number("rope_theta", raw.number("rope_theta", 10000.0))
+    if nested := [name for name, value in scaling.raw.items() if isinstance(value, dict)]:
+        raise scaling.refuse(nested[0], "rotary embeddings that differ between layers are not supported")
+    type_field = "rope_type" if "rope_type" in scaling.raw else "type"
+    rope_type = scaling.text(type_field, "default")
+    if rope_type not in ROPE_TYPES:
+        raise scaling.refuse(type_field, f"rope type not supported; supported: {', '.join(ROPE_TYPES)}")
+    for holder in (scaling, raw):
+        for name in ("partial_rotary_factor", "attention_factor"):
+            if holder.number(name, 1.0) != 1.0:
+                raise holder.refuse(name, "not supported; only 1.0 is")
+    if rope_type == "default":
+        return RopeConfig(theta)
+    if rope_type == "linear":
+        return RopeConfig(theta, rope_type, scaling.number("factor"))
+    original = "original_max_position_embeddings"
+    rope = RopeConfig(
+        theta, rope_type, scaling.number("factor"), scaling.number("low_freq_factor"),
+        scaling.number("high_freq_factor"), raw.integer(original, scaling.integer(original, positions)),
+    )  # fmt: skip
+    if rope.high_freq_factor <= rope.low_freq_factor:
+        raise scaling.refuse("high_freq_factor", f"it must be above low_freq_factor, {rope.low_freq_factor}")
+    return rope
 
 
-def _eos_token_ids(raw: dict[str, Any], directory: Path) -> tuple[int, ...]:
-    generation = directory / "generation_config.json"
-    value = raw.get("eos_token_id")
-    if generation.is_file():
-        value = _read_json(generation).get("eos_token_id", value)
-    if value is None:
-        return ()
-    return tuple(value) if isinstance(value, list) else (value,)
+def _sliding_window(raw: ConfigJson, architecture: str, layers: int) -> int | None:
+    """The window of the layers that have one; None when none has."""
+    defaults = _FAMILIES[architecture].defaults
+    if "sliding_window" not in defaults:
+        return None
+    if "sliding_window" in raw.raw and raw.raw["sliding_window"] is None:
+        return None
+    window = raw.integer("sliding_window", defaults["sliding_window"])
+    if architecture == "MistralForCausalLM":
+        return window
+    types = raw.texts("layer_types")
+    if unknown := sorted(set(types) - {"full_attention", "sliding_attention"}):
+        raise raw.refuse("layer_types", f"{unknown[0]} is not supported; supported: full_attention, sliding_attention")
+    if not raw.boolean("use_sliding_window"):
+        return None
+    windowed = "sliding_attention" in types or (
+        not types and raw.integer("max_window_layers", defaults["max_window_layers"], least=0) < layers
+    )
+    return window if windowed else None
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise UnsupportedModel(f"{path}: not found; a Hugging Face checkpoint directory is needed") from None
-    except (OSError, ValueError) as error:
-        raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
-    if not isinstance(value, dict):
-        raise UnsupportedModel(f"{path}: a JSON object is needed")
-    return value
+def _dtype(raw: ConfigJson) -> str:
+    name = "dtype" if raw.raw.get("dtype") is not None else "torch_dtype"
+    dtype = raw.text(name, "float32").removeprefix("torch.")
+    if dtype not in _DTYPES:
+        raise raw.refuse(name, f"not supported; supported: {', '.join(_DTYPES)}")
+    return dtype
+
+
+def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:
+    """The generation configuration's, or else the model's own."""
+    path = directory / "generation_config.json"
+    if path.is_file() and (ids := ConfigJson.read(path).token_ids("eos_token_id")):
+        return ids
+    return raw.token_ids("eos_token_id")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 
 from ..memory import hugepages
@@ -11,7 +13,7 @@ from ..ops.rope import rotary_table
 from ..ops.sgmv import Segments
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .weights import LayerWeights, ModelWeights
+from .weights import LayerWeights, WeightLoader
 
 
 def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -22,22 +24,20 @@ def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
 
 
 class NativeDecoderModel:
-    """Takes over `weights`, packing them projection by projection; the originals are dropped as it goes."""
+    """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
 
     def __init__(
-        self, config: ModelConfig, weights: ModelWeights, arena: Arena, max_model_len: int, threads: int | None
+        self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int, threads: int | None
     ) -> None:
         self.config = config
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
-        layers = []
-        for i, layer in enumerate(weights.layers):
-            layers.append(_pack_layer(layer))
-            weights.layers[i] = None
+        embed = weights.embed()
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
-            block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps, layers=layers, embed=weights.embed,
-            lm_head=_pack(weights.lm_head), norm=weights.norm.float(), cos=cos, sin=sin, arena=arena.pages,
+            block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
+            layers=[_native_layer(layer) for layer in weights.layers(_pack)], embed=embed,
+            lm_head=_pack(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin, arena=arena.pages,
         )  # fmt: skip
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
 
@@ -62,12 +62,10 @@ def _pack(weight: torch.Tensor) -> torch.Tensor:
     return native.pack(weight, hugepages.empty(shape, weight.dtype))
 
 
-def _pack_layer(layer: LayerWeights) -> native.NativeLayer:
+def _native_layer(layer: LayerWeights) -> native.NativeLayer:
+    """The layer as the library wants it: its projections are packed already, everything else becomes float32."""
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    packed = ("qkv", "o", "gate_up", "down")
     return native.NativeLayer(
-        input_norm=layer.input_norm.float(),
-        post_attention_norm=layer.post_attention_norm.float(),
-        qkv=_pack(layer.qkv),
-        o=_pack(layer.o),
-        gate_up=_pack(layer.gate_up),
-        down=_pack(layer.down),
+        **{name: part if part is None or name in packed else part.float() for name, part in parts.items()}
     )

@@ -55,7 +55,7 @@ def _choose(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Colle
     return sample(
         logits,
         temperature=torch.tensor([p.temperature for p in params]),
-        top_k=torch.tensor([p.top_k for p in params]),
+        top_k=torch.tensor([min(p.top_k, logits.shape[-1]) for p in params]),
         top_p=torch.tensor([p.top_p for p in params]),
         min_p=torch.tensor([p.min_p for p in params]),
         u=torch.tensor([uniform(row.seed, row.kv_len) for row in rows], dtype=torch.float64),

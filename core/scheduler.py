@@ -7,6 +7,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 from __future__ import annotations
 
 import itertools
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ..memory.reclaim import Reclaimer
 from .queue_order import queue_order
 from .request import Request
 from .types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +248,11 @@ class Scheduler:
             except AdapterFormatError as error:
                 table.free()
                 self._fail(request, str(error))
+                return False
+            except Exception as error:
+                logger.exception("loading %r failed", adapter)
+                table.free()
+                self._fail(request, f"adapter {adapter.name!r} was not loaded: {type(error).__name__}: {error}")
                 return False
         request.block_table = table
         request.num_computed_tokens = len(blocks) * self._limits.block_tokens

@@ -23,7 +23,7 @@ class PagedAttention:
         self._first_decode_token = 0
         self._decode_pages = torch.empty(0, 0, dtype=torch.long)
         self._decode_mask = torch.empty(0)
-        self._stale: tuple[torch.Tensor, ...] = ()
+        self._decode_tail = torch.empty(0, dtype=torch.long)
 
     def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
         """Prepare a step.
@@ -48,7 +48,7 @@ class PagedAttention:
             steps = torch.arange(num_blocks * self._block_tokens)
             visible = steps < lens[:, None]
             self._decode_mask = visible[:, None, None, :]
-            self._stale = (~visible).nonzero(as_tuple=True)
+            self._decode_tail = (~visible).flatten().nonzero()[:, 0]
         else:
             self._decode_pages = page_table[:0]
 
@@ -68,13 +68,10 @@ class PagedAttention:
             out[tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            shape = (count, -1, self._kv_heads, self._head_dim)
-            k, v = k_cache[self._decode_pages].view(shape), v_cache[self._decode_pages].view(shape)
-            k[self._stale] = v[self._stale] = 0  # what a page held before may be NaN, which no mask takes away
+            k = self._gather_decode(k_cache).view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
+            v = self._gather_decode(v_cache).view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
-            attended = scaled_dot_product_attention(
-                rows, k.transpose(1, 2), v.transpose(1, 2), attn_mask=self._decode_mask, enable_gqa=self._gqa
-            )
+            attended = scaled_dot_product_attention(rows, k, v, attn_mask=self._decode_mask, enable_gqa=self._gqa)
             out[self._first_decode_token :] = attended[:, :, 0]
         return out.view(len(q), -1)
 
@@ -86,6 +83,14 @@ class PagedAttention:
         if length != kv_len:
             mask = torch.ones(length, kv_len, dtype=torch.bool).tril(kv_len - length)
         return slice(first, last), pages[: -(-kv_len // self._block_tokens)], kv_len, mask
+
+    def _gather_decode(self, cache: torch.Tensor) -> torch.Tensor:
+        """The decode rows' cache `[rows · places, kv_heads, head_dim]`, zero where nothing is visible.
+
+        What an earlier owner left in a page may be NaN or infinite, and masking a score does not undo that.
+        """
+        places = cache[self._decode_pages].view(-1, self._kv_heads, self._head_dim)
+        return places.index_fill_(0, self._decode_tail, 0)
 
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""

@@ -1,4 +1,4 @@
-"""The native CPU decoder: a whole step of a Llama-architecture model in one call.
+"""The native CPU decoder: a whole step of a model of the Llama kind in one call.
 
 `ops/native/` is compiled when the package is built and a C++ compiler is there; without it, or without AVX-512 with
 bf16, `available` is False and callers use the torch operators. Both give the same tokens.
@@ -7,8 +7,9 @@ bf16, `available` is False and callers use the torch operators. Both give the sa
 from __future__ import annotations
 
 import ctypes
+import logging
 from collections.abc import Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -17,6 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .sgmv import AdapterRows, Segments
+
+logger = logging.getLogger(__name__)
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
 _MODULES = 7
@@ -33,8 +36,9 @@ class _Adapter(Structure):
 class _Layer(Structure):
     _fields_ = [
         (name, c_void_p)
-        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down", "qkv_bias", "q_norm", "k_norm")
-    ]
+        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
+                     "qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")
+    ]  # fmt: skip
 
 
 class _Model(Structure):
@@ -56,12 +60,19 @@ class _Step(Structure):
     ]  # fmt: skip
 
 
+_DESCRIPTORS = (sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)  # chorus_descriptors() in decoder.cpp
+
+
 @cache
 def _library() -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             library = ctypes.CDLL(str(path))
-        except OSError:
+            library.chorus_descriptors.restype = c_int64
+            if library.chorus_descriptors() != _DESCRIPTORS:
+                raise OSError("its descriptors are not those of this version")
+        except (OSError, AttributeError) as error:
+            logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue
         library.chorus_decoder_create.restype = c_void_p
         library.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
@@ -114,6 +125,9 @@ class NativeLayer:
     qkv_bias: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 @dataclass(slots=True)

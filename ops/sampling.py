@@ -60,7 +60,8 @@ def sample(
     if greedy.all():
         return logits.argmax(-1)
     vocab = logits.shape[-1]
-    scaled = logits / torch.where(greedy, 1.0, temperature)[:, None]
+    scaled = logits - logits.amax(-1, keepdim=True)  # the largest is 0, so that no temperature overflows it
+    scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
     if min_p is not None and min_p.any():
         ordered = ordered.masked_fill(ordered < ordered[:, :1] + min_p.log()[:, None], -torch.inf)

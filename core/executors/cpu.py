@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -26,8 +27,10 @@ from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
 from ..sampler import draw
 from ..types import StepPlan, StepResult
-from ..weights import load_weights
+from ..weights import open_weights
 from .base import ModelInfo
+
+logger = logging.getLogger(__name__)
 
 
 class CpuExecutor:
@@ -51,11 +54,14 @@ class CpuExecutor:
         self.num_pages = config.num_pages or max(2, config.memory_bytes // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
-        weights = load_weights(config.model, self.config, dtype)
-        if _use_native(config, self.config, dtype):
-            self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, config.threads)
-        else:
-            self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
+        native = _use_native(config, self.config, dtype)
+        with open_weights(config.model, self.config, dtype) as weights:
+            if native:
+                threads = torch.get_num_threads()
+                self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
+                torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
+            else:
+                self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
         self._lora = LoraState(self.config, self._arena.pages)
         self._eager_attention = self._model.new_attention()
         sizes = DecodeBuckets(config.max_num_seqs).sizes
@@ -148,11 +154,19 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    limit = model.max_position_embeddings
+    """The configured limit, or else the model's: its positions, or its sliding window where that is shorter.
+
+    Within the window, windowed attention is plain causal attention; beyond it is not served.
+    """
+    limit = model.max_context
+    name = "max_position_embeddings" if limit == model.max_position_embeddings else "sliding_window"
     if config.max_model_len is None:
+        if limit < model.max_position_embeddings:
+            logger.info(
+                "max_model_len is %d, the model's sliding window, not its %d positions", limit,
+                model.max_position_embeddings,
+            )  # fmt: skip
         return limit
     if config.max_model_len > limit:
-        raise UnsupportedModel(
-            f"max_model_len is {config.max_model_len}, the model's max_position_embeddings {limit}; lower it"
-        )
+        raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")
     return config.max_model_len

@@ -17,7 +17,8 @@ namespace chorus {
 struct LayerDesc {
     const float *input_norm, *post_attention_norm;
     const void *qkv, *o, *gate_up, *down;   // packed panels
-    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none
+    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none, like all biases
+    const float *o_bias, *gate_up_bias, *down_bias;
 };
 
 struct ModelDesc {
@@ -115,14 +116,14 @@ class Decoder {
                           step.page_table + unit.row * step.table_stride, step.kv_lens[unit.row],
                           step.qo_indptr[unit.row + 1], 1.0f / std::sqrt((float)head_dim), scratch_[thread].attention);
             });
-            project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, nullptr);
+            project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, w.o_bias);
             normalise(phase, tokens, w.post_attention_norm);
-            project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, nullptr);
+            project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, w.gate_up_bias);
             each_token([&](int t) {
                 const float* gate = y_.data() + (long)t * 2 * m_.ffn;
                 silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + (long)t * m_.ffn);
             });
-            project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, nullptr);
+            project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, w.down_bias);
         }
         team_.each(phase, step.logits_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
@@ -221,6 +222,11 @@ CHORUS_API int chorus_supported() {
     __builtin_cpu_init();
     return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
            __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+}
+
+// Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
+CHORUS_API int64_t chorus_descriptors() {
+    return ((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc);
 }
 
 // element: 2 for bfloat16, 4 for float32.

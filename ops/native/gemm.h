@@ -1,4 +1,4 @@
-// y[m, n] (+)= Σ_k x[m, k] · w[n, k] with w packed in panels of 32 output columns: [N/32][K/pair][32][pair].
+// y[m, n] (+)= bias[n] + Σ_k x[m, k] · w[n, k] with w packed in panels of 32 output columns: [N/32][K/pair][32][pair].
 //
 // One packed copy serves decode (a few rows: the panel streams from memory once) and prefill (many rows: the panel
 // stays in L2 while tiles of 12 rows pass by).
@@ -21,14 +21,11 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
     __m512 acc[ROWS][2];
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
-        if (accumulate) {
-            acc[r][0] = load16(y + r * ldy, m0);
-            acc[r][1] = load16(y + r * ldy + kLanes, m1);
-        } else if (bias) {
-            acc[r][0] = load16(bias, m0);
-            acc[r][1] = load16(bias + kLanes, m1);
-        } else {
-            acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+        acc[r][0] = accumulate ? load16(y + r * ldy, m0) : _mm512_setzero_ps();
+        acc[r][1] = accumulate ? load16(y + r * ldy + kLanes, m1) : _mm512_setzero_ps();
+        if (bias) {
+            acc[r][0] = _mm512_add_ps(acc[r][0], load16(bias, m0));
+            acc[r][1] = _mm512_add_ps(acc[r][1], load16(bias + kLanes, m1));
         }
     }
     const T* w = panel;

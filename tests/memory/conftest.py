@@ -161,3 +161,11 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
 @pytest.fixture(name="resident_weights")
 def _resident_weights() -> Callable[..., dict]:
     return resident_weights
+
+
+@pytest.fixture(scope="session")
+def llama(subject: Callable[[str], Any]) -> tuple[Any, Any]:
+    """The gqa subject and its model's shapes."""
+    from chorus.core.model_config import ModelConfig
+
+    return subject("gqa"), ModelConfig.read(subject("gqa").model)

@@ -1,0 +1,105 @@
+"""The safetensors files of a checkpoint as one mapping from tensor name to tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from .config_json import ConfigJson, UnsupportedModel
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies and what its file's header says of it."""
+
+    path: Path
+    shape: tuple[int, ...]
+    dtype: str
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * _DTYPES[self.dtype].itemsize
+
+
+class Checkpoint:
+    """Reads headers when it is made, weights when they are asked for, one tensor at a time.
+
+    Raises UnsupportedModel for files that are missing or broken.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._entries: dict[str, TensorEntry] = {}
+        for path in _files(directory):
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118
+                        header = file.get_slice(name)
+                        self._entries[name] = TensorEntry(path, tuple(header.get_shape()), header.get_dtype())
+            except (SafetensorError, OSError) as error:
+                raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> TensorEntry:
+        return self._entries[name]
+
+    def names(self) -> list[str]:
+        return sorted(self._entries)
+
+    def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise UnsupportedModel unless every tensor of `shapes` is here as described, in a floating dtype."""
+        for name, shape in shapes.items():
+            entry = self._entries.get(name)
+            if entry is None:
+                raise UnsupportedModel(f"{self._directory}: tensor {name} is missing from its safetensors files")
+            if entry.shape != shape:
+                raise UnsupportedModel(
+                    f"{entry.path}: tensor {name} has shape {list(entry.shape)}, config.json needs {list(shape)}"
+                )
+            if entry.dtype not in _DTYPES:
+                raise UnsupportedModel(
+                    f"{entry.path}: tensor {name} is stored as {entry.dtype}; supported: {', '.join(_DTYPES)}"
+                )
+
+    def read_into(self, target: torch.Tensor, name: str) -> None:
+        """Copy tensor `name` into `target`, which has its shape, casting to its dtype.
+
+        The file is opened anew, so that its pages leave memory with the tensor.
+        """
+        path = self._entries[name].path
+        try:
+            with safe_open(path, framework="pt") as file:
+                target.copy_(file.get_tensor(name))
+        except (SafetensorError, OSError) as error:
+            raise UnsupportedModel(f"{path}: tensor {name} cannot be read: {error}") from error
+
+
+def _files(directory: Path) -> list[Path]:
+    """The weight files: the index's shards, or the single file."""
+    index = directory / INDEX
+    if not index.is_file():
+        if not (directory / SINGLE).is_file():
+            pickled = any(directory.glob("pytorch_model*.bin"))
+            hint = "; pickle files are never read: convert pytorch_model.bin to safetensors" if pickled else ""
+            raise UnsupportedModel(f"{directory}: no {SINGLE}, nor {INDEX}{hint}")
+        return [directory / SINGLE]
+    raw = ConfigJson.read(index)
+    weight_map = raw.object("weight_map")
+    if weight_map is None:
+        raise raw.refuse("weight_map", "a mapping from tensor to file is needed")
+    paths = sorted({directory / weight_map.text(name) for name in weight_map.raw})
+    for path in paths:
+        if not path.is_file():
+            raise UnsupportedModel(f"{index}: names {path.name}, which is not there")
+    return paths

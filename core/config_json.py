@@ -1,0 +1,93 @@
+"""A JSON object of a checkpoint, read field by field with errors that name the file and the field."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+
+class UnsupportedModel(ValueError):
+    """A checkpoint that can't be served; the message names the file, the field and what would be accepted."""
+
+
+class ConfigJson:
+    """The object in `path`. `defaults` stand in for fields that it lacks; a field that is null counts as lacking.
+
+    Every getter raises UnsupportedModel when the field is missing without a default, or is of another type.
+    """
+
+    def __init__(self, path: Path, raw: dict[str, Any], prefix: str = "") -> None:
+        self.path = path
+        self.raw = raw
+        self._prefix = prefix
+
+    @classmethod
+    def read(cls, path: Path) -> ConfigJson:
+        try:
+            value = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UnsupportedModel(f"{path}: not found; a Hugging Face checkpoint directory is needed") from None
+        except (OSError, ValueError) as error:
+            raise UnsupportedModel(f"{path}: cannot be read: {error}") from error
+        if not isinstance(value, dict):
+            raise UnsupportedModel(f"{path}: a JSON object is needed, found {type(value).__name__}")
+        return cls(path, value)
+
+    def refuse(self, name: str, why: str) -> UnsupportedModel:
+        """The error for a field; raise it."""
+        if name not in self.raw:
+            return UnsupportedModel(f"{self.path}: {self._prefix}{name} is missing: {why}")
+        return UnsupportedModel(f"{self.path}: {self._prefix}{name} is {self.raw[name]!r}: {why}")
+
+    def integer(self, name: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._get(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.refuse(name, f"a whole number of at least {least} is needed")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self._get(name, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+            raise self.refuse(name, "a finite number above 0 is needed")
+        return float(value)
+
+    def boolean(self, name: str, default: bool = False) -> bool:
+        value = self._get(name, default)
+        if not isinstance(value, bool):
+            raise self.refuse(name, "true or false is needed")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        value = self._get(name, default)
+        if not isinstance(value, str):
+            raise self.refuse(name, "a text is needed")
+        return value
+
+    def object(self, name: str) -> ConfigJson | None:
+        """The object in field `name`; None when it is missing, null or empty."""
+        value = self._get(name, None)
+        if value is not None and not isinstance(value, dict):
+            raise self.refuse(name, "an object is needed")
+        return ConfigJson(self.path, value, f"{self._prefix}{name}.") if value else None
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty when the field is missing or null."""
+        value = self._get(name, [])
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(name, "a list of texts is needed")
+        return value
+
+    def token_ids(self, name: str) -> tuple[int, ...]:
+        """One token id or a list of them; empty when the field is missing or null."""
+        value = self._get(name, [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in ids):
+            raise self.refuse(name, "a token id or a list of them is needed")
+        return tuple(ids)
+
+    def _get(self, name: str, default: Any) -> Any:
+        value = self.raw.get(name)
+        return default if value is None else value

@@ -1,0 +1,48 @@
+"""The ASGI app."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.routing import Route
+
+from ..core.sampling_params import InvalidRequest
+from .api import Api, ServedModel
+from .errors import ApiError, EngineUnavailable, GenerationFailed, on_disconnect, on_error, on_http_error
+from .tokenizer import Tokenizer
+from .worker import EngineWorker
+
+
+def create_app(worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel) -> Starlette:
+    """An app over a started worker, which it stops at its own end."""
+    api = Api(worker, tokenizer, served)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(worker.stop)
+
+    return Starlette(
+        routes=[
+            Route("/health", api.health, methods=["GET"]),
+            Route("/version", api.version, methods=["GET"]),
+            Route("/metrics", api.metrics, methods=["GET"]),
+            Route("/v1/models", api.models, methods=["GET"]),
+            Route("/v1/models/{name:path}", api.model, methods=["GET"]),
+            Route("/v1/completions", api.completions, methods=["POST"]),
+            Route("/v1/chat/completions", api.chat_completions, methods=["POST"]),
+        ],
+        exception_handlers={
+            HTTPException: on_http_error,
+            ClientDisconnect: on_disconnect,
+            **dict.fromkeys((ApiError, InvalidRequest, EngineUnavailable, GenerationFailed, Exception), on_error),
+        },
+        lifespan=lifespan,
+    )

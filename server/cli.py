@@ -1,0 +1,151 @@
+"""The `chorus` command."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from ..core.config import EngineConfig
+from ..core.sampling_params import InvalidRequest
+from .flags import Parser, UsageError, add_settings, read_settings
+
+ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
+    try:
+        arguments = _parser().parse_args(argv)
+        return arguments.run(arguments)
+    except UsageError as error:
+        print(error, file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="chorus", description="Serve thousands of LoRA adapters over one resident base model.")
+    parser.add_argument("--version", action="version", version=f"chorus {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for name, help_text, add_flags, run in (
+        ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
+        ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
+        ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
+    ):
+        command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
+        add_flags(command)
+        command.set_defaults(run=run)
+    return parser
+
+
+# --- serve ---
+
+
+def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser)
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    _log_to_stderr(settings.log_level)
+    from .launch import LaunchError, serve
+
+    try:
+        serve(settings)
+    except LaunchError as error:
+        return _fail(error)
+    return 0
+
+
+# --- demo ---
+
+
+def _demo_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    parser.add_argument(
+        "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10, of other models 3)"
+    )
+    parser.add_argument(
+        "--check",
+        type=_positive,
+        metavar="N",
+        help="measure instead of showing: N unseen inputs per skill of the built-in model, all mixed; "
+        "the last line of output is JSON",
+    )
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
+    if arguments.check is not None and not settings.is_builtin:
+        raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
+    from .demo.run import run_demo
+    from .launch import LaunchError
+
+    try:
+        return run_demo(settings, inputs=arguments.inputs, check=arguments.check)
+    except LaunchError as error:
+        return _fail(error)
+
+
+# --- generate ---
+
+
+def _generate_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    parser.add_argument("--prompt", required=True, metavar="TEXT", help="what to continue; - reads standard input")
+    parser.add_argument("--adapter", metavar="NAME", help="adapter to use (default: the base model)")
+    parser.add_argument("--chat", action="store_true", help="send the prompt as a user's message")
+    parser.add_argument("--max-tokens", type=int, default=128, metavar="N", help="most tokens (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus mass (default: 1)")
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens (default: 0)")
+    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
+    from .errors import EngineUnavailable, GenerationFailed
+    from .generate import generate
+    from .launch import LaunchError
+
+    try:
+        generate(settings, arguments, sys.stdout)
+    except InvalidRequest as error:
+        raise UsageError(f"chorus generate: error: {error}") from None
+    except (LaunchError, EngineUnavailable, GenerationFailed) as error:
+        return _fail(error)
+    return 0
+
+
+# --- common ---
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is below 1")
+    return value
+
+
+_positive.__name__ = "number"  # argparse puts it in its messages
+
+
+def _fail(error: Exception) -> int:
+    print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1
+
+
+def _log_to_stderr(level: str) -> None:
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("chorus").setLevel(level.upper())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

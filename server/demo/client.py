@@ -1,0 +1,106 @@
+"""The demo's side of the HTTP API."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from .questions import Question
+
+
+@dataclass(slots=True)
+class Answer:
+    """What has come so far of an answer."""
+
+    text: str = ""
+    tokens: int = 0
+    seconds: float = 0.0
+    adapters: int = 0
+    """The most different adapters that shared a step with it, its own included."""
+    requests: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+    def _take_step(self, step: dict[str, int] | None) -> None:
+        if step:
+            self.adapters = max(self.adapters, step["adapters"])
+            self.requests = max(self.requests, step["requests"])
+
+
+class DemoError(Exception):
+    """The server answered with an error."""
+
+
+class DemoClient:
+    """Asks a server questions, each a real HTTP request. Use as an async context manager."""
+
+    def __init__(self, url: str, connections: int) -> None:
+        limits = httpx.Limits(max_connections=connections, max_keepalive_connections=connections)
+        self._http = httpx.AsyncClient(base_url=url, limits=limits, timeout=120, trust_env=False)
+
+    async def __aenter__(self) -> DemoClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """The base model's card, then the adapters'."""
+        response = await self._http.get("/v1/models")
+        _check(response.status_code, response.content)
+        return response.json()["data"]
+
+    async def takes_chat(self, model: str) -> bool:
+        """Whether the model has a chat template."""
+        body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
+        response = await self._http.post("/v1/chat/completions", json=body)
+        return response.status_code == 200
+
+    async def ask(self, question: Question) -> Answer:
+        """The whole answer at once."""
+        started = time.perf_counter()
+        response = await self._http.post(question.path, json=question.body())
+        _check(response.status_code, response.content)
+        body = response.json()
+        choice = body["choices"][0]
+        text = choice["message"]["content"] if question.chat else choice["text"]
+        answer = Answer(text, body["usage"]["completion_tokens"], time.perf_counter() - started)
+        answer._take_step(body.get("step"))
+        return answer
+
+    async def stream(self, question: Question) -> AsyncIterator[Answer]:
+        """The answer as it grows: the same object, again after every chunk."""
+        answer, started = Answer(), time.perf_counter()
+        body = {**question.body(), "stream": True}
+        async with self._http.stream("POST", question.path, json=body) as response:
+            if response.status_code != 200:
+                _check(response.status_code, await response.aread())
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                if "error" in chunk:
+                    raise DemoError(chunk["error"]["message"])
+                choice = chunk["choices"][0]
+                answer.text += choice["delta"].get("content", "") if question.chat else choice["text"]
+                answer.tokens += len(choice.get("token_ids", ()))
+                answer.seconds = time.perf_counter() - started
+                answer._take_step(chunk.get("step"))
+                yield answer
+
+
+def _check(status: int, content: bytes) -> None:
+    if status == 200:
+        return
+    try:
+        message = json.loads(content)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = content[:200].decode(errors="replace")
+    raise DemoError(f"the server answered {status}: {message}")

@@ -1,0 +1,95 @@
+"""Command-line flags made from the settings' schema, so that no setting can lack one."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from .errors import field_path
+from .settings import ConfigFileError, Settings
+
+ENV_PREFIX = "CHORUS_"
+
+
+class UsageError(Exception):
+    """Wrong flags or settings; the text is one line for the person who gave them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose flags may be spelt with dashes or underscores, and whose errors are one line."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
+
+    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
+        return super().parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)], namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=36)
+
+
+def _dashes(arg: str) -> str:
+    flag, equals, value = arg.partition("=")
+    return flag.replace("_", "-") + equals + value if flag.startswith("--") else arg
+
+
+def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = None) -> None:
+    """Adds the flags of these settings, or of all. Values stay text; the settings' schema reads them."""
+    for name in Settings.model_fields if names is None else names:
+        field = Settings.model_fields[name]
+        flag = "--" + name.replace("_", "-")
+        options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
+        if field.annotation is bool:
+            parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        else:
+            parser.add_argument(flag, metavar=_metavar(name, field), **options)
+
+
+def _metavar(name: str, field: FieldInfo) -> str:
+    choices = getattr(field.annotation, "__args__", ())
+    if choices and all(isinstance(choice, str) for choice in choices):
+        return "{" + ",".join(choices) + "}"
+    return {"model": "DIR", "adapters": "DIR", "config": "FILE"}.get(name, name.rsplit("_", 1)[-1].upper())
+
+
+def _help(field: FieldInfo) -> str:
+    text = (field.description or "").replace("%", "%%")
+    if field.default is None or "default" in text:
+        return text
+    return f"{text} (default: {field.default})"
+
+
+def read_settings(arguments: argparse.Namespace) -> Settings:
+    """The settings of parsed flags, environment and file; raises UsageError that says which of them is wrong."""
+    prefix = "setting_"
+    given = {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+    try:
+        return Settings(**given)
+    except ConfigFileError as error:
+        raise UsageError(f"chorus: error: {error}") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        message = first["msg"].removeprefix("Value error, ")
+        if not first["loc"]:
+            raise UsageError(f"chorus: error: {message}") from None
+        name = str(first["loc"][0])
+        raise UsageError(f"chorus: error: {_origin(name, given)} is {first['input']!r}: {message}") from None
+
+
+def _origin(name: str, given: dict[str, Any]) -> str:
+    """Where a setting came from, in the words of whoever set it."""
+    if name in given:
+        return "--" + name.replace("_", "-")
+    variable = ENV_PREFIX + name.upper()
+    return variable if os.environ.get(variable) else f"{field_path((name,))} in the configuration file"

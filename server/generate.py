@@ -1,0 +1,55 @@
+"""`chorus generate`: one prompt, answered by an engine in this process, without HTTP."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import sys
+from typing import TextIO
+
+from ..core.sampling_params import SamplingParams
+from .generation import Generation
+from .launch import load
+from .settings import Settings
+
+
+def generate(settings: Settings, arguments: argparse.Namespace, out: TextIO) -> None:
+    """Writes the answer as it comes. Raises InvalidRequest, LaunchError or GenerationFailed."""
+    params = SamplingParams(
+        max_tokens=arguments.max_tokens,
+        temperature=arguments.temperature,
+        top_p=arguments.top_p,
+        top_k=arguments.top_k,
+        seed=settings.seed,
+        ignore_eos=arguments.ignore_eos,
+    )
+    text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    worker, tokenizer = load(settings)
+    try:
+        if arguments.chat:
+            prompt = tokenizer.encode_chat_now([{"role": "user", "content": text}])
+        else:
+            (prompt,) = tokenizer.encode_now([text])
+        generation = Generation(
+            worker,
+            "generate",
+            [prompt],
+            [params],
+            [tokenizer.text_stream([stop for stop in arguments.stop if stop])],
+            model=arguments.adapter or settings.base_name,
+            adapter=arguments.adapter,
+        )
+        asyncio.run(_print(generation, out))
+    finally:
+        worker.stop()
+
+
+async def _print(generation: Generation, out: TextIO) -> None:
+    await generation.start()
+    try:
+        async for delta in generation:
+            out.write(delta.text)
+            out.flush()
+    finally:
+        generation.close()
+        out.write("\n")

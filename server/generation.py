@@ -1,0 +1,171 @@
+"""From prompts to text: the requests of one call, run by the engine together and read as one stream of deltas."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from ..core.request import Request
+from ..core.sampling_params import SamplingParams
+from ..core.types import FinishReason, RequestOutput, StepInfo
+from .detokenizer import TextStream
+from .errors import GenerationFailed
+
+if TYPE_CHECKING:
+    from .metrics import Metrics
+    from .worker import EngineWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...]
+    finish_reason: str | None
+    step: StepInfo | None
+
+
+class Choice:
+    """One prompt of a call and what has been generated for it so far."""
+
+    def __init__(self, index: int, request: Request, text_stream: TextStream) -> None:
+        self.index = index
+        self.request = request
+        self.prompt_token_ids = list(request.token_ids)
+        self.text = ""
+        self.token_ids: list[int] = []
+        self.finish_reason: str | None = None
+        self._stream = text_stream
+
+    def take(self, output: RequestOutput) -> Delta:
+        """Adds the engine's output; what follows a stop string is dropped."""
+        tokens = output.token_ids
+        visible = tokens
+        if output.stop_token_id is not None and tokens and tokens[-1] == output.stop_token_id:
+            visible = tokens[:-1]  # a stop token counts, but has no text
+        text, taken = self._stream.push(visible)
+        if self._stream.stopped_by is not None:
+            tokens = tokens[:taken]
+        elif output.finish_reason is not None:
+            text += self._stream.finish()
+        if self._stream.stopped_by is not None:
+            self.finish_reason = FinishReason.STOP.value
+        elif output.finish_reason is not None:
+            self.finish_reason = output.finish_reason.value
+        self.text += text
+        self.token_ids += tokens
+        return Delta(self.index, text, tokens, self.finish_reason, output.step)
+
+
+class Generation:
+    """The requests of one call. Await `start`, read the deltas once, and always `close`.
+
+    Either all of a call's prompts run or none: a prompt that is refused or fails takes the others with it.
+    """
+
+    def __init__(
+        self,
+        worker: EngineWorker,
+        call_id: str,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        text_streams: Sequence[TextStream],
+        *,
+        model: str,
+        adapter: str | None,
+        metrics: Metrics | None = None,
+        arrival: float | None = None,
+    ) -> None:
+        """`prompts`, `params` and `text_streams` have an entry per choice. `arrival` is on `time.monotonic`'s clock."""
+        self.id = call_id
+        self.model = model
+        self._worker = worker
+        self._metrics = metrics
+        self._arrival = time.monotonic() if arrival is None else arrival
+        self._latest = [self._arrival] * len(prompts)
+        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self.choices = [
+            Choice(i, Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival), stream)
+            for i, (prompt, param, stream) in enumerate(zip(prompts, params, text_streams, strict=True))
+        ]
+        self._by_request = {choice.request.id: choice for choice in self.choices}
+        self._open: set[str] = set()
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return sum(len(choice.prompt_token_ids) for choice in self.choices)
+
+    @property
+    def num_generated_tokens(self) -> int:
+        return sum(len(choice.token_ids) for choice in self.choices)
+
+    async def start(self) -> None:
+        """Returns when the engine has accepted every prompt; raises its InvalidRequest otherwise."""
+        loop = asyncio.get_running_loop()
+        try:
+            self._open.update(self._by_request)
+            answers = await asyncio.gather(
+                *(
+                    asyncio.wrap_future(self._worker.submit(choice.request, self._outputs.put_nowait, loop))
+                    for choice in self.choices
+                ),
+                return_exceptions=True,
+            )
+            for answer in answers:
+                if isinstance(answer, BaseException):
+                    raise answer
+        except BaseException:
+            for request_id in self._open:
+                self._worker.abort(request_id)
+            self._open.clear()
+            raise
+        if self._metrics is not None:
+            for choice in self.choices:
+                self._metrics.accepted(self.model, len(choice.prompt_token_ids))
+
+    async def __aiter__(self) -> AsyncIterator[Delta]:
+        """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
+        while self._open:
+            output = await self._outputs.get()
+            if output.request_id not in self._open:
+                continue
+            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+                self._end(output.request_id, output.finish_reason.value)
+                raise GenerationFailed(output.error or "the engine ended this request")
+            choice = self._by_request[output.request_id]
+            delta = choice.take(output)
+            self._observe_tokens(delta)
+            if delta.finish_reason is not None:
+                if output.finish_reason is None:  # a stop string: the engine doesn't know of those
+                    self._worker.abort(output.request_id)
+                self._end(output.request_id, delta.finish_reason)
+            yield delta
+
+    async def finish(self) -> None:
+        """Reads all deltas; the choices then hold the whole answer."""
+        async for _ in self:
+            pass
+
+    def close(self) -> None:
+        """Aborts what still runs. Safe to call at any time, and more than once."""
+        for request_id in list(self._open):
+            self._worker.abort(request_id)
+            self._end(request_id, FinishReason.ABORT.value)
+
+    def _end(self, request_id: str, finish_reason: str) -> None:
+        self._open.discard(request_id)
+        if self._metrics is not None:
+            self._metrics.ended(self.model, finish_reason, time.monotonic() - self._arrival)
+
+    def _observe_tokens(self, delta: Delta) -> None:
+        if self._metrics is None or not delta.token_ids:
+            return
+        now = time.monotonic()
+        first = len(self.choices[delta.index].token_ids) == len(delta.token_ids)
+        self._metrics.generated(self.model, len(delta.token_ids), now - self._latest[delta.index], first=first)
+        self._latest[delta.index] = now

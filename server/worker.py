@@ -1,0 +1,232 @@
+"""The thread that owns the engine, and the way in and out of it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from ..core.types import FinishReason, RequestOutput
+from .errors import EngineUnavailable
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine, EngineStats
+    from ..core.executors.base import ModelInfo
+    from ..core.request import Request
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OnOutput = Callable[[RequestOutput], None]
+
+MAX_FAILED_STEPS = 5
+"""Steps that may fail one after another before the engine counts as broken."""
+
+
+class EngineWorker:
+    """Runs an engine on a thread of its own; all methods may be called from any thread.
+
+    A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
+    can't even be cleared, or steps go on failing, the worker is unhealthy for good: `failure` says why.
+    """
+
+    def __init__(self, build: Callable[[], Engine]) -> None:
+        """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine."""
+        self._build = build
+        self._wake = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._stopping = False
+        self._subscribers: dict[str, tuple[OnOutput, asyncio.AbstractEventLoop | None]] = {}
+        self._failed_steps = 0
+        self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
+        self._started: Future[None] = Future()
+        self.failure: str | None = None
+        """Why the engine takes no more requests; None as long as it does."""
+        self.model: ModelInfo
+        """What the engine serves; set once started."""
+        self.stats: EngineStats
+        """The engine's state after its latest step; set once started."""
+
+    # --- any thread ---
+
+    @property
+    def healthy(self) -> bool:
+        return self.failure is None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Builds the engine and begins to step; returns when it is ready, raises what building it raised."""
+        self._thread.start()
+        self._started.result()
+
+    def stop(self, timeout: float | None = 10.0) -> None:
+        """Ends the requests in progress, closes the engine and waits for the thread."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout)
+
+    def submit(
+        self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
+    ) -> Future[None]:
+        """Gives a request to the engine; the future ends when it is accepted, or with the engine's InvalidRequest.
+
+        `on_output` is then called with every output, on `loop`, or on the worker's thread when there is none. All
+        outputs of a step reach a loop in one go.
+        """
+        return self._enqueue(partial(self._submit, request, on_output, loop))
+
+    def abort(self, request_id: str) -> Future[bool]:
+        """Ends a request; at the latest the step in progress still counts it. The future says if it was running."""
+        return self._enqueue(partial(self._abort, request_id))
+
+    def call(self, function: Callable[[Engine], T]) -> Future[T]:
+        """Runs `function(engine)` between two steps."""
+        return self._enqueue(lambda: function(self._engine))
+
+    def _enqueue(self, action: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                if self.failure is not None:
+                    raise EngineUnavailable(self.failure)
+                future.set_result(action())
+            except Exception as error:
+                future.set_exception(error)
+
+        with self._wake:
+            if not self._stopping:
+                self._inbox.append(run)
+                self._wake.notify()
+                return future
+        future.set_exception(EngineUnavailable("the server is shutting down"))
+        return future
+
+    # --- the worker's thread ---
+
+    def _run(self) -> None:
+        try:
+            self._engine = self._build()
+            self.model = self._engine.model
+            self.stats = self._engine.stats()
+        except BaseException as error:
+            self.failure = f"the engine could not be built: {error}"
+            self._started.set_exception(error)
+            return
+        self._started.set_result(None)
+        try:
+            while self._turn():
+                pass
+        except Exception:
+            log.exception("the engine's thread ended")
+            self.failure = "the engine broke down"
+        with self._wake:
+            self._stopping = True
+            rest, self._inbox = self._inbox, []
+        self.failure = self.failure or "the server is shutting down"
+        for run in rest:
+            run()
+        self._end_all(FinishReason.ABORT, self.failure)
+        try:
+            self._engine.close()
+        except Exception:
+            log.exception("closing the engine failed")
+
+    def _turn(self) -> bool:
+        """Waits for something to do and does it; False once the worker is to end."""
+        with self._wake:
+            while not (self._inbox or self._stopping or self._has_work()):
+                self._wake.wait()
+            if self._stopping:
+                return False
+            actions, self._inbox = self._inbox, []
+        for action in actions:
+            action()
+        if self._has_work():
+            self._step()
+        elif actions:
+            self._refresh_stats()
+        return True
+
+    def _has_work(self) -> bool:
+        return self.failure is None and self._engine.has_work()
+
+    def _step(self) -> None:
+        try:
+            outputs = self._engine.step()
+        except Exception as error:
+            log.exception("a step failed; ending the requests in progress")
+            self._recover(error)
+        else:
+            self._failed_steps = 0
+            self._refresh_stats()
+            self._deliver(outputs)
+
+    def _recover(self, error: Exception) -> None:
+        self._failed_steps += 1
+        reason = f"the engine failed while this request was running: {type(error).__name__}"
+        try:
+            for request_id in self._subscribers:
+                self._engine.abort(request_id)
+            stuck = self._engine.has_work()
+        except Exception:
+            log.exception("the engine could not be cleared after a failed step")
+            stuck = True
+        if stuck or self._failed_steps >= MAX_FAILED_STEPS:
+            self.failure = "the engine broke down and has to be restarted"
+            log.critical(self.failure)
+        else:
+            self._refresh_stats()
+        self._end_all(FinishReason.ERROR, reason)
+
+    def _refresh_stats(self) -> None:
+        self.stats = self._engine.stats()
+
+    def _submit(self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None) -> None:
+        if request.id in self._subscribers:
+            raise ValueError(f"there is a request {request.id} already")
+        self._engine.add_request(request)
+        self._subscribers[request.id] = (on_output, loop)
+
+    def _abort(self, request_id: str) -> bool:
+        self._subscribers.pop(request_id, None)
+        return self._engine.abort(request_id)
+
+    def _end_all(self, reason: FinishReason, message: str) -> None:
+        self._deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in self._subscribers])
+
+    def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
+        batches: dict[asyncio.AbstractEventLoop | None, list[tuple[OnOutput, RequestOutput]]] = defaultdict(list)
+        for output in outputs:
+            subscriber = self._subscribers.get(output.request_id)
+            if subscriber is None:
+                continue
+            if output.finish_reason is not None:
+                del self._subscribers[output.request_id]
+            on_output, loop = subscriber
+            batches[loop].append((on_output, output))
+        for loop, batch in batches.items():
+            if loop is None:
+                _hand_over(batch)
+                continue
+            try:
+                loop.call_soon_threadsafe(_hand_over, batch)
+            except RuntimeError:  # the loop was closed: nobody is there to want these requests
+                for _, output in batch:
+                    self._abort(output.request_id)
+
+
+def _hand_over(batch: list[tuple[OnOutput, Any]]) -> None:
+    for on_output, output in batch:
+        try:
+            on_output(output)
+        except Exception:
+            log.exception("a receiver of request %s's output failed", output.request_id)

@@ -1,0 +1,247 @@
+"""Tiny random models with PEFT adapters, and what transformers + peft answer for them, one request at a time."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
+
+#: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
+MIN_MARGIN = 1e-3
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """Shapes of a tiny Llama checkpoint."""
+
+    seed: int
+    hidden: int = 64
+    ffn: int = 96
+    layers: int = 2
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int | None = None
+    vocab: int = 160
+    tied: bool = False
+    positions: int = 256
+
+
+MODELS = {
+    "gqa": ModelSpec(seed=1, layers=3),
+    "mha": ModelSpec(seed=2, hidden=48, ffn=80, heads=3, kv_heads=3, vocab=131),
+    "tied": ModelSpec(seed=3, hidden=32, ffn=56, heads=4, kv_heads=1, tied=True),
+    "wide_heads": ModelSpec(seed=4, hidden=40, ffn=72, heads=2, kv_heads=2, head_dim=32, vocab=300),
+}
+
+ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
+MLP = ["gate_proj", "up_proj", "down_proj"]
+
+#: name → (rank, alpha, targets, rsLoRA). One base model serves all of them at once.
+ADAPTERS: dict[str, tuple[int, float, list[str], bool]] = {
+    "r1-all": (1, 4, ATTENTION + MLP, False),
+    "r2-qv": (2, 8, ["q_proj", "v_proj"], False),
+    "r3-mlp": (3, 6, MLP, False),
+    "r5-ko": (5, 7, ["k_proj", "o_proj"], True),
+    "r8-attention": (8, 16, ATTENTION, False),
+    "r16-down": (16, 64, ["down_proj"], False),
+    "r33-all": (33, 12, ATTENTION + MLP, True),
+    "r64-qkv-up": (64, 128, ["q_proj", "k_proj", "v_proj", "up_proj"], False),
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the progress bars and notices of transformers and peft."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
+
+
+@quiet()
+def save_model(spec: ModelSpec, path: Path) -> None:
+    """Write a checkpoint whose greedy outputs are varied: weights are larger than Llama's own initialisation."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=spec.vocab,
+        hidden_size=spec.hidden,
+        intermediate_size=spec.ffn,
+        num_hidden_layers=spec.layers,
+        num_attention_heads=spec.heads,
+        num_key_value_heads=spec.kv_heads,
+        head_dim=spec.head_dim,
+        tie_word_embeddings=spec.tied,
+        max_position_embeddings=spec.positions,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+        rms_norm_eps=1e-5,
+    )
+    torch.manual_seed(spec.seed)
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(path)
+
+
+@quiet()
+def save_adapter(
+    model: Path,
+    path: Path,
+    rank: int,
+    alpha: float,
+    targets: list[str],
+    rslora: bool = False,
+    seed: int = 0,
+    **more: Any,
+) -> None:
+    """Write a random adapter with peft itself; B is not zero, so it changes what the model says."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        target_modules=targets,
+        use_rslora=rslora,
+        init_lora_weights=False,
+        task_type="CAUSAL_LM",
+        **more,
+    )
+    get_peft_model(LlamaForCausalLM.from_pretrained(model), config).save_pretrained(path)
+
+
+@dataclass
+class Subject:
+    """A base model and its adapters, with the reference answers. Tokens come from transformers and peft in float32."""
+
+    model: Path
+    adapters: dict[str, Path]
+    _peft: Any = None
+    _greedy: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._reference().config.vocab_size
+
+    def greedy(self, adapter: str | None, prompt: list[int], count: int) -> list[int]:
+        """The `count` tokens that follow `prompt`, past any end-of-sequence token."""
+        return self._run(adapter, prompt, count)[0]
+
+    def prompt(self, adapter: str | None, length: int, count: int, seed: int) -> list[int]:
+        """A random prompt whose `count` greedy tokens are all clear choices."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            prompt = torch.randint(3, self.vocab_size, (length,), generator=generator).tolist()
+            if self._run(adapter, prompt, count)[1] >= MIN_MARGIN:
+                return prompt
+
+    def is_clear(self, adapter: str | None, prompt: list[int], count: int) -> bool:
+        return self._run(adapter, prompt, count)[1] >= MIN_MARGIN
+
+    def logits(self, adapter: str | None, tokens: list[int]) -> torch.Tensor:
+        """Logits `[len(tokens), vocab]`."""
+        with torch.inference_mode():
+            return self._use(adapter)(torch.tensor([tokens])).logits[0]
+
+    def _run(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        key = (adapter, tuple(prompt), count)
+        if key not in self._greedy:
+            self._greedy[key] = self._generate(adapter, prompt, count)
+        return self._greedy[key]
+
+    def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        model = self._use(adapter)
+        tokens: list[int] = []
+        margin, cache, inputs = float("inf"), None, prompt
+        with torch.inference_mode():
+            for _ in range(count):
+                output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+                best = output.logits[0, -1].topk(2)
+                margin = min(margin, float(best.values[0] - best.values[1]))
+                inputs, cache = [int(best.indices[0])], output.past_key_values
+                tokens += inputs
+        return tokens, margin
+
+    @quiet()
+    def _reference(self) -> Any:
+        if self._peft is None:
+            from peft import PeftModel
+            from transformers import LlamaForCausalLM
+
+            base = LlamaForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+            model: Any = base
+            for name, path in self.adapters.items():
+                if model is base:
+                    model = PeftModel.from_pretrained(base, path, adapter_name=name)
+                else:
+                    model.load_adapter(path, adapter_name=name)
+            self._peft = model.eval()
+        return self._peft
+
+    def _use(self, adapter: str | None) -> Any:
+        model = self._reference()
+        if not self.adapters:
+            return model
+        if adapter is None:
+            model.base_model.disable_adapter_layers()
+        else:
+            model.base_model.enable_adapter_layers()
+            model.set_adapter(adapter)
+        return model
+
+
+@pytest.fixture(scope="session")
+def subject(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Subject]:
+    """`subject("gqa")`: one of MODELS with all of ADAPTERS, made once."""
+    made: dict[str, Subject] = {}
+
+    def make(name: str) -> Subject:
+        if name not in made:
+            root = tmp_path_factory.mktemp(name)
+            save_model(MODELS[name], root / "model")
+            for seed, (adapter, recipe) in enumerate(ADAPTERS.items()):
+                save_adapter(root / "model", root / "adapters" / adapter, *recipe, seed=100 * MODELS[name].seed + seed)
+            made[name] = Subject(root / "model", {adapter: root / "adapters" / adapter for adapter in ADAPTERS})
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def shared_data() -> Path:
+    """Models and prompts that are not part of the repository; tests that need them skip without."""
+    default = Path(__file__).resolve().parents[2] / "shared"
+    path = Path(os.environ.get("CHORUS_SHARED", default)) / "data"
+    if not (path / "models" / "stories260K-hf" / "model.safetensors").is_file():
+        pytest.skip(f"no shared data in {path}; set CHORUS_SHARED")
+    return path
+
+
+@pytest.fixture(scope="session")
+def stories(shared_data: Path) -> Subject:
+    """stories260K with two trained adapters."""
+    adapters = {
+        name: shared_data / "adapters" / f"trained-stories260K-{name}" for name in ("dolly-r4-all", "gsm8k-r8-qv")
+    }
+    return Subject(shared_data / "models" / "stories260K-hf", adapters)

@@ -1,0 +1,134 @@
+"""An engine under test with everything it was asked, ran and answered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.types import FinishReason, RequestOutput, StepPlan, StepResult
+from chorus.ops import native
+
+#: The CPU operators that this machine can run.
+KERNELS = ["torch", "native"] if native.available(torch.float32) else ["torch"]
+
+
+class RecordingExecutor:
+    """A CPU executor that keeps the plans it ran. `before` sees each plan first and may raise."""
+
+    def __init__(self, inner: CpuExecutor, before: Callable[[StepPlan], None] | None = None) -> None:
+        self.inner = inner
+        self.model, self.layout, self.num_pages, self.adapters = (
+            inner.model, inner.layout, inner.num_pages, inner.adapters,
+        )  # fmt: skip
+        self.before = before
+        self.plans: list[StepPlan] = []
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self.plans.append(replace(plan, rows=[replace(row, pages=list(row.pages)) for row in plan.rows]))
+        if self.before is not None:
+            self.before(plan)
+        return self.inner.execute(plan)
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@dataclass
+class Answer:
+    """What a request has got so far."""
+
+    tokens: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+
+
+class Driver:
+    """Adds requests to an engine and steps it; the pool's books are checked after every step."""
+
+    def __init__(self, engine: Engine, executor: RecordingExecutor) -> None:
+        self.engine = engine
+        self.executor = executor
+        self.answers: dict[str, Answer] = {}
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return self.executor.plans
+
+    def add(self, request_id: str, adapter: str | None, prompt: list[int], **params: Any) -> Request:
+        """Greedy and past end-of-sequence unless `params` say otherwise."""
+        params = {"temperature": 0.0, "ignore_eos": True, **params}
+        request = Request(request_id, prompt, SamplingParams(**params), adapter)
+        self.engine.add_request(request)
+        self.answers[request_id] = Answer()
+        return request
+
+    def step(self) -> list[RequestOutput]:
+        outputs = self.engine.step()
+        self.engine.check_integrity()
+        for output in outputs:
+            answer = self.answers[output.request_id]
+            assert answer.finish_reason is None, f"{output.request_id} goes on after its end"
+            answer.tokens += output.token_ids
+            answer.finish_reason, answer.stop_token_id, answer.error = (
+                output.finish_reason, output.stop_token_id, output.error,
+            )  # fmt: skip
+        return outputs
+
+    def drain(self, limit: int = 5000) -> dict[str, Answer]:
+        """Step until nothing is left to do."""
+        for _ in range(limit):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work(), f"not done after {limit} steps"
+        stats = self.engine.stats()
+        assert stats.num_running == stats.num_waiting == stats.num_kv_pages == 0
+        return self.answers
+
+    def run(self, *args: Any, **params: Any) -> Answer:
+        """One request to its end."""
+        request = self.add(*args, **params)
+        return self.drain()[request.id]
+
+
+@pytest.fixture(params=KERNELS)
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Every engine test runs with each; a test may choose by parametrising `kernels` itself."""
+    return request.param
+
+
+@pytest.fixture
+def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
+    """`drive(subject, before=…, **config)`: a float32 engine with the subject's adapters registered."""
+    engines: list[Engine] = []
+
+    def make(
+        subject: Any,
+        *,
+        before: Callable[[StepPlan], None] | None = None,
+        adapters: dict[str, Path] | None = None,
+        **config: Any,
+    ) -> Driver:
+        defaults = {"dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1}
+        settings = EngineConfig(model=subject.model, **{**defaults, **config})
+        executor = RecordingExecutor(CpuExecutor(settings), before)
+        engine = Engine(settings, executor)
+        engines.append(engine)
+        for name, path in (subject.adapters if adapters is None else adapters).items():
+            engine.store.register(name, path)
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()

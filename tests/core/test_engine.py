@@ -1,0 +1,571 @@
+"""One engine's promises to a request: its ends, its seed, its adapter version, and that only the guilty fail."""
+
+from __future__ import annotations
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.request import Request
+from chorus.core.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.types import FinishReason
+from chorus.memory.adapter_format import WEIGHTS_FILE, AdapterFormatError
+from chorus.memory.adapter_store import UnknownAdapter
+
+
+@pytest.fixture
+def gqa(subject):
+    return subject("gqa")
+
+
+def held_pages(driver):
+    stats = driver.engine.stats()
+    return stats.num_pages - stats.num_free_pages
+
+
+def copy_adapter(subject, name, path):
+    return shutil.copytree(subject.adapters[name], path)
+
+
+def edit_weights(path, edit):
+    """Rewrite an adapter's tensors in place: `edit(name, tensor) -> tensor`."""
+    file = path / WEIGHTS_FILE
+    tensors = {name: edit(name, tensor).contiguous() for name, tensor in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+# -- sampling
+
+SAMPLED = [
+    {"temperature": 1.0, "seed": 7},
+    {"temperature": 0.7, "top_k": 12, "seed": 8},
+    {"temperature": 1.4, "top_p": 0.8, "seed": 9},
+    {"temperature": 1.0, "top_k": 30, "top_p": 0.9, "seed": 10},
+    {"temperature": 0.0, "seed": 11},
+]
+
+
+def sampled_requests():
+    """(id, (adapter, prompt), parameters) of requests that between them use every way to sample."""
+    for index, params in enumerate(SAMPLED):
+        for adapter in ("r8-attention", "r1-all", None):
+            yield f"sampled-{index}-{adapter}", (adapter, [5 + index, 9, 30, 4, 77, 21]), {"max_tokens": 24, **params}
+
+
+def add_sampled(driver):
+    for name, args, params in sampled_requests():
+        driver.add(name, *args, **params)
+
+
+@pytest.fixture
+def sampled_alone(gqa, drive):
+    """The tokens of each sampled request when it runs by itself."""
+    driver = drive(gqa)
+    tokens = {name: driver.run(name, *args, **params).tokens for name, args, params in sampled_requests()}
+    assert len({tuple(t) for t in tokens.values()}) == len(tokens)
+    return tokens
+
+
+def test_seeded_tokens_do_not_depend_on_the_batch(gqa, drive, sampled_alone):
+    driver = drive(gqa, max_num_batched_tokens=40)
+    for index in range(6):
+        driver.add(f"before-{index}", list(gqa.adapters)[index], [3] * (10 + index), max_tokens=20, temperature=1.0)
+    driver.step()
+    add_sampled(driver)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
+
+
+def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone):
+    adapters = {name: gqa.adapters[name] for name in ("r8-attention", "r1-all")}
+    driver = drive(gqa, num_pages=24, adapters=adapters)
+    add_sampled(driver)
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
+    restarted = {row.request_id for plan in driver.plans for row in plan.rows if row.start == 0 and len(row.tokens) > 6}
+    assert restarted, "no request was preempted after it had given tokens"
+
+
+def test_requests_without_a_seed_draw_from_the_engines(gqa, drive):
+    def tokens(seed):
+        driver = drive(gqa, seed=seed)
+        for name in "ab":
+            driver.add(name, None, [5, 6, 7], max_tokens=16, temperature=1.0)
+        answers = driver.drain()
+        return answers["a"].tokens, answers["b"].tokens
+
+    first = tokens(3)
+    assert first[0] != first[1]
+    assert tokens(3) == first
+    assert tokens(4) != first
+
+
+def test_top_k_beyond_any_vocabulary_keeps_all_tokens(gqa, drive):
+    driver = drive(gqa)
+    want = driver.run("a", None, [5, 6, 7], max_tokens=12, temperature=1.0, seed=1, top_k=0)
+    assert driver.run("b", None, [5, 6, 7], max_tokens=12, temperature=1.0, seed=1, top_k=2**70) == want
+
+
+# -- ends
+
+
+def test_stop_token_ends_a_request_and_is_its_last_token(gqa, drive):
+    prompt = gqa.prompt("r1-all", 10, 20, seed=1)
+    want = gqa.greedy("r1-all", prompt, 20)
+    stop = want[7]
+    first = want.index(stop)
+    answer = drive(gqa).run("a", "r1-all", prompt, max_tokens=20, stop_token_ids=(stop, 999_999))
+    assert answer.tokens == want[: first + 1]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.stop_token_id == stop
+
+
+@pytest.fixture
+def with_eos(gqa, tmp_path):
+    """The gqa model and a prompt, with the fifth token it answers declared to be the end of a sequence."""
+    prompt = gqa.prompt(None, 10, 12, seed=2)
+    want = gqa.greedy(None, prompt, 12)
+    model = shutil.copytree(gqa.model, tmp_path / "model")
+    for file in ("config.json", "generation_config.json"):
+        config = json.loads((model / file).read_text())
+        (model / file).write_text(json.dumps({**config, "eos_token_id": [2, want[4]]}))
+    return type(gqa)(model, {}), prompt, want
+
+
+def test_end_of_sequence_ends_a_request(with_eos, drive):
+    subject, prompt, want = with_eos
+    answer = drive(subject).run("a", None, prompt, max_tokens=12, ignore_eos=False)
+    assert answer.tokens == want[: want.index(want[4]) + 1]
+    assert answer.finish_reason is FinishReason.STOP
+    assert answer.stop_token_id == want[4]
+
+
+def test_ignore_eos_goes_on_to_max_tokens(with_eos, drive):
+    subject, prompt, want = with_eos
+    answer = drive(subject).run("a", None, prompt, max_tokens=12, ignore_eos=True)
+    assert answer.tokens == want
+    assert answer.finish_reason is FinishReason.LENGTH
+    assert answer.stop_token_id is None
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 9])
+def test_max_tokens(gqa, drive, max_tokens):
+    prompt = gqa.prompt(None, 6, 9, seed=3)
+    answer = drive(gqa).run("a", None, prompt, max_tokens=max_tokens)
+    assert answer.tokens == gqa.greedy(None, prompt, 9)[:max_tokens]
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("length", [15, 18, 19])
+def test_context_limit_ends_a_request(gqa, drive, length):
+    prompt = gqa.prompt(None, length, 5, seed=4)
+    answer = drive(gqa, max_model_len=20).run("a", None, prompt, max_tokens=50)
+    assert answer.tokens == gqa.greedy(None, prompt, 5)[: 20 - length]
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+def test_the_models_own_context_can_be_filled(gqa, drive):
+    prompt = [7] * 250
+    answer = drive(gqa).run("a", "r2-qv", prompt, max_tokens=50)
+    assert len(answer.tokens) == 6
+    assert answer.finish_reason is FinishReason.LENGTH
+
+
+# -- abort
+
+
+def test_abort_of_a_running_request_frees_its_pages_at_once(gqa, drive):
+    driver = drive(gqa)
+    driver.add("stays", None, [5] * 20, max_tokens=10)
+    driver.step()
+    before = held_pages(driver)
+    driver.add("goes", None, [6] * 40, max_tokens=10)
+    driver.step()
+    assert held_pages(driver) > before
+    assert driver.engine.abort("goes")
+    assert held_pages(driver) == before
+    driver.engine.check_integrity()
+    assert not driver.engine.abort("goes")
+    answers = driver.drain()
+    assert answers["goes"].finish_reason is None
+    assert answers["stays"].tokens == gqa.greedy(None, [5] * 20, 10)
+
+
+def test_abort_of_a_waiting_request(gqa, drive):
+    driver = drive(gqa, max_num_seqs=1)
+    driver.add("first", None, [5] * 9, max_tokens=6)
+    driver.add("second", "r1-all", [6] * 9, max_tokens=6)
+    driver.step()
+    assert (driver.engine.stats().num_running, driver.engine.stats().num_waiting) == (1, 1)
+    assert driver.engine.abort("second")
+    assert driver.engine.stats().num_waiting == 0
+    answers = driver.drain()
+    assert len(answers["first"].tokens) == 6
+    assert answers["second"].tokens == []
+    assert driver.engine.stats().num_adapter_loads == 0
+
+
+def test_abort_of_an_adapters_last_request_leaves_it_idle(gqa, drive):
+    driver = drive(gqa)
+    driver.add("a", "r1-all", [5] * 9, max_tokens=6)
+    driver.step()
+    assert driver.engine.store.get("r1-all").references == 1
+    driver.engine.abort("a")
+    assert driver.engine.store.get("r1-all").references == 0
+    assert driver.engine.store.evict_idle() == 1
+    assert held_pages(driver) == 0
+
+
+def test_abort_of_the_unknown_is_refused(gqa, drive):
+    assert not drive(gqa).engine.abort("nobody")
+
+
+def test_an_id_can_be_used_again_after_its_end(gqa, drive):
+    driver = drive(gqa)
+    prompt = gqa.prompt(None, 6, 3, seed=5)
+    for _ in range(2):
+        assert driver.run("a", None, prompt, max_tokens=3).tokens == gqa.greedy(None, prompt, 3)
+
+
+# -- what is refused
+
+
+@pytest.mark.parametrize(
+    ("field", "params"),
+    [
+        ("max_tokens", {"max_tokens": 0}),
+        ("temperature", {"temperature": -0.1}),
+        ("temperature", {"temperature": float("nan")}),
+        ("temperature", {"temperature": float("inf")}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.01}),
+        ("top_p", {"top_p": float("nan")}),
+        ("top_k", {"top_k": -1}),
+    ],
+)
+def test_wrong_sampling_parameters_name_their_field(field, params):
+    with pytest.raises(InvalidRequest, match=field) as caught:
+        SamplingParams(**params)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "message", "request_", "config"),
+    [
+        ("request_id", "in use", ("taken", None, [5]), {}),
+        ("prompt", "no tokens", ("a", None, []), {}),
+        ("prompt", "256 tokens, the model takes 256", ("a", None, [5] * 256), {}),
+        ("prompt", "outside the vocabulary of 160", ("a", None, [5, 160]), {}),
+        ("prompt", "token id -1 is outside", ("a", None, [-1]), {}),
+        ("model", "'nobody' is not registered", ("a", "nobody", [5]), {}),
+        ("prompt", "chunked prefill is off", ("a", None, [5] * 60), {"chunked_prefill": False}),
+        ("max_tokens", "lower max_tokens", ("a", None, [5] * 200), {"num_pages": 12}),
+        ("max_tokens", "lower max_tokens", ("a", "r1-all", [5] * 200), {"num_pages": 14}),
+    ],
+)
+def test_a_request_that_cannot_be_served_names_its_field(gqa, drive, field, message, request_, config):
+    adapters = {"r1-all": gqa.adapters["r1-all"]}
+    driver = drive(gqa, max_num_batched_tokens=64, adapters=adapters, **config)
+    driver.add("taken", None, [5], max_tokens=2)
+    with pytest.raises(InvalidRequest, match=message) as caught:
+        driver.add(*request_, max_tokens=8)
+    assert caught.value.field == field
+    answers = driver.drain()
+    assert len(answers["taken"].tokens) == 2, "a refused request disturbed another"
+
+
+def test_a_request_that_just_fits_is_served(gqa, drive):
+    """The largest request that is not refused comes to its end."""
+    driver = drive(gqa, adapters={"r1-all": gqa.adapters["r1-all"]}, num_pages=4)
+    size = driver.executor.layout.block_tokens * (3 - driver.engine.store.get("r1-all").num_pages)
+    with pytest.raises(InvalidRequest):
+        driver.add("a", "r1-all", [5] * 8, max_tokens=size - 7)
+    assert len(driver.run("a", "r1-all", [5] * 8, max_tokens=size - 8).tokens) == size - 8
+
+
+def test_config_budget_must_cover_the_batch(gqa):
+    with pytest.raises(ValueError, match="max_num_batched_tokens is 8, below max_num_seqs 16"):
+        EngineConfig(model=gqa.model, max_num_seqs=16, max_num_batched_tokens=8)
+
+
+def test_an_adapter_larger_than_the_arena_is_refused(gqa, drive):
+    driver = drive(gqa, adapters={}, num_pages=20)
+    with pytest.raises(AdapterFormatError, match="raise memory_bytes"):
+        driver.engine.store.register("r33-all", gqa.adapters["r33-all"])
+    assert "r33-all" not in driver.engine.store
+
+
+# -- failures
+
+
+def break_by_truncation(path):
+    file = path / WEIGHTS_FILE
+    file.write_bytes(file.read_bytes()[:-64])
+
+
+def break_by_removal(path):
+    shutil.rmtree(path)
+
+
+def break_by_nan(path):
+    edit_weights(path, lambda name, tensor: tensor * float("nan"))
+
+
+def break_by_missing_tensor(path):
+    file = path / WEIGHTS_FILE
+    tensors = load_file(file)
+    tensors.pop(sorted(tensors)[0])
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
+def break_by_larger_rank(path):
+    edit_weights(path, lambda name, tensor: torch.cat([tensor, tensor], dim=0 if "lora_A" in name else 1))
+
+
+def break_by_rank_one(path):
+    """Shapes that would broadcast over the registered rank."""
+    edit_weights(path, lambda name, tensor: tensor[:1] if "lora_A" in name else tensor[:, :1])
+
+
+@pytest.mark.parametrize(
+    "break_it",
+    [
+        break_by_truncation,
+        break_by_removal,
+        break_by_nan,
+        break_by_missing_tensor,
+        break_by_larger_rank,
+        break_by_rank_one,
+    ],
+)
+def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, drive, tmp_path, break_it):
+    driver = drive(gqa)
+    path = copy_adapter(gqa, "r8-attention", tmp_path / "broken")
+    driver.engine.store.register("broken", path)
+    break_it(path)
+    prompt = gqa.prompt("r1-all", 12, 8, seed=6)
+    for name, adapter in (("before", "r1-all"), ("x", "broken"), ("y", "broken"), ("after", "r1-all")):
+        driver.add(name, adapter, prompt, max_tokens=8)
+    answers = driver.drain()
+    for name in "xy":
+        assert answers[name].finish_reason is FinishReason.ERROR
+        assert str(path) in answers[name].error
+        assert answers[name].tokens == []
+    for name in ("before", "after"):
+        assert answers[name].tokens == gqa.greedy("r1-all", prompt, 8)
+    driver.engine.store.evict_idle()
+    assert held_pages(driver) == 0
+
+
+def test_failing_load_that_is_no_format_error_fails_its_request_alone(gqa, drive, monkeypatch):
+    driver = drive(gqa)
+    place = driver.executor.adapters.place
+
+    def failing(image, pages):
+        raise RuntimeError("the copy failed")
+
+    driver.add("stays", None, [5] * 9, max_tokens=6)
+    driver.step()
+    monkeypatch.setattr(driver.executor.adapters, "place", failing)
+    driver.add("x", "r1-all", [5] * 9, max_tokens=6)
+    driver.step()
+    assert driver.answers["x"].finish_reason is FinishReason.ERROR
+    assert "the copy failed" in driver.answers["x"].error
+    monkeypatch.setattr(driver.executor.adapters, "place", place)
+    assert driver.run("y", "r1-all", [5] * 9, max_tokens=6).tokens == gqa.greedy("r1-all", [5] * 9, 6)
+    assert driver.answers["stays"].tokens == gqa.greedy(None, [5] * 9, 6)
+
+
+@pytest.mark.parametrize("guilty", [("r1-all", 0), (None, 0), ("r1-all", 15)], ids=["prefill", "base", "decode"])
+def test_executor_that_raises_for_one_request_fails_only_that(gqa, drive, guilty):
+    adapter, start = guilty
+
+    def before(plan):
+        if any(row.request_id == "guilty" and row.start >= start for row in plan.rows):
+            raise RuntimeError("device fault")
+
+    driver = drive(gqa, before=before)
+    others = ["r1-all", "r2-qv", None, "r33-all"]
+    prompts = {name: gqa.prompt(name, 12, 10, seed=7) for name in others}
+    for name in others[:2]:
+        driver.add(str(name), name, prompts[name], max_tokens=10)
+    driver.add("guilty", adapter, [5] * 12, max_tokens=10)
+    for name in others[2:]:
+        driver.add(str(name), name, prompts[name], max_tokens=10)
+    answers = driver.drain()
+    assert answers["guilty"].finish_reason is FinishReason.ERROR
+    assert "device fault" in answers["guilty"].error
+    assert answers["guilty"].tokens == gqa.greedy(adapter, [5] * 12, 10)[: max(0, start - 11)]
+    for name in others:
+        assert answers[str(name)].tokens == gqa.greedy(name, prompts[name], 10), name
+
+
+def make_overflowing(gqa, path):
+    """An adapter whose weights are finite and whose products are not."""
+    copy_adapter(gqa, "r8-attention", path)
+    edit_weights(path, lambda name, tensor: tensor.sign() * 1e30)
+    return path
+
+
+def test_logits_that_are_not_finite_fail_only_their_request(gqa, drive, tmp_path):
+    driver = drive(gqa)
+    driver.engine.store.register("overflow", make_overflowing(gqa, tmp_path / "overflow"))
+    prompts = {name: gqa.prompt(name, 12, 10, seed=8) for name in (None, "r1-all", "r8-attention")}
+    for name, prompt in prompts.items():
+        driver.add(str(name), name, prompt, max_tokens=10)
+    driver.add("x", "overflow", [5] * 12, max_tokens=10)
+    answers = driver.drain()
+    assert answers["x"].finish_reason is FinishReason.ERROR
+    assert "not finite" in answers["x"].error
+    for name, prompt in prompts.items():
+        assert answers[str(name)].tokens == gqa.greedy(name, prompt, 10), name
+
+
+def test_pages_left_full_of_nan_do_not_harm_their_next_owner(gqa, drive, tmp_path):
+    driver = drive(gqa)
+    driver.engine.store.register("overflow", make_overflowing(gqa, tmp_path / "overflow"))
+    assert driver.run("x", "overflow", [5] * 60, max_tokens=10).finish_reason is FinishReason.ERROR
+    driver.engine.store.evict_idle()
+    prompt = gqa.prompt(None, 20, 10, seed=9)
+    for name in "abc":
+        driver.add(name, None, prompt, max_tokens=10)
+    answers = driver.drain()
+    for name in "abc":
+        assert answers[name].error is None
+        assert answers[name].tokens == gqa.greedy(None, prompt, 10)
+
+
+# -- adapter versions
+
+
+@pytest.fixture
+def two_versions(gqa, tmp_path):
+    """Paths of two adapters that answer differently, and a prompt."""
+    old, new = copy_adapter(gqa, "r8-attention", tmp_path / "old"), copy_adapter(gqa, "r1-all", tmp_path / "new")
+    seed = 10
+    while True:
+        prompt = gqa.prompt("r8-attention", 10, 16, seed)
+        if gqa.is_clear("r1-all", prompt, 16):
+            return old, new, prompt
+        seed += 1
+
+
+def test_reload_gives_running_requests_the_old_weights_and_new_ones_the_new(gqa, drive, two_versions):
+    old, new, prompt = two_versions
+    driver = drive(gqa, adapters={"voice": old})
+    driver.add("running", "voice", prompt, max_tokens=16)
+    for _ in range(4):
+        driver.step()
+    first = driver.engine.store.get("voice")
+    second = driver.engine.store.register("voice", new)
+    assert second.version > first.version
+    driver.add("later", "voice", prompt, max_tokens=16)
+    driver.step()
+    assert first.pages
+    assert second.pages
+    answers = driver.drain()
+    assert answers["running"].tokens == gqa.greedy("r8-attention", prompt, 16)
+    assert answers["later"].tokens == gqa.greedy("r1-all", prompt, 16)
+    assert not first.pages, "the old version's pages were not given back"
+    assert driver.engine.stats().num_adapter_pages == len(second.pages)
+
+
+def test_reload_while_a_request_waits(gqa, drive, two_versions):
+    """A request keeps the version that was current when it was accepted, even when that was not loaded yet."""
+    old, new, prompt = two_versions
+    driver = drive(gqa, adapters={"voice": old}, max_num_seqs=1)
+    driver.add("first", None, [5] * 8, max_tokens=4)
+    driver.add("waiting", "voice", prompt, max_tokens=16)
+    driver.step()
+    driver.engine.store.register("voice", new)
+    driver.add("later", "voice", prompt, max_tokens=16)
+    answers = driver.drain()
+    assert answers["waiting"].tokens == gqa.greedy("r8-attention", prompt, 16)
+    assert answers["later"].tokens == gqa.greedy("r1-all", prompt, 16)
+    driver.engine.store.evict_idle()
+    assert held_pages(driver) == 0
+
+
+def test_files_replaced_in_place_never_change_a_running_request(gqa, drive, two_versions):
+    """Preempted after its adapter's files were overwritten, a request fails or goes on as before, never a mixture."""
+    old, _, _ = two_versions
+    prompt = gqa.prompt("r8-attention", 10, 60, seed=11)
+    driver = drive(gqa, adapters={"voice": old}, num_pages=16)
+    driver.add("other", None, [5] * 60, max_tokens=100)
+    driver.add("running", "voice", prompt, max_tokens=60)
+    while len(driver.answers["running"].tokens) < 4:
+        driver.step()
+    edit_weights(old, lambda name, tensor: -tensor if "lora_A" in name else tensor)
+    driver.engine.store.register("voice", old)
+    answer = driver.drain()["running"]
+    assert driver.engine.stats().num_preemptions > 0
+    want = gqa.greedy("r8-attention", prompt, 60)
+    assert answer.tokens == want[: len(answer.tokens)]
+    assert len(answer.tokens) == 60 or answer.finish_reason is FinishReason.ERROR
+
+
+def test_unregistered_adapter_serves_whom_it_has_and_nobody_else(gqa, drive, two_versions):
+    old, _, prompt = two_versions
+    driver = drive(gqa, adapters={"voice": old})
+    driver.add("running", "voice", prompt, max_tokens=16)
+    driver.step()
+    driver.engine.store.unregister("voice")
+    assert driver.engine.store.names() == []
+    with pytest.raises(InvalidRequest, match="not registered") as caught:
+        driver.add("later", "voice", prompt, max_tokens=16)
+    assert caught.value.field == "model"
+    with pytest.raises(UnknownAdapter):
+        driver.engine.store.unregister("voice")
+    assert driver.drain()["running"].tokens == gqa.greedy("r8-attention", prompt, 16)
+    assert held_pages(driver) == 0, "unloading did not unload"
+
+
+def test_unregistering_an_idle_adapter_frees_its_pages_at_once(gqa, drive):
+    driver = drive(gqa)
+    driver.run("a", "r5-ko", [5] * 9, max_tokens=3)
+    assert driver.engine.stats().num_adapter_pages > 0
+    driver.engine.store.unregister("r5-ko")
+    assert held_pages(driver) == 0
+
+
+def test_failed_reload_keeps_the_earlier_version(gqa, drive, two_versions, tmp_path):
+    old, _, prompt = two_versions
+    driver = drive(gqa, adapters={"voice": old})
+    with pytest.raises(AdapterFormatError, match="no such directory"):
+        driver.engine.store.register("voice", tmp_path / "nowhere")
+    assert driver.run("a", "voice", prompt, max_tokens=16).tokens == gqa.greedy("r8-attention", prompt, 16)
+
+
+# -- books
+
+
+def test_stats_follow_the_work(gqa, drive):
+    driver = drive(gqa)
+    driver.add("a", "r2-qv", [5] * 20, max_tokens=3)
+    driver.add("b", None, [5] * 20, max_tokens=3)
+    outputs = driver.step()
+    stats = driver.engine.stats()
+    assert {output.request_id for output in outputs} == {"a", "b"}
+    assert {output.step for output in outputs} == {stats.last_step}
+    assert (stats.last_step.num_requests, stats.last_step.num_adapters, stats.last_step.num_tokens) == (2, 1, 40)
+    assert (stats.num_running, stats.num_waiting, stats.num_adapter_loads) == (2, 0, 1)
+    assert stats.num_kv_pages == 2 * driver.executor.layout.pages_for_tokens(20)
+    assert stats.num_free_pages == stats.num_pages - stats.num_kv_pages - stats.num_adapter_pages
+    driver.drain()
+    stats = driver.engine.stats()
+    assert (stats.num_generated_tokens, stats.num_steps) == (6, 3)
+
+
+def test_idle_engine_checks_its_books(gqa, drive):
+    """A page that leaks is noticed as soon as there is nothing to do."""
+    driver = drive(gqa)
+    request = Request("a", [5] * 8, SamplingParams(2, temperature=0, ignore_eos=True))
+    driver.engine.add_request(request)
+    driver.engine.step()
+    request.block_table.pages.append(request.block_table.pages[0])
+    with pytest.raises(AssertionError, match="released while free"):
+        driver.engine.step()

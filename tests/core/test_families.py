@@ -1,0 +1,278 @@
+"""Every supported architecture answers as transformers + peft do: tiny random models of transformers' own classes."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model import DecoderModel
+from chorus.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
+from chorus.core.native_model import NativeDecoderModel
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.ops import native
+
+MIN_MARGIN = 1e-3
+"""Greedy choices closer than this would test rounding."""
+
+BF16_LOGITS_ERROR = 2e-2
+"""Relative L2 error of bfloat16 logits that is taken for rounding; measured: at most 1.1e-2 (torch path: 1.9e-2)."""
+
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}  # fmt: skip
+
+#: name → (transformers' configuration class, its arguments, largest shard)
+FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama2": ("LlamaConfig", {"num_key_value_heads": 4}, "50GB"),
+    "llama3": ("LlamaConfig", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, "20KB"),
+    "llama-linear-rope": (
+        "LlamaConfig", {"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 500.0}}, "50GB",
+    ),
+    "llama-biased": ("LlamaConfig", {"attention_bias": True, "mlp_bias": True, "head_dim": 32}, "50GB"),
+    "mistral": ("MistralConfig", {"head_dim": 24, "sliding_window": None}, "50GB"),
+    "qwen2": ("Qwen2Config", {"tie_word_embeddings": True, "hidden_size": 56, "num_key_value_heads": 1}, "20KB"),
+    "qwen2-untied": ("Qwen2Config", {"rms_norm_eps": 1e-5, "num_hidden_layers": 3}, "50GB"),
+    "qwen3": ("Qwen3Config", {"head_dim": 32, "hidden_size": 40, "tie_word_embeddings": True}, "50GB"),
+    "qwen3-biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True, "hidden_size": 48}, "20KB"),
+}  # fmt: skip
+
+ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]
+#: name → (rank, alpha, targets)
+ADAPTERS = {
+    "r3-all": (3, 6, ATTENTION + MLP),
+    "r8-qv": (8, 16, ["q_proj", "v_proj"]),
+    "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
+}
+
+KERNELS = [
+    "torch",
+    pytest.param("native", marks=pytest.mark.skipif(not native.available(torch.float32), reason="no native decoder")),
+]
+
+
+@dataclass
+class Tiny:
+    """A model with three adapters, and what transformers + peft make of it."""
+
+    model: Path
+    adapters: dict[str, Path]
+    reference: Any
+    _answers: dict[tuple[str | None, tuple[int, ...]], tuple[list[int], float]] = field(default_factory=dict)
+
+    def use(self, adapter: str | None) -> Any:
+        if adapter is None:
+            self.reference.base_model.disable_adapter_layers()
+        else:
+            self.reference.base_model.enable_adapter_layers()
+            self.reference.set_adapter(adapter)
+        return self.reference
+
+    def case(self, adapter: str | None, length: int, seed: int, count: int = 12) -> tuple[list[int], list[int]]:
+        """A random prompt and its `count` greedy tokens, all clear choices."""
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
+            tokens, margin = self._greedy(adapter, prompt, count)
+            if margin >= MIN_MARGIN:
+                return prompt, tokens
+
+    def _greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+        model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
+        with torch.inference_mode():
+            for _ in range(count):
+                output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
+                best = output.logits[0, -1].topk(2)
+                margin = min(margin, float(best.values[0] - best.values[1]))
+                inputs, cache = [int(best.indices[0])], output.past_key_values
+                tokens += inputs
+        return tokens, margin
+
+
+def randomise(model: torch.nn.Module) -> None:
+    """Norms that are not one and biases that are not zero."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif name.endswith("bias"):
+                parameter.normal_(0, 0.3)
+
+
+def save_family(name: str, path: Path, dtype: torch.dtype = torch.float32, **changes: Any) -> None:
+    import transformers
+
+    config_class, arguments, shard = FAMILIES[name]
+    arguments = {
+        "vocab_size": 150, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.25, "bos_token_id": 1,
+        "eos_token_id": 2, **arguments, **changes,
+    }  # fmt: skip
+    torch.manual_seed(sum(map(ord, name)))
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config_class)(**arguments))
+    randomise(model)
+    model.to(dtype).save_pretrained(path, max_shard_size=shard)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """`tiny("qwen3")`: the family's model with ADAPTERS, made once."""
+    made: dict[str, Tiny] = {}
+
+    def make(name: str) -> Tiny:
+        if name not in made:
+            from peft import LoraConfig, PeftModel, get_peft_model
+            from transformers import AutoModelForCausalLM
+
+            root = tmp_path_factory.mktemp(name)
+            save_family(name, root / "model")
+            adapters = {adapter: root / adapter for adapter in ADAPTERS}
+            for seed, (adapter, (rank, alpha, targets)) in enumerate(ADAPTERS.items()):
+                torch.manual_seed(seed)
+                config = LoraConfig(
+                    r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights=False, task_type="CAUSAL_LM"
+                )
+                base = AutoModelForCausalLM.from_pretrained(root / "model")
+                get_peft_model(base, config).save_pretrained(adapters[adapter])
+            model: Any = AutoModelForCausalLM.from_pretrained(root / "model", dtype=torch.float32)
+            for adapter, path in adapters.items():
+                if isinstance(model, PeftModel):
+                    model.load_adapter(path, adapter_name=adapter)
+                else:
+                    model = PeftModel.from_pretrained(model, path, adapter_name=adapter)
+            made[name] = Tiny(root / "model", adapters, model.eval())
+        return made[name]
+
+    return make
+
+
+def test_every_architecture_is_covered():
+    import transformers
+
+    models = {transformers.AutoModelForCausalLM._model_mapping[getattr(transformers, f[0])] for f in FAMILIES.values()}
+    assert {model.__name__ for model in models} == set(SUPPORTED_ARCHITECTURES)
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
+    it = tiny(family)
+    driver = drive(it, cpu_kernels=kernels, max_num_seqs=6, max_num_batched_tokens=20, max_model_len=128)
+    assert isinstance(driver.executor.inner._model, NativeDecoderModel if kernels == "native" else DecoderModel)
+    rng = random.Random(family)
+    want = {}
+    for index in range(12):
+        adapter = [None, *ADAPTERS][index % 4]
+        prompt, want[str(index)] = it.case(adapter, rng.randint(1, 70), seed=index)
+        driver.add(str(index), adapter, prompt, max_tokens=12)
+    answers = driver.drain()
+    assert {name: answer.tokens for name, answer in answers.items()} == want
+    chunks = [row for plan in driver.plans for row in plan.rows if row.start > 0 and len(row.tokens) > 1]
+    assert chunks, "no prompt was cut"
+    assert any(len(plan.rows[0].tokens) > 1 and len(plan.rows[-1].tokens) == 1 for plan in driver.plans), (
+        "no mixed step"
+    )
+    assert max(plan.num_adapters for plan in driver.plans) == 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_comparisons_mean_something(tiny, family):
+    """Answers vary, and every adapter changes them."""
+    it = tiny(family)
+    prompt, base = it.case(None, 20, seed=99)
+    outputs = [base, *(it._greedy(adapter, prompt, 12)[0] for adapter in ADAPTERS)]
+    assert len({tuple(output) for output in outputs}) == 4
+    assert len(set(base)) >= 4
+
+
+def logits_of(executor: CpuExecutor, prompts: list[list[int]]) -> torch.Tensor:
+    """Logits `[prompts, vocab]` of each prompt's last token, all in one step."""
+    seen: list[torch.Tensor] = []
+    forward = executor._model.forward
+    executor._model.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+    engine = Engine(EngineConfig(model="."), executor)
+    for index, prompt in enumerate(prompts):
+        engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0)))
+    engine.step()
+    return seen[0].clone()
+
+
+def executor_of(model: Path, **config: Any) -> CpuExecutor:
+    return CpuExecutor(EngineConfig(model=model, memory_bytes=4 << 20, **config))
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
+
+
+@pytest.mark.skipif(not native.available(torch.bfloat16), reason="no native decoder")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
+    save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
+    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
+    executor = executor_of(tmp_path, cpu_kernels="native")
+    assert executor.layout.itemsize == 2, "dtype auto is the checkpoint's"
+    got = logits_of(executor, prompts)
+    errors = (got - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < BF16_LOGITS_ERROR
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3-biased"])
+def test_float16_takes_the_torch_path(tmp_path, prompts, family):
+    save_family(family, tmp_path, initializer_range=0.1)
+    executor = executor_of(tmp_path, dtype="float16")
+    assert isinstance(executor._model, DecoderModel)
+    want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
+    errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
+    assert float(errors.max()) < 5e-3
+    with pytest.raises(UnsupportedModel, match=r"torch\.float16"):
+        executor_of(tmp_path, dtype="float16", cpu_kernels="native")
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("mistral", {"sliding_window": 48}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 1}),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 48, "max_window_layers": 0}),
+    ],
+)
+def test_sliding_window_caps_the_length_and_is_exact_within_it(tmp_path, caplog, family, changes):
+    from transformers import AutoModelForCausalLM
+
+    save_family(family, tmp_path, **changes)
+    with caplog.at_level("INFO", logger="chorus"):
+        executor = executor_of(tmp_path, dtype="float32")
+    assert executor.model.max_model_len == 48
+    assert "sliding window" in caplog.text
+    prompt = torch.randint(3, 150, (47,), generator=torch.Generator().manual_seed(1))
+    with torch.inference_mode():
+        want = AutoModelForCausalLM.from_pretrained(tmp_path)(prompt[None]).logits[0, -1]
+    assert torch.allclose(logits_of(executor, [prompt.tolist()])[0], want, atol=1e-4, rtol=1e-4)
+    with pytest.raises(UnsupportedModel, match="sliding_window 48"):
+        executor_of(tmp_path, max_model_len=49)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_configuration_and_frequencies_are_transformers_own(tiny, family):
+    import transformers
+
+    it = tiny(family)
+    config = ModelConfig.read(it.model)
+    want = transformers.AutoConfig.from_pretrained(it.model)
+    rotary = it.reference.base_model.model.model.rotary_emb
+    assert torch.equal(config.inverse_frequencies(), rotary.inv_freq)
+    assert rotary.attention_scaling == 1.0
+    assert (config.num_kv_heads, config.tie_word_embeddings) == (want.num_key_value_heads, want.tie_word_embeddings)
+    assert config.max_context == 256

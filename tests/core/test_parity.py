@@ -1,0 +1,240 @@
+"""Greedy tokens equal those of transformers + peft exactly, whatever shares the batch."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.types import FinishReason
+
+MODELS = ("gqa", "mha", "tied", "wide_heads")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One request and the reference's answer."""
+
+    id: str
+    adapter: str | None
+    prompt: list[int]
+    want: list[int]
+
+
+def make_cases(subject, count, *, adapters=None, seed=0, longest=40, tokens=(4, 20)):
+    """`count` requests of mixed lengths that go round the adapters and the base model."""
+    rng = random.Random(seed)
+    names = [*subject.adapters, None] if adapters is None else adapters
+    cases = []
+    for index in range(count):
+        adapter, number = names[index % len(names)], rng.randint(*tokens)
+        prompt = subject.prompt(adapter, rng.randint(1, longest), number, seed=1000 * seed + index)
+        cases.append(Case(f"{seed}-{index}", adapter, prompt, subject.greedy(adapter, prompt, number)))
+    return cases
+
+
+def add_all(driver, cases):
+    for case in cases:
+        driver.add(case.id, case.adapter, case.prompt, max_tokens=len(case.want))
+
+
+def check(driver, cases):
+    answers = driver.drain()
+    for case in cases:
+        answer = answers[case.id]
+        assert answer.tokens == case.want, f"{case.id} on {case.adapter}"
+        assert answer.finish_reason is FinishReason.LENGTH
+
+
+def decodes(plan):
+    return [row for row in plan.rows if row.start > 0 and len(row.tokens) == 1 and row.sampling is not None]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_reference_tells_adapters_apart(subject, model):
+    """Comparisons below mean something: outputs are varied and every adapter changes them."""
+    it = subject(model)
+    prompt = it.prompt(None, 12, 16, seed=5)
+    outputs = [it.greedy(adapter, prompt, 16) for adapter in (None, *it.adapters)]
+    assert len({tuple(output) for output in outputs}) == len(outputs) == 9
+    assert all(len(set(output)) >= 5 for output in outputs)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_32_concurrent_requests_over_8_adapters(subject, drive, model, chunked):
+    it = subject(model)
+    cases = make_cases(it, 32, longest=60, tokens=(30, 40))
+    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=50 if chunked else 2048)
+    add_all(driver, cases)
+    check(driver, cases)
+    plans = driver.plans
+    assert max(len(plan.rows) for plan in plans) == 32
+    assert max(plan.num_adapters for plan in plans) == 8
+    assert all(plan.num_tokens <= driver.engine.config.max_num_batched_tokens for plan in plans)
+    chunks = [row for plan in plans for row in plan.rows if row.sampling is None]
+    if chunked:
+        assert any(row.start > 0 and len(row.tokens) > 1 for row in chunks), "no prompt was cut in three"
+        assert any(len(plan.rows[0].tokens) > 1 and decodes(plan) for plan in plans), "no mixed step"
+    else:
+        assert not chunks
+        assert all(row.start == 0 or len(row.tokens) == 1 for plan in plans for row in plan.rows)
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_staggered_arrivals_join_a_running_batch(subject, drive, chunked):
+    it = subject("gqa")
+    cases = make_cases(it, 24, seed=2)
+    driver = drive(it, chunked_prefill=chunked, max_num_seqs=16, max_num_batched_tokens=64)
+    arrivals = random.Random(2)
+    waiting = list(cases)
+    while waiting:
+        for _ in range(arrivals.randint(0, 2)):
+            if waiting:
+                add_all(driver, [waiting.pop(0)])
+        driver.step()
+    check(driver, cases)
+    assert any(len(plan.rows[0].tokens) > 1 and decodes(plan) for plan in driver.plans), "no mixed step"
+
+
+def test_batches_of_every_kind_on_one_engine(subject, drive):
+    """A replay with other adapters than the capture's, with more of them, with fewer, with none."""
+    it = subject("gqa")
+    few, others = ["r2-qv", "r8-attention"], ["r33-all", "r1-all"]
+    driver = drive(it)
+    kinds = [few, few, others, [*it.adapters, None], ["r64-qkv-up"], [None], [*it.adapters], [None], few]
+    for seed, adapters in enumerate(kinds):
+        cases = make_cases(it, 9, adapters=adapters, seed=10 + seed, tokens=(6, 6))
+        first = len(driver.plans)
+        add_all(driver, cases)
+        check(driver, cases)
+        widest = max(driver.plans[first:], key=lambda plan: len(plan.rows))
+        assert {adapter.name for adapter in widest.adapters} == {name for name in adapters if name}
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 9, 17, 30])
+def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
+    """Padding rows and what an earlier step left in the static buffers change nothing."""
+    it = subject("mha")
+    driver = drive(it, max_num_seqs=31)
+    full = make_cases(it, 31, seed=30, tokens=(3, 6))
+    add_all(driver, full)
+    check(driver, full)
+    first = len(driver.plans)
+    cases = make_cases(it, rows, seed=31, tokens=(8, 8), longest=12)
+    add_all(driver, cases)
+    check(driver, cases)
+    buckets = [plan.bucket for plan in driver.plans[first:] if plan.bucket is not None and len(plan.rows) == rows]
+    assert buckets
+    assert set(buckets) == {min(size for size in (1, 2, 4, 8, 16, 24, 31) if size >= rows)}
+
+
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunked):
+    it = subject("gqa")
+    cases = make_cases(it, 32, seed=4, tokens=(24, 48))
+    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=64 if chunked else 512, num_pages=56)
+    add_all(driver, cases)
+    check(driver, cases)
+    stats = driver.engine.stats()
+    assert stats.num_preemptions > 3
+    assert stats.num_adapter_evictions > 3
+    assert stats.num_adapter_loads > len(it.adapters), "no adapter was loaded twice"
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16, 64])
+def test_page_size_does_not_matter(subject, drive, block_tokens):
+    it = subject("wide_heads")
+    cases = make_cases(it, 18, seed=6)
+    driver = drive(it, block_tokens=block_tokens)
+    assert driver.executor.layout.block_tokens == block_tokens
+    add_all(driver, cases)
+    check(driver, cases)
+
+
+def test_engine_from_an_adapters_directory(subject):
+    it = subject("tied")
+    directory = next(iter(it.adapters.values())).parent
+    engine = Engine.from_config(EngineConfig(model=it.model, adapters=directory, dtype="float32", memory_bytes=8 << 20))
+    assert engine.store.names() == sorted(it.adapters)
+    prompt = it.prompt("r33-all", 9, 7, seed=0)
+    engine.add_request(Request("a", prompt, SamplingParams(7, temperature=0, ignore_eos=True), "r33-all"))
+    tokens = []
+    while engine.has_work():
+        tokens += [token for output in engine.step() for token in output.token_ids]
+    assert tokens == it.greedy("r33-all", prompt, 7)
+
+
+def test_bfloat16_choices_are_the_references_within_rounding(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, dtype="bfloat16")
+    prompts = {adapter: it.prompt(adapter, 20, 1, seed=8) for adapter in (None, *it.adapters)}
+    for adapter, prompt in prompts.items():
+        driver.add(str(adapter), adapter, prompt, max_tokens=12)
+    answers = driver.drain()
+    for adapter, prompt in prompts.items():
+        tokens = answers[str(adapter)].tokens
+        logits = it.logits(adapter, prompt + tokens[:-1])[len(prompt) - 1 :]
+        loss = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+        assert float(loss.max() / logits.std()) < 0.25, adapter
+
+
+class TestStories:
+    """A trained model with two trained adapters and a real tokenizer."""
+
+    @pytest.fixture(scope="class")
+    def prompts(self, shared_data):
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(shared_data / "models" / "stories260K-hf" / "tokenizer.json"))
+        texts = []
+        for name, key in (("dolly6400.jsonl", "instruction"), ("gsm8k_test.jsonl", "question")):
+            with (shared_data / "prompts" / name).open(encoding="utf-8") as lines:
+                texts += [json.loads(line)[key] for line, _ in zip(lines, range(40), strict=False)]
+        with gzip.open(shared_data / "prompts" / "HumanEval.jsonl.gz", "rt", encoding="utf-8") as lines:
+            texts += [json.loads(line)["prompt"] for line, _ in zip(lines, range(10), strict=False)]
+        return [tokenizer.encode(text).ids[:300] for text in texts]
+
+    @pytest.fixture(scope="class")
+    def cases(self, stories, prompts):
+        """32 requests with clear choices, a third of them for the base model."""
+        cases, names = [], [*stories.adapters, None]
+        for index, prompt in enumerate(prompts):
+            adapter, count = names[len(cases) % 3], 12 + index % 20
+            if stories.is_clear(adapter, prompt, count):
+                cases.append(Case(str(index), adapter, prompt, stories.greedy(adapter, prompt, count)))
+        assert len(cases) >= 32
+        return cases[:32]
+
+    def test_adapters_change_the_answers(self, stories, cases):
+        base = [stories.greedy(None, case.prompt, len(case.want)) for case in cases]
+        changed = sum(case.want != plain for case, plain in zip(cases, base, strict=True) if case.adapter)
+        assert changed >= 16
+
+    @pytest.mark.parametrize(
+        "config",
+        [
+            {"max_num_batched_tokens": 128},
+            {"chunked_prefill": False, "max_num_batched_tokens": 2048},
+            {"num_pages": 60, "max_num_batched_tokens": 256},
+        ],
+        ids=["chunked", "whole", "small arena"],
+    )
+    def test_32_concurrent_requests(self, stories, drive, cases, config):
+        driver = drive(stories, **config)
+        add_all(driver, cases)
+        check(driver, cases)
+        stats = driver.engine.stats()
+        if "num_pages" in config:
+            assert stats.num_preemptions > 0
+        else:
+            assert stats.num_preemptions == 0
+            assert max(len(plan.rows) for plan in driver.plans) == 32

@@ -1,0 +1,86 @@
+"""The static decode buffers hold this step and padding, and nothing of the steps before."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.graphs.buffers import DecodeBuffers
+
+DUMMY = 99
+SIZES = (1, 2, 4, 8)
+BLOCK = 4
+MAX_PAGES = 5
+TENSORS = ("token_ids", "positions", "page", "offset", "page_table")
+
+
+def make_buffers():
+    return DecodeBuffers(SIZES, MAX_PAGES, BLOCK, DUMMY)
+
+
+@st.composite
+def steps(draw):
+    """A bucket and its rows of (token, position, block table); tables may be longer than the position needs."""
+    bucket = draw(st.sampled_from(SIZES))
+    rows = []
+    for _ in range(draw(st.integers(1, bucket))):
+        position = draw(st.integers(0, BLOCK * MAX_PAGES - 1))
+        count = draw(st.integers(position // BLOCK + 1, MAX_PAGES))
+        rows.append((draw(st.integers(1, 500)), position, draw(st.permutations(range(50)))[:count]))
+    return bucket, rows
+
+
+def fill(buffers, bucket, rows):
+    return buffers.fill(bucket, [row[0] for row in rows], [row[1] for row in rows], [list(row[2]) for row in rows])
+
+
+@given(st.lists(steps(), min_size=1, max_size=6))
+def test_views_show_the_last_step_and_padding_only(sequence):
+    buffers = make_buffers()
+    for bucket, rows in sequence:
+        views = fill(buffers, bucket, rows)
+        padding = bucket - len(rows)
+        assert views is buffers.views[bucket]
+        assert views.token_ids.tolist() == [row[0] for row in rows] + [0] * padding
+        assert views.positions.tolist() == [row[1] for row in rows] + [0] * padding
+        assert views.page.tolist() == [row[2][row[1] // BLOCK] for row in rows] + [DUMMY] * padding
+        assert views.offset.tolist() == [row[1] % BLOCK for row in rows] + [0] * padding
+        assert views.kv_lens == [row[1] + 1 for row in rows] + [1] * padding
+        want = [list(row[2]) + [DUMMY] * (MAX_PAGES - len(row[2])) for row in rows]
+        assert views.page_table.tolist() == want + [[DUMMY] * MAX_PAGES] * padding
+
+
+def addresses(buffers):
+    """Where everything that a captured step reads lies."""
+    return {
+        size: (id(view.kv_lens), *(getattr(view, name).data_ptr() for name in TENSORS))
+        for size, view in buffers.views.items()
+    }
+
+
+def test_views_never_move():
+    buffers = make_buffers()
+    before = addresses(buffers)
+    for bucket in (8, 1, 4):
+        fill(buffers, bucket, [(7, 3, [1, 2])])
+    assert addresses(buffers) == before
+
+
+def test_small_buckets_share_the_largest_ones_memory():
+    buffers = make_buffers()
+    fill(buffers, 8, [(token, 0, [token]) for token in range(1, 9)])
+    assert buffers.views[2].token_ids.tolist() == [1, 2]
+    assert buffers.views[4].page_table[:, 0].tolist() == [1, 2, 3, 4]
+
+
+def test_dtypes_are_those_that_operators_index_with():
+    views = make_buffers().views[4]
+    for name in TENSORS:
+        assert getattr(views, name).dtype is torch.long
+
+
+def test_position_must_lie_in_its_block_table():
+    with pytest.raises(IndexError):
+        fill(make_buffers(), 2, [(5, BLOCK, [1])])

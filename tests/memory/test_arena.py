@@ -1,0 +1,66 @@
+"""A page's KV is exactly the page's bytes, page outermost; a layer's cache is a strided view of it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.memory.arena import Arena
+from chorus.memory.layout import PageLayout
+
+LAYOUT = PageLayout(num_layers=3, kv_heads=2, head_dim=8, block_tokens=4, itemsize=4)
+
+
+@pytest.fixture
+def arena():
+    return Arena(LAYOUT, 5, torch.float32, "cpu")
+
+
+def test_starts_empty(arena):
+    assert arena.pages.shape == (5, LAYOUT.page_elems)
+    assert not arena.pages.any()
+
+
+def test_layer_views_are_strided_page_outermost(arena):
+    for layer in range(LAYOUT.num_layers):
+        for side, cache in enumerate(arena.kv_layer(layer)):
+            assert cache.shape == (5, 4, 2, 8)
+            assert cache.stride() == (LAYOUT.page_elems, 16, 8, 1)
+            assert cache.untyped_storage().data_ptr() == arena.pages.untyped_storage().data_ptr()
+            assert cache.storage_offset() == (2 * layer + side) * 4 * 2 * 8
+
+
+def test_kv_of_a_page_covers_exactly_its_bytes(arena):
+    for layer in range(LAYOUT.num_layers):
+        for cache in arena.kv_layer(layer):
+            cache[2] += 1
+    assert torch.equal(arena.pages[2], torch.ones(LAYOUT.page_elems)), "an element written twice or never"
+    arena.pages[2] = 0
+    assert not arena.pages.any(), "a page's KV reaches into its neighbours"
+
+
+def test_large_arena_has_the_same_shape_and_is_zero():
+    """Beyond the size from which host memory is mapped otherwise."""
+    arena = Arena(LAYOUT, (6 << 20) // LAYOUT.page_bytes, torch.float32, "cpu")
+    assert arena.pages.is_contiguous()
+    assert not arena.pages.any()
+    arena.kv_layer(2)[1][-1] = 1
+    assert arena.pages.sum() == arena.pages[-1].sum() == 4 * 2 * 8
+
+
+def test_images_are_written_page_by_page(arena):
+    image = torch.arange(2.0 * LAYOUT.page_elems).view(2, -1)
+    arena.write_pages([4, 1], image)
+    assert torch.equal(arena.pages[4], image[0])
+    assert torch.equal(arena.pages[1], image[1])
+    assert not arena.pages[[0, 2, 3]].any()
+
+
+def test_image_must_have_as_many_pages_as_it_is_given(arena):
+    with pytest.raises(ValueError, match="zip"):
+        arena.write_pages([1, 2, 3], torch.zeros(2, LAYOUT.page_elems))
+
+
+def test_dtype_must_be_the_layouts():
+    with pytest.raises(ValueError, match="layout counts 4 bytes per element"):
+        Arena(LAYOUT, 5, torch.bfloat16, "cpu")

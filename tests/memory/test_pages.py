@@ -1,0 +1,173 @@
+"""The page pool against a model of it, and that its integrity check notices every kind of mistake."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from chorus.memory.kv import BlockTable
+from chorus.memory.pages import IntegrityError, OutOfPages, PageKind, PagePool
+
+KINDS = (PageKind.KV, PageKind.ADAPTER)
+
+
+class PoolMachine(RuleBasedStateMachine):
+    """Holders take, share and give back pages."""
+
+    @initialize(num_pages=st.integers(2, 20))
+    def build(self, num_pages):
+        self.pool = PagePool(num_pages)
+        self.holders: list[tuple[PageKind, list[int]]] = []
+
+    @rule(count=st.integers(0, 8), kind=st.sampled_from(KINDS))
+    def allocate(self, count, kind):
+        free = self.pool.num_free
+        if count > free:
+            with pytest.raises(OutOfPages, match=f"{count} pages wanted, {free} of"):
+                self.pool.allocate(count, kind)
+            assert self.pool.num_free == free
+            return
+        pages = self.pool.allocate(count, kind)
+        assert len(set(pages)) == count
+        assert PagePool.DUMMY not in pages
+        assert not {page for _, held in self.holders for page in held} & set(pages), "a page that is in use"
+        self.holders.append((kind, pages))
+
+    @precondition(lambda self: any(kind is PageKind.KV for kind, _ in self.holders))
+    @rule(data=st.data())
+    def share(self, data):
+        pages = data.draw(st.sampled_from([pages for kind, pages in self.holders if kind is PageKind.KV]))
+        shared = pages[: data.draw(st.integers(0, len(pages)))]
+        self.pool.retain(shared)
+        self.holders.append((PageKind.KV, shared))
+
+    @precondition(lambda self: self.holders)
+    @rule(data=st.data())
+    def release(self, data):
+        _, pages = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
+        self.pool.release(pages)
+
+    @invariant()
+    def books_add_up(self):
+        self.pool.check_integrity(self.holders)
+        held = {page: kind for kind, pages in self.holders for page in pages}
+        assert self.pool.num_free == self.pool.num_usable - len(held)
+        for kind in KINDS:
+            assert self.pool.count(kind) == sum(k is kind for k in held.values())
+        for page, kind in held.items():
+            assert self.pool.kind(page) is kind
+            assert self.pool.references(page) == sum(page in pages for _, pages in self.holders)
+
+
+TestPoolMachine = PoolMachine.TestCase
+TestPoolMachine.settings = settings(max_examples=50, stateful_step_count=30)
+
+
+@pytest.mark.parametrize("num_pages", [-1, 0, 1])
+def test_pool_needs_a_page_beside_the_dummy(num_pages):
+    with pytest.raises(ValueError, match="at least 2"):
+        PagePool(num_pages)
+
+
+def test_dummy_page_is_never_given_out():
+    pool = PagePool(5)
+    assert sorted(pool.allocate(4, PageKind.KV)) == [1, 2, 3, 4]
+    assert pool.kind(PagePool.DUMMY) is PageKind.RESERVED
+    with pytest.raises(OutOfPages):
+        pool.allocate(1, PageKind.KV)
+
+
+def test_free_pages_cannot_be_retained_or_released():
+    pool = PagePool(4)
+    with pytest.raises(IntegrityError, match="page 2 retained while free"):
+        pool.retain([2])
+    with pytest.raises(IntegrityError, match="page 3 released while free"):
+        pool.release([3])
+    with pytest.raises(IntegrityError, match="page 0 released while free"):
+        pool.release([PagePool.DUMMY])
+
+
+def test_shared_page_is_free_when_its_last_holder_lets_go():
+    pool = PagePool(3)
+    pages = pool.allocate(1, PageKind.KV)
+    pool.retain(pages)
+    pool.release(pages)
+    assert pool.num_free == 1
+    pool.release(pages)
+    assert pool.num_free == 2
+
+
+@pytest.fixture
+def held():
+    pool = PagePool(8)
+    return pool, pool.allocate(2, PageKind.KV), pool.allocate(3, PageKind.ADAPTER)
+
+
+def test_integrity_holds_for_true_holders(held):
+    pool, kv, adapter = held
+    pool.check_integrity()
+    pool.check_integrity([(PageKind.KV, kv), (PageKind.ADAPTER, adapter)])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda kv, adapter: [(PageKind.KV, kv)], "has 1 references but 0 holders"),
+        (lambda kv, adapter: [(PageKind.KV, kv), (PageKind.KV, kv), (PageKind.ADAPTER, adapter)], "but 2 holders"),
+        (lambda kv, adapter: [(PageKind.KV, kv), (PageKind.KV, adapter)], "held as KV but is ADAPTER"),
+        (lambda kv, adapter: [(PageKind.KV, [*kv, 7]), (PageKind.ADAPTER, adapter)], "held as KV but is FREE"),
+        (lambda kv, adapter: [(PageKind.KV, kv), *[(PageKind.ADAPTER, adapter)] * 2], "has two owners"),
+        (lambda kv, adapter: [(PageKind.KV, [0, *kv]), (PageKind.ADAPTER, adapter)], "held as KV but is RESERVED"),
+    ],
+    ids=["leaked", "held twice", "wrong kind", "free", "two owners", "dummy"],
+)
+def test_integrity_notices_wrong_holders(held, wrong, message):
+    pool, kv, adapter = held
+    with pytest.raises(IntegrityError, match=message):
+        pool.check_integrity(wrong(kv, adapter))
+
+
+def test_integrity_notices_an_adapter_page_that_is_shared(held):
+    pool, kv, adapter = held
+    pool.retain(adapter[:1])
+    with pytest.raises(IntegrityError, match="has two owners"):
+        pool.check_integrity([(PageKind.KV, kv), (PageKind.ADAPTER, adapter), (PageKind.ADAPTER, adapter[:1])])
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda pool: pool._free.append(pool._free[0]), "on the free list twice"),
+        (lambda pool: pool._free.pop(), "off the free list"),
+        (lambda pool: pool._free.append(1), "page 1 is KV and on the free list"),
+        (lambda pool: pool._kind.__setitem__(1, PageKind.ADAPTER), "differ from the pages' kinds"),
+        (lambda pool: pool._references.__setitem__(1, 0), "page 1 is KV with 0 references"),
+        (lambda pool: pool._references.__setitem__(7, 1), "page 7 is FREE with 1 references"),
+    ],
+)
+def test_integrity_notices_spoiled_books(held, spoil, message):
+    pool = held[0]
+    spoil(pool)
+    with pytest.raises(IntegrityError, match=message):
+        pool.check_integrity()
+
+
+def test_block_table_grows_by_whole_pages_and_gives_all_back():
+    pool = PagePool(6)
+    table = BlockTable(pool, block_tokens=4)
+    assert [table.missing_pages(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
+    table.grow(5)
+    first = list(table.pages)
+    table.grow(3)
+    assert table.pages == first, "a table never shrinks as it grows"
+    table.grow(9)
+    assert table.pages[:2] == first
+    assert len(table.pages) == 3
+    with pytest.raises(OutOfPages):
+        table.grow(21)
+    assert len(table.pages) == 3
+    table.free()
+    assert table.pages == []
+    assert pool.num_free == pool.num_usable

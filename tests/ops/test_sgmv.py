@@ -1,0 +1,141 @@
+"""SGMV over paged adapters against its definition."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chorus.ops.sgmv import AdapterRows, Segments, sgmv
+from chorus.ops.sgmv_ref import sgmv_ref
+
+NUM_MODULES = 7
+LAYERS = 3
+
+
+def build_adapter(free_pages, page_elems, rank, widths, targets, *, per_page=1000, padding=0):
+    """An adapter in the next of `free_pages`, at most `per_page` slabs in each; widths: module → (in, out)."""
+    offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
+    for module in targets:
+        a_offset[module], b_offset[module] = offset, offset + widths[module][0] + padding
+        offset += sum(widths[module]) + 2 * padding
+    slabs_per_page = min(per_page, page_elems // offset)
+    pages = [next(free_pages) for _ in range(-(-LAYERS * rank // slabs_per_page))]
+    return AdapterRows(pages, rank, 1 / rank, offset, slabs_per_page, a_offset, b_offset)
+
+
+def compare(arena, segments, layer, modules, x, out_width, dtype=torch.float32):
+    y = torch.randn(len(x), out_width, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got, want = y.clone(), y.clone()
+    sgmv(got, x, arena, segments, layer, modules)
+    sgmv_ref(want, x, arena, segments, layer, modules)
+    if dtype is torch.float32:
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-4)
+    else:
+        torch.testing.assert_close(got.float(), want.float(), rtol=5e-2, atol=8e-2)
+    return y, got
+
+
+@settings(max_examples=120)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    segments=st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 3)), min_size=1, max_size=7),
+    ranks=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 64]), min_size=4, max_size=4),
+    targets=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=4, max_size=4),
+    slabs_per_page=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    layer=st.integers(0, LAYERS - 1),
+)
+def test_equals_its_definition(seed, segments, ranks, targets, slabs_per_page, layer):
+    """Ranks, empty and one-row segments, base segments, absent modules, page boundaries anywhere."""
+    generator = torch.Generator().manual_seed(seed)
+    widths = {0: (8, 6), 1: (8, 3), 2: (8, 5)}
+    page_elems = 240
+    arena = torch.randn(4 * LAYERS * 64, page_elems, generator=generator)
+    free = iter(torch.randperm(len(arena), generator=generator).tolist())
+    adapters = [
+        build_adapter(free, page_elems, rank, widths, sorted(modules), per_page=per_page)
+        for rank, modules, per_page in zip(ranks, targets, slabs_per_page, strict=True)
+    ]
+    indptr = [0, *itertools.accumulate(length for length, _ in segments)]
+    used = [None if index is None else adapters[index] for _, index in segments]
+    x = torch.randn(indptr[-1], 8, generator=generator)
+    group = [(0, 0, 6), (1, 6, 3), (2, 9, 5)]
+    y, got = compare(arena, Segments(indptr, used), layer, group, x, 14)
+    for first, last, adapter in zip(indptr, indptr[1:], used, strict=False):
+        for module, column, width in group:
+            same = torch.equal(got[first:last, column : column + width], y[first:last, column : column + width])
+            if adapter is None or adapter.a_offset[module] < 0:
+                assert same, "outputs without an adapter must not change by a bit"
+            elif last > first:
+                assert not same
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dtypes(dtype):
+    generator = torch.Generator().manual_seed(0)
+    arena = torch.randn(40, 4096, generator=generator).to(dtype) / 8
+    adapter = build_adapter(iter(range(40)), 4096, 24, {0: (128, 64)}, [0])
+    x = torch.randn(9, 128, generator=generator).to(dtype)
+    compare(arena, Segments([0, 3, 9], [None, adapter]), 1, [(0, 0, 64)], x, 64, dtype)
+
+
+def test_page_that_is_not_the_adapters_is_never_read():
+    generator = torch.Generator().manual_seed(0)
+    widths = {0: (8, 6)}
+    adapter = build_adapter(iter([5, 2, 7, 3]), 30, 2, widths, [0])
+    assert adapter.pages == [5, 2, 7]
+    arena = torch.full((9, 30), float("nan"))
+    arena[[5, 2, 7]] = torch.randn(3, 30, generator=generator)
+    x = torch.randn(4, 8, generator=generator)
+    for layer in range(LAYERS):
+        _, got = compare(arena, Segments([0, 4], [adapter]), layer, [(0, 0, 6)], x, 6)
+        assert got.isfinite().all()
+
+
+def test_gaps_between_rows_are_never_read():
+    """Alignment leaves elements between rows that belong to nobody."""
+    generator = torch.Generator().manual_seed(0)
+    widths = {0: (5, 3), 1: (5, 2)}
+    adapter = build_adapter(iter(range(20)), 120, 3, widths, [0, 1], padding=3)
+    arena = torch.full((20, 120), float("nan"))
+    for page in adapter.pages:
+        for slab in range(adapter.slabs_per_page):
+            for module, (d_in, d_out) in widths.items():
+                start = slab * adapter.slab_elems
+                for offset, width in ((adapter.a_offset[module], d_in), (adapter.b_offset[module], d_out)):
+                    arena[page, start + offset : start + offset + width] = torch.randn(width, generator=generator)
+    x = torch.randn(4, 5, generator=generator)
+    _, got = compare(arena, Segments([0, 4], [adapter]), 2, [(0, 0, 3), (1, 3, 2)], x, 5)
+    assert got.isfinite().all()
+
+
+def test_result_does_not_depend_on_the_other_segments():
+    """What an adapter adds to a token is the same alone and in a batch."""
+    generator = torch.Generator().manual_seed(3)
+    arena = torch.randn(60, 256, generator=generator)
+    free = iter(range(60))
+    widths = {0: (16, 12)}
+    adapters = [build_adapter(free, 256, rank, widths, [0]) for rank in (1, 4, 9)]
+    x = torch.randn(7, 16, generator=generator)
+    together = torch.zeros(7, 12)
+    sgmv(together, x, arena, Segments([0, 2, 3, 3, 7], [adapters[0], adapters[1], None, adapters[2]]), 1, [(0, 0, 12)])
+    for first, last, adapter in ((0, 2, adapters[0]), (2, 3, adapters[1]), (3, 7, adapters[2])):
+        alone = torch.zeros(last - first, 12)
+        sgmv(alone, x[first:last], arena, Segments([0, last - first], [adapter]), 1, [(0, 0, 12)])
+        torch.testing.assert_close(together[first:last], alone, rtol=1e-5, atol=1e-5)
+
+
+def test_weights_written_anew_are_seen():
+    """Views of rows are kept; they must show what the pages hold now."""
+    generator = torch.Generator().manual_seed(4)
+    arena = torch.randn(20, 64, generator=generator)
+    adapter = build_adapter(iter(range(20)), 64, 3, {0: (8, 6)}, [0])
+    x = torch.randn(2, 8, generator=generator)
+    segments = Segments([0, 2], [adapter])
+    _, first = compare(arena, segments, 0, [(0, 0, 6)], x, 6)
+    arena.mul_(2)
+    _, second = compare(arena, segments, 0, [(0, 0, 6)], x, 6)
+    assert not torch.equal(first, second)

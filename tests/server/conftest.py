@@ -1,0 +1,241 @@
+"""A small engine that keeps the engine's contract without tensors, a small tokenizer, and a live server of the two."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import httpx
+import pytest
+import uvicorn
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from chorus.core.engine import EngineStats
+from chorus.core.request import Request
+from chorus.core.sampling_params import InvalidRequest
+from chorus.core.types import FinishReason, RequestOutput, StepInfo
+from chorus.memory.adapter_store import AdapterInfo
+from chorus.server.api import ServedModel
+from chorus.server.app import create_app
+from chorus.server.tokenizer import Tokenizer
+from chorus.server.worker import EngineWorker
+
+BOS, EOS = 256, 257
+CHAT_TEMPLATE = (
+    "{%- for message in messages -%}"
+    "{%- if message['role'] == 'system' -%}{{ raise_exception('no system role here') }}{%- endif -%}"
+    "{{ message['role'] + ': ' + message['content'] + '\n' }}"
+    "{%- endfor -%}"
+    "{%- if add_generation_prompt -%}{{ 'assistant: ' }}{%- endif -%}"
+)
+
+
+class FakeStore:
+    def __init__(self, names: list[str]) -> None:
+        self._names = sorted(names)
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def describe(self) -> list[AdapterInfo]:
+        return [AdapterInfo(name, 1, 4, ("q_proj",), Path("/adapters") / name, "disk", 0, 0) for name in self._names]
+
+
+class FakeEngine:
+    """The base model repeats the prompt, adapters reverse it; then comes the end token.
+
+    `gate`, when cleared, holds up every step. `fail_steps` makes that many steps raise; a prompt with the token
+    `POISON` ends with an error output.
+    """
+
+    POISON = 0
+
+    def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
+        self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
+        self.store = FakeStore(adapters)
+        self.gate = threading.Event()
+        self.gate.set()
+        self.fail_steps = 0
+        self.fail_aborts = False
+        self.closed = False
+        self.step_seconds = 0.0
+        self.aborted: list[str] = []
+        self.threads: set[int] = set()
+        self._running: dict[str, tuple[Request, list[int]]] = {}
+        self._steps = 0
+        self._generated = 0
+        self._last: StepInfo | None = None
+
+    def add_request(self, request: Request) -> None:
+        self.threads.add(threading.get_ident())
+        if request.adapter_name is not None and request.adapter_name not in self.store.names():
+            raise InvalidRequest("model", f"no adapter {request.adapter_name}")
+        if not 0 < request.num_prompt_tokens < self.model.max_model_len:
+            raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
+        if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):
+            raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        self._running[request.id] = (request, self.answer(request))
+
+    def answer(self, request: Request) -> list[int]:
+        echo = [token for token in request.token_ids if token != BOS]
+        return echo if request.adapter_name is None else echo[::-1]
+
+    def abort(self, request_id: str) -> bool:
+        if self.fail_aborts:
+            raise RuntimeError("can't abort")
+        self.aborted.append(request_id)
+        return self._running.pop(request_id, None) is not None
+
+    def has_work(self) -> bool:
+        return bool(self._running)
+
+    def step(self) -> list[RequestOutput]:
+        self.threads.add(threading.get_ident())
+        self.gate.wait(10)
+        time.sleep(self.step_seconds)
+        if self.fail_steps:
+            self.fail_steps -= 1
+            raise RuntimeError("a kernel went wrong")
+        self._steps += 1
+        adapters = {request.adapter_name for request, _ in self._running.values()} - {None}
+        self._last = StepInfo(self._steps, len(self._running), len(adapters), len(self._running))
+        outputs = []
+        for request, answer in list(self._running.values()):
+            outputs.append(self._advance(request, answer))
+            if outputs[-1].finish_reason is not None:
+                del self._running[request.id]
+        return outputs
+
+    def _advance(self, request: Request, answer: list[int]) -> RequestOutput:
+        if self.POISON in answer:
+            return RequestOutput(request.id, (), FinishReason.ERROR, error="poisoned", step=self._last)
+        done = request.num_output_tokens
+        token = answer[done] if done < len(answer) else EOS
+        request.token_ids.append(token)
+        self._generated += 1
+        reason = stop = None
+        if token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos):
+            reason, stop = FinishReason.STOP, token
+        elif request.num_output_tokens >= request.params.max_tokens:
+            reason = FinishReason.LENGTH
+        return RequestOutput(request.id, (token,), reason, stop, step=self._last)
+
+    def stats(self) -> EngineStats:
+        busy = len(self._running)
+        return EngineStats(
+            num_running=busy,
+            num_waiting=0,
+            num_pages=100,
+            num_free_pages=100 - busy,
+            num_kv_pages=busy,
+            num_adapter_pages=0,
+            num_steps=self._steps,
+            num_preemptions=0,
+            num_generated_tokens=self._generated,
+            num_adapter_loads=0,
+            num_adapter_evictions=0,
+            last_step=self._last,
+        )
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def byte_level_backend() -> Backend:
+    """A token per byte, two special tokens, and tokens whose bytes begin or end within a character."""
+    letters = byte_characters()
+    pieces = (b" \xe2", b"\x82\xac!", b"abc", b"ab", b"\xf0\x9f", b"\x98\x80b")  # decoded only: there are no merges
+    spelt = [*letters, "<bos>", "<eos>", *("".join(letters[byte] for byte in piece) for piece in pieces)]
+    vocab = {token: index for index, token in enumerate(spelt)}
+    backend = Backend(models.BPE(vocab=vocab, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    backend.post_processor = processors.TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", BOS)])
+    return backend
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(
+        PreTrainedTokenizerFast(
+            tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+        )
+    )
+
+
+@dataclass
+class Live:
+    """A server under test."""
+
+    url: str
+    engine: FakeEngine
+    worker: EngineWorker
+    client: httpx.Client = field(repr=False)
+
+    def post(self, path: str = "/v1/completions", **body: object) -> httpx.Response:
+        return self.client.post(path, json=body)
+
+    def wait_until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.005)
+
+
+@contextmanager
+def live_server(engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 1 << 20) -> Iterator[Live]:
+    worker = EngineWorker(lambda: engine)
+    worker.start()
+    app = create_app(worker, tokenizer, ServedModel("base", "/models/base", max_body_bytes, 8))
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.002)
+    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    try:
+        with httpx.Client(base_url=url, timeout=20) as client:
+            yield Live(url, engine, worker, client)
+    finally:
+        engine.gate.set()
+        server.should_exit = True
+        thread.join(10)
+
+
+@pytest.fixture
+def fake_engine() -> FakeEngine:
+    return FakeEngine(["alice", "bob"])
+
+
+@pytest.fixture
+def make_engine() -> type[FakeEngine]:
+    return FakeEngine
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer: Tokenizer) -> Iterator[Live]:
+    """One server for the tests of a module that don't disturb each other."""
+    with live_server(FakeEngine(["alice", "bob"]), tokenizer) as live:
+        yield live
+
+
+@pytest.fixture
+def start(tokenizer: Tokenizer) -> Iterator[Callable[..., Live]]:
+    """Starts servers of a test's own."""
+    with ExitStack() as stack:
+        yield lambda engine, **options: stack.enter_context(live_server(engine, tokenizer, **options))

@@ -1,0 +1,148 @@
+"""The command line: exit codes, and one clear line for every mistake."""
+
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from chorus import __version__
+from chorus.server import launch
+from chorus.server.cli import main
+from chorus.server.flags import Parser, add_settings, read_settings
+from chorus.server.settings import Settings
+from chorus.server.worker import EngineWorker
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    import os
+
+    for name in os.environ:
+        if name.startswith("CHORUS_"):
+            monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def model_dir(tmp_path):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    return tmp_path / "model"
+
+
+def parse(*flags):
+    parser = Parser(prog="chorus serve")
+    add_settings(parser)
+    return read_settings(parser.parse_args(flags))
+
+
+def test_flags_in_both_spellings():
+    settings = parse("--max-num-seqs", "4", "--max_num_batched_tokens=99", "--no-chunked-prefill", "--access_log")
+    assert (settings.max_num_seqs, settings.max_num_batched_tokens) == (4, 99)
+    assert settings.chunked_prefill is False and settings.access_log is True
+
+
+def test_every_setting_has_a_flag(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for name in Settings.model_fields:
+        assert "--" + name.replace("_", "-") in text
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"chorus {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        ([], 2, "COMMAND"),
+        (["sing"], 2, "sing"),
+        (["serve", "--frobnicate"], 2, "--frobnicate"),
+        (["serve", "--port"], 2, "--port"),
+        (["serve", "--port", "many"], 2, "--port is 'many'"),
+        (["serve", "--dtype", "int3"], 2, "float32"),
+        (["serve", "--config", "/nowhere.toml"], 2, "/nowhere.toml"),
+        (["serve", "--model", "/nowhere/model"], 1, "/nowhere/model"),
+        (["demo", "--check", "0"], 2, "below 1"),
+        (["demo", "--check", "5", "--model", "/nowhere/model"], 2, "built-in"),
+        (["demo", "--model", "/nowhere/model"], 1, "/nowhere/model"),
+        (["generate"], 2, "--prompt"),
+        (["generate", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
+        (["generate", "--prompt", "x", "--model", "/nowhere/model"], 1, "/nowhere/model"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, arguments, code, words):
+    assert main(arguments) == code
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1 and words in captured.err
+
+
+def test_a_wrong_environment_variable_is_named(capsys, monkeypatch):
+    monkeypatch.setenv("CHORUS_PORT", "many")
+    assert main(["serve"]) == 2
+    assert "CHORUS_PORT" in capsys.readouterr().err
+
+
+def test_a_wrong_value_in_the_file_is_named(capsys, tmp_path):
+    (tmp_path / "c.toml").write_text('port = "many"\n')
+    assert main(["serve", "--config", str(tmp_path / "c.toml")]) == 2
+    assert "port in the configuration file" in capsys.readouterr().err
+
+
+def test_directories_that_are_none(capsys, model_dir, tmp_path):
+    assert main(["serve", "--model", str(tmp_path)]) == 1
+    assert "config.json" in capsys.readouterr().err
+    assert main(["serve", "--model", str(model_dir), "--adapters", str(tmp_path / "none")]) == 1
+    assert "adapters directory" in capsys.readouterr().err
+    assert main(["serve", "--model", str(model_dir), "--port", "0"]) == 1
+    assert "can't serve" in capsys.readouterr().err
+
+
+def test_a_port_in_use(capsys, model_dir):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--model", str(model_dir), "--port", port]) == 1
+    assert f"port {port}" in capsys.readouterr().err
+
+
+def test_generate_prints_the_answer(capsys, model_dir, monkeypatch, make_engine, tokenizer):
+    def load(settings):
+        worker = EngineWorker(lambda: make_engine(["alice"]))
+        worker.start()
+        return worker, tokenizer
+
+    monkeypatch.setattr("chorus.server.generate.load", load)
+    assert main(["generate", "--model", str(model_dir), "--prompt", "hé"]) == 0
+    assert capsys.readouterr().out == "hé\n"
+    assert main(["generate", "--model", str(model_dir), "--prompt", "hello", "--adapter", "alice", "--stop", "e"]) == 0
+    assert capsys.readouterr().out == "oll\n"
+    assert main(["generate", "--model", str(model_dir), "--prompt", "hello", "--adapter", "eve"]) == 2
+    assert "eve" in capsys.readouterr().err
+    assert main(["generate", "--model", str(model_dir), "--prompt", "hi", "--chat", "--max-tokens", "4"]) == 0
+    assert capsys.readouterr().out == "user\n"
+
+
+def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_engine, tokenizer):
+    def load(settings):
+        worker = EngineWorker(lambda: make_engine(["model"]))
+        worker.start()
+        return worker, tokenizer
+
+    monkeypatch.setattr(launch, "load", load)
+    with pytest.raises(launch.LaunchError, match="served-model-name"):
+        launch.build_app(Settings(model=model_dir))
+    assert launch.build_app(Settings(model=model_dir, served_model_name="other"))
+
+
+def test_help_needs_no_torch():
+    code = "import sys; from chorus.server import cli; cli._parser(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

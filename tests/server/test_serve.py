@@ -1,0 +1,90 @@
+"""The real thing: `chorus serve` as a process, asked by the OpenAI client, compared with transformers and PEFT."""
+
+import asyncio
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+
+LENGTH, COUNT = 12, 8
+
+
+@pytest.fixture(scope="module")
+def model_dir(subject, tokenizer, tmp_path_factory):
+    directory = tmp_path_factory.mktemp("served") / "tiny"
+    shutil.copytree(subject("wide_heads").model, directory)
+    tokenizer._tokenizer.save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def url(subject, model_dir):
+    adapters = next(iter(subject("wide_heads").adapters.values())).parent
+    flags = ["--model", str(model_dir), "--adapters", str(adapters), "--port", "0", "--threads", "1"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
+    with subprocess.Popen(
+        [sys.executable, "-m", "chorus.server", "serve", *flags], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        for line in process.stderr:
+            if found := re.search(r"listening on (\S+)", line):
+                break
+        else:
+            pytest.fail("the server ended before it listened")
+        yield found[1]
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+        assert process.wait(20) in (0, 130)
+        assert "Traceback" not in rest
+
+
+def test_every_adapter_at_once_says_what_peft_says(url, subject):
+    reference = subject("wide_heads")
+
+    async def ask(client: openai.AsyncOpenAI, name: str | None, prompt: list[int]) -> tuple[list[int], int]:
+        stream = await client.completions.create(
+            model=name or "tiny",
+            prompt=prompt,
+            max_tokens=COUNT,
+            temperature=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True, "return_step_info": True},
+        )
+        tokens, shared = [], 0
+        async for chunk in stream:
+            tokens += chunk.choices[0].token_ids
+            shared = max(shared, chunk.step["adapters"])
+        return tokens, shared
+
+    async def main() -> None:
+        names = [None, *reference.adapters] * 2
+        prompts = [reference.prompt(name, LENGTH, COUNT, seed) for seed, name in enumerate(names)]
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            listed = {model.id async for model in client.models.list()}
+            assert listed == {"tiny", *reference.adapters}
+            answers = await asyncio.gather(
+                *(ask(client, name, prompt) for name, prompt in zip(names, prompts, strict=True))
+            )
+        for name, prompt, (tokens, _) in zip(names, prompts, answers, strict=True):
+            assert tokens == reference.greedy(name, prompt, COUNT), name
+        assert max(shared for _, shared in answers) > 1
+
+    asyncio.run(main())
+
+
+def test_text_and_tokens_agree(url, tokenizer):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+        answer = client.chat.completions.create(
+            model="tiny",
+            messages=[{"role": "user", "content": "hi"}],
+            max_tokens=20,
+            seed=1,
+            extra_body={"return_token_ids": True},
+        )
+    choice = answer.choices[0]
+    assert choice.message.content == tokenizer.decode(choice.token_ids)
+    assert answer.usage.completion_tokens == len(choice.token_ids)

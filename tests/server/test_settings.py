@@ -1,0 +1,82 @@
+"""Flags before environment before file before defaults, and clear words for what is wrong."""
+
+import pytest
+from pydantic import ValidationError
+
+from chorus.core.config import EngineConfig
+from chorus.server.settings import ConfigFileError, Settings
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch, tmp_path):
+    import os
+
+    for name in os.environ:
+        if name.startswith("CHORUS_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def write(tmp_path, text):
+    path = tmp_path / "chorus.toml"
+    path.write_text(text)
+    return path
+
+
+def test_precedence(tmp_path, monkeypatch):
+    path = write(tmp_path, 'port = 1\nhost = "file"\nmax_num_seqs = 3\n')
+    monkeypatch.setenv("CHORUS_PORT", "2")
+    monkeypatch.setenv("CHORUS_HOST", "environment")
+    settings = Settings(config=path, port=3)
+    assert (settings.port, settings.host, settings.max_num_seqs, settings.block_tokens) == (3, "environment", 3, 16)
+
+
+def test_the_file_can_come_from_the_environment(tmp_path, monkeypatch):
+    monkeypatch.setenv("CHORUS_CONFIG", str(write(tmp_path, "port = 7\nmax-num-seqs = 4\n")))
+    assert (Settings().port, Settings().max_num_seqs) == (7, 4)
+    other = tmp_path / "other.toml"
+    other.write_text("port = 9\n")
+    assert Settings(config=other).port == 9
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("prot = 5\n", "prot.*did you mean port"),
+        ("config = 'x'\n", "config"),
+        ("port =", "can't be read"),
+        (None, "no"),
+    ],
+)
+def test_files_that_are_wrong(tmp_path, text, words):
+    path = tmp_path / "missing.toml" if text is None else write(tmp_path, text)
+    with pytest.raises(ConfigFileError, match=words) as caught:
+        Settings(config=path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_wrong_value_in_the_file(tmp_path):
+    with pytest.raises(ValidationError):
+        Settings(config=write(tmp_path, 'port = "many"\n'))
+
+
+def test_the_builtin_model_brings_its_adapters(tmp_path, monkeypatch):
+    monkeypatch.setattr("chorus.server.settings.BUILTIN_ADAPTERS", tmp_path)
+    settings = Settings()
+    assert settings.is_builtin and settings.adapters == tmp_path and settings.base_name == "chorus-builtin"
+    other = Settings(model=tmp_path / "llama")
+    assert other.adapters is None and other.base_name == "llama" and not other.is_builtin
+    assert Settings(adapters=tmp_path / "mine").adapters == tmp_path / "mine"
+    assert Settings(served_model_name="choir").base_name == "choir"
+
+
+def test_every_engine_field_is_a_setting(tmp_path):
+    assert EngineConfig.model_fields.keys() <= Settings.model_fields.keys()
+    config = Settings(model=tmp_path, max_num_seqs=5, seed=3).engine_config()
+    assert type(config) is EngineConfig
+    assert (config.model, config.max_num_seqs, config.seed) == (tmp_path, 5, 3)
+
+
+def test_engine_rules_hold_for_settings():
+    with pytest.raises(ValidationError, match="max_num_batched_tokens"):
+        Settings(max_num_seqs=100, max_num_batched_tokens=10)

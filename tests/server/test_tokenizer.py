@@ -1,0 +1,73 @@
+"""Encoding, conversations and their refusals."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from chorus.core.sampling_params import InvalidRequest
+from chorus.server.tokenizer import THREAD_CHARACTERS, Tokenizer
+
+BOS = 256
+
+
+def test_encoding_and_decoding(tokenizer):
+    assert tokenizer.encode_now(["a€", ""]) == [[BOS, *"a€".encode()], [BOS]]
+    assert tokenizer.encode_now(["a"], add_special_tokens=False) == [[97]]
+    assert tokenizer.decode([BOS, 97]) == "a"
+    assert tokenizer.decode([BOS, 97], skip_special_tokens=False) == "<bos>a"
+
+
+def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
+    used = []
+    to_thread = asyncio.to_thread
+
+    async def spy(function, *args, **kwargs):
+        used.append(function.__name__)
+        return await to_thread(function, *args, **kwargs)
+
+    monkeypatch.setattr(asyncio, "to_thread", spy)
+
+    async def main():
+        assert len((await tokenizer.encode(["a" * 10]))[0]) == 11
+        assert used == []
+        assert len((await tokenizer.encode(["a" * THREAD_CHARACTERS, "b"]))[0]) == THREAD_CHARACTERS + 1
+        await tokenizer.encode_chat([{"role": "user", "content": "a" * (THREAD_CHARACTERS + 1)}])
+
+    asyncio.run(main())
+    assert used == ["encode_now", "encode_chat_now"]
+
+
+def test_a_conversation_gets_no_second_begin_token(tokenizer):
+    tokens = tokenizer.encode_chat_now([{"role": "user", "content": "<bos>hi"}])
+    assert tokens == [*b"user: ", BOS, *b"hi\nassistant: "]
+
+
+def test_conversations_that_the_template_refuses(tokenizer):
+    with pytest.raises(InvalidRequest, match="no system role here") as caught:
+        tokenizer.encode_chat_now([{"role": "system", "content": "x"}])
+    assert caught.value.field == "messages"
+
+
+def test_a_model_without_template(tokenizer):
+    bare = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend))
+    assert not bare.has_chat_template
+    with pytest.raises(InvalidRequest, match="/v1/completions"):
+        bare.encode_chat_now([{"role": "user", "content": "x"}])
+
+
+def test_saved_truncation_is_ignored(tokenizer, tmp_path):
+    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, bos_token="<bos>", eos_token="<eos>")
+    wrapped.save_pretrained(tmp_path)
+    from tokenizers import Tokenizer as Backend
+
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.enable_truncation(5)
+    backend.save(str(tmp_path / "tokenizer.json"))
+    assert len(Tokenizer.load(tmp_path).encode_now(["x" * 50])[0]) == 51
+
+
+def test_a_directory_without_fast_tokenizer(tmp_path):
+    with pytest.raises(ValueError, match=r"tokenizer\.json"):
+        Tokenizer.load(Path(tmp_path))

@@ -1,0 +1,230 @@
+"""The engine's thread: deliveries, calls, failures and its end."""
+
+import asyncio
+import threading
+import time
+from concurrent.futures import Future
+
+import pytest
+
+from chorus.core.request import Request
+from chorus.core.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.types import FinishReason
+from chorus.server.errors import EngineUnavailable
+from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker
+
+
+@pytest.fixture
+def worker(fake_engine):
+    worker = EngineWorker(lambda: fake_engine)
+    worker.start()
+    yield worker
+    fake_engine.gate.set()
+    worker.stop()
+
+
+def request(request_id="r", tokens=(97, 98), adapter=None, **params) -> Request:
+    return Request(request_id, list(tokens), SamplingParams(**params), adapter)
+
+
+class Receiver:
+    """Collects one request's outputs."""
+
+    def __init__(self) -> None:
+        self.outputs = []
+        self.done: Future = Future()
+
+    def __call__(self, output) -> None:
+        self.outputs.append(output)
+        if output.finish_reason is not None:
+            self.done.set_result(output)
+
+
+def run(worker: EngineWorker, asked: Request) -> Receiver:
+    receiver = Receiver()
+    worker.submit(asked, receiver).result(5)
+    receiver.done.result(5)
+    return receiver
+
+
+def test_outputs_come_in_order_and_end_once(worker):
+    receiver = run(worker, request())
+    assert [output.token_ids for output in receiver.outputs] == [(97,), (98,), (257,)]
+    assert [output.finish_reason for output in receiver.outputs] == [None, None, FinishReason.STOP]
+
+
+def test_only_the_workers_thread_touches_the_engine(worker, fake_engine):
+    run(worker, request())
+    assert worker.call(lambda engine: threading.get_ident()).result(5) in fake_engine.threads
+    assert len(fake_engine.threads) == 1 and threading.get_ident() not in fake_engine.threads
+
+
+def test_refusals_come_through_the_future(worker):
+    with pytest.raises(InvalidRequest) as caught:
+        worker.submit(request(adapter="nobody"), Receiver()).result(5)
+    assert caught.value.field == "model"
+
+
+def test_an_id_can_be_used_once_at_a_time(worker, fake_engine):
+    fake_engine.gate.clear()
+    first = Receiver()
+    worker.submit(request(), first)
+    second = worker.submit(request(), Receiver())
+    fake_engine.gate.set()
+    with pytest.raises(ValueError, match="already"):
+        second.result(5)
+    assert first.done.result(5).finish_reason is FinishReason.STOP
+
+
+def test_an_aborted_request_gives_nothing_more(worker, fake_engine):
+    fake_engine.gate.clear()
+    receiver = Receiver()
+    worker.submit(request(), receiver)
+    aborted = worker.abort("r")
+    fake_engine.gate.set()
+    assert aborted.result(5) is True
+    assert worker.abort("r").result(5) is False
+    count = len(receiver.outputs)
+    time.sleep(0.05)
+    assert len(receiver.outputs) == count <= 1
+
+
+def test_a_cancelled_submission_never_reaches_the_engine(worker, fake_engine):
+    fake_engine.gate.clear()
+    blocker = Receiver()
+    worker.submit(request("a"), blocker).result(5)
+    late = worker.submit(request("b"), Receiver())
+    assert late.cancel()
+    fake_engine.gate.set()
+    blocker.done.result(5)
+    assert worker.call(lambda engine: engine.has_work()).result(5) is False
+
+
+def test_a_failed_step_ends_the_requests_and_the_worker_goes_on(worker, fake_engine):
+    fake_engine.fail_steps = 1
+    output = run(worker, request()).outputs[-1]
+    assert output.finish_reason is FinishReason.ERROR and "RuntimeError" in output.error
+    assert worker.healthy
+    assert run(worker, request("again")).outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_steps_that_keep_failing_make_it_unhealthy(worker, fake_engine):
+    fake_engine.fail_steps = 1000
+    for number in range(MAX_FAILED_STEPS):
+        assert worker.healthy
+        run(worker, request(str(number)))
+    assert not worker.healthy and "restart" in worker.failure
+    with pytest.raises(EngineUnavailable):
+        worker.submit(request("late"), Receiver()).result(5)
+
+
+def test_an_engine_that_cannot_be_cleared_is_unhealthy(worker, fake_engine):
+    fake_engine.fail_steps, fake_engine.fail_aborts = 1, True
+    assert run(worker, request()).outputs[-1].finish_reason is FinishReason.ERROR
+    assert not worker.healthy
+
+
+def test_a_receiver_that_raises_harms_nobody(worker):
+    def broken(output):
+        raise ValueError("no")
+
+    worker.submit(request("broken"), broken)
+    assert run(worker, request("fine")).outputs[-1].finish_reason is FinishReason.STOP
+
+
+def test_a_call_that_raises_gives_its_error_to_the_caller(worker):
+    with pytest.raises(ZeroDivisionError):
+        worker.call(lambda engine: 1 / 0).result(5)
+    assert worker.healthy
+
+
+def test_idle_means_asleep(worker, fake_engine):
+    run(worker, request())
+    polls = 0
+    has_work = fake_engine.has_work
+
+    def counting():
+        nonlocal polls
+        polls += 1
+        return has_work()
+
+    fake_engine.has_work = counting
+    time.sleep(0.2)
+    assert polls <= 1
+
+
+def test_stopping_ends_requests_and_closes_the_engine(worker, fake_engine):
+    fake_engine.gate.clear()
+    receiver = Receiver()
+    worker.submit(request(ignore_eos=True, max_tokens=10**6), receiver).result(5)
+    stopper = threading.Thread(target=worker.stop)
+    stopper.start()
+    time.sleep(0.05)
+    fake_engine.gate.set()
+    stopper.join(5)
+    assert receiver.done.result(5).finish_reason is FinishReason.ABORT
+    assert fake_engine.closed and not worker.healthy
+    with pytest.raises(EngineUnavailable):
+        worker.submit(request("late"), Receiver()).result(5)
+    worker.stop()
+
+
+def test_what_building_raises_start_raises():
+    def build():
+        raise FileNotFoundError("no weights")
+
+    worker = EngineWorker(build)
+    with pytest.raises(FileNotFoundError, match="no weights"):
+        worker.start()
+    assert not worker.healthy
+    worker.stop()
+
+
+def test_a_step_reaches_a_loop_in_one_go(worker, fake_engine):
+    async def main():
+        loop = asyncio.get_running_loop()
+        handed, done, ended = [], asyncio.Event(), []
+        call_soon_threadsafe = loop.call_soon_threadsafe
+
+        def spy(callback, *args, **kwargs):
+            if args and isinstance(args[0], list):
+                handed.append(len(args[0]))
+            return call_soon_threadsafe(callback, *args, **kwargs)
+
+        loop.call_soon_threadsafe = spy
+
+        def receive(output):
+            assert asyncio.get_running_loop() is loop
+            if output.finish_reason is not None:
+                ended.append(output.request_id)
+                if len(ended) == 3:
+                    done.set()
+
+        fake_engine.gate.clear()
+        worker.submit(request("blocker"), Receiver()).result(5)
+        for name in "abc":
+            worker.submit(request(name), receive, loop)
+        fake_engine.gate.set()
+        await asyncio.wait_for(done.wait(), 5)
+        assert handed == [3, 3, 3]
+
+    asyncio.run(main())
+
+
+def test_a_closed_loop_does_not_stop_the_worker(worker, fake_engine):
+    loop = asyncio.new_event_loop()
+    loop.close()
+    worker.submit(request("orphan", ignore_eos=True, max_tokens=10**6), Receiver(), loop).result(5)
+    assert run(worker, request()).outputs[-1].finish_reason is FinishReason.STOP
+    assert worker.call(lambda engine: engine.has_work()).result(5) is False
+
+
+def test_health_is_503_once_the_engine_broke_down(start, fake_engine):
+    live = start(fake_engine)
+    fake_engine.fail_steps, fake_engine.fail_aborts = 1, True
+    assert live.post(model="base", prompt="a").status_code == 500
+    response = live.client.get("/health")
+    assert response.status_code == 503 and response.json()["status"] == "unavailable"
+    assert live.post(model="base", prompt="a").status_code == 503
+    assert live.client.get("/v1/models").status_code == 503
+    assert live.client.get("/metrics").status_code == 200

@@ -1,0 +1,270 @@
+"""The architecture as a test: which package may import which. Also runs alone: `python tests/test_imports.py [root]`.
+
+    perf → server → core → {graphs, ops, memory}
+
+A package may import those to its right; the three leaves import neither each other nor `core`. Source imports its own
+packages relatively. Optional dependencies have one home each and are imported lazily, so that a machine without them
+can import everything: inside a function, or at the top of a module named after them (`sgmv_triton`), which then must
+itself be imported lazily.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGE = "chorus"
+
+LEAVES = {"graphs", "ops", "memory"}
+MAY_IMPORT = {
+    "perf": {"perf", "server", "core", *LEAVES},
+    "server": {"server", "core", *LEAVES},
+    "core": {"core", *LEAVES},
+    "graphs": {"graphs"},
+    "ops": {"ops"},
+    "memory": {"memory"},
+}
+
+#: Optional dependency → the only package (path prefix) that may import it.
+HOMES = {"triton": "ops", "flashinfer": "ops", "cupy": "memory", "ray": "server/cluster"}
+
+NOT_SOURCE = {"tests", "build", "dist", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported module: absolute name parts (of the package: below its root), and how it is imported."""
+
+    line: int
+    parts: tuple[str, ...]
+    relative: bool
+    lazy: bool
+
+
+def check(root: Path) -> list[str]:
+    """Every breach below `root`, one line each."""
+    packages = _listed_packages(root)
+    breaches = [
+        f"pyproject.toml: lists {'/'.join(package) or '.'}, which has no __init__.py"
+        for package in sorted(packages)
+        if not root.joinpath(*package, "__init__.py").is_file()
+    ]
+    for path in _sources(root):
+        at = path.relative_to(root)
+        if at.parts[:-1] not in packages or (len(at.parts) == 1 and at.name != "__init__.py"):
+            breaches.append(f"{at}: lies in no package that pyproject.toml lists")
+        elif at.parts[:-1] and at.parts[0] not in MAY_IMPORT:
+            breaches.append(f"{at}: {at.parts[0]} is not one of the packages {', '.join(MAY_IMPORT)}")
+        else:
+            breaches += _check_file(path, at)
+    return breaches
+
+
+def _listed_packages(root: Path) -> set[tuple[str, ...]]:
+    """Folders of pyproject.toml's packages; `()` is the root itself."""
+    listed = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["tool"]["setuptools"]["packages"]
+    return {tuple(name.split(".")[1:]) for name in listed}
+
+
+def _sources(root: Path) -> Iterator[Path]:
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if parts[0] not in NOT_SOURCE and not any(part.startswith(".") for part in parts[:-1]):
+            yield path
+
+
+def _check_file(path: Path, at: Path) -> Iterator[str]:
+    try:
+        imports = list(_imports(path.read_text("utf-8"), at.parts[:-1]))
+    except (SyntaxError, ImportError) as error:
+        yield f"{at}: {error}"
+        return
+    for found in imports:
+        for breach in _breaches(found, at):
+            yield f"{at}:{found.line}: {breach}"
+
+
+def _breaches(found: Import, at: Path) -> Iterator[str]:
+    name, top = ".".join(found.parts), found.parts[0] if found.parts else ""
+    if not found.relative:
+        if top == PACKAGE:
+            yield f"imports {name} absolutely; source imports its own packages relatively"
+        elif top in HOMES:
+            if not f"{at.as_posix()}/".startswith(f"{HOMES[top]}/"):
+                yield f"imports {top}, which only {HOMES[top]}/ may"
+            elif not found.lazy and not at.stem.endswith(f"_{top}"):
+                yield f"imports {top} when it is imported; import it inside the function that needs it"
+        return
+    package = at.parts[0] if len(at.parts) > 1 else ""
+    if not package:
+        yield f"the root package imports {name or 'itself'}; importing {PACKAGE} must import nothing else"
+    elif top and top not in MAY_IMPORT[package]:
+        yield f"{package} imports {name}; it may import {', '.join(sorted(MAY_IMPORT[package]))}"
+    elif not found.lazy and any(part.endswith(tuple(f"_{home}" for home in HOMES)) for part in found.parts):
+        yield f"imports {name} when it is imported; that module needs an optional dependency"
+
+
+def _imports(source: str, package: tuple[str, ...]) -> Iterator[Import]:
+    """Every import statement, and every `import_module("…")` with a literal name, wherever it stands."""
+    lazy_spans = list(_lazy_spans(ast.parse(source)))
+    for node in ast.walk(ast.parse(source)):
+        line = getattr(node, "lineno", 0)
+        lazy = any(first <= line <= last for first, last in lazy_spans)
+        match node:
+            case ast.Import(names=names):
+                for alias in names:
+                    yield Import(line, tuple(alias.name.split(".")), relative=False, lazy=lazy)
+            case ast.ImportFrom(module=str(module), level=0):
+                yield Import(line, tuple(module.split(".")), relative=False, lazy=lazy)
+            case ast.ImportFrom(module=module, names=names, level=level):
+                if level > len(package) + 1:
+                    raise ImportError(f"line {line}: a relative import leaves the package")
+                base = package[: len(package) + 1 - level] + tuple(module.split(".") if module else ())
+                for alias in names:
+                    # `from .. import x` names a package or an attribute of the root; only packages matter here
+                    is_attribute = not base and alias.name not in MAY_IMPORT
+                    yield Import(line, base if is_attribute else (*base, alias.name), relative=True, lazy=lazy)
+            case ast.Call(
+                args=[ast.Constant(value=str(name)), *_], func=ast.Name(id=called) | ast.Attribute(attr=called)
+            ):
+                if called in ("import_module", "__import__") and not name.startswith("."):
+                    yield Import(line, tuple(name.split(".")), relative=False, lazy=lazy)
+
+
+def _lazy_spans(tree: ast.Module) -> Iterator[tuple[int, int]]:
+    """Line spans that do not run on import: function bodies and `if TYPE_CHECKING`."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                yield node.body[0].lineno, node.end_lineno or node.lineno
+            case ast.If(test=ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"), body=body):
+                yield body[0].lineno, body[-1].end_lineno or body[-1].lineno
+
+
+# -- tests
+
+
+def test_source_keeps_to_the_architecture():
+    assert check(ROOT) == []
+
+
+def plant(root: Path, files: dict[str, str]) -> list[str]:
+    """Write a minimal tree with `files` into `root` and check it."""
+    root.joinpath("pyproject.toml").write_text(
+        "[tool.setuptools]\npackages = "
+        '["chorus", "chorus.perf", "chorus.server", "chorus.server.cluster", "chorus.core", "chorus.core.executors", '
+        '"chorus.graphs", "chorus.ops", "chorus.memory"]\n'
+    )
+    for folder in ("", "perf", "server", "server/cluster", "core", "core/executors", "graphs", "ops", "memory"):
+        (root / folder).mkdir(exist_ok=True, parents=True)
+        (root / folder / "__init__.py").touch()
+    for name, source in files.items():
+        path = root / name
+        path.parent.mkdir(exist_ok=True, parents=True)
+        path.write_text(textwrap.dedent(source))
+    return check(root)
+
+
+def test_allowed_imports_pass(tmp_path):
+    files = {
+        "perf/bench.py": "from ..server.app import app\nfrom ..core import engine\nfrom ..memory import pages\n",
+        "server/app.py": "from .. import __version__\nfrom ..core.engine import Engine\nfrom . import cluster\n",
+        "server/cluster/actors.py": "def start():\n    import ray\n\n    return ray\n",
+        "core/executors/cpu.py": "from ...ops.sgmv import sgmv\nfrom ..config import Config\nimport torch\n",
+        "ops/sgmv.py": "def pick():\n    from .sgmv_triton import sgmv\n\n    return sgmv\n",
+        "ops/sgmv_triton.py": "import triton\nimport triton.language as tl\n",
+        "memory/dma.py": """
+            from typing import TYPE_CHECKING
+            if TYPE_CHECKING:
+                import cupy
+            class Stream:
+                def open(self):
+                    import cupy
+                    return cupy
+        """,
+        "tests/test_it.py": "import ray\nfrom chorus.core import engine\n",
+        ".venv/lib/anything.py": "from chorus import core\n",
+    }
+    assert plant(tmp_path, files) == []
+
+
+PLANTED = {
+    "a leaf imports core": ("ops/a.py", "from ..core.types import X", "ops imports core.types"),
+    "a leaf imports a leaf": ("graphs/a.py", "from ..memory import pages", "graphs imports memory.pages"),
+    "a leaf by its name": ("memory/a.py", "from .. import ops", "memory imports ops"),
+    "core imports server": ("core/a.py", "from ..server.app import app", "core imports server.app"),
+    "server imports perf": ("server/a.py", "from ..perf.bench import x", "server imports perf.bench"),
+    "even inside a function": ("memory/a.py", "def f():\n    from ..core import types", "memory imports core.types"),
+    "even for types": ("ops/a.py", "if TYPE_CHECKING:\n    from ..core import types", "ops imports core.types"),
+    "deep inside core": ("core/executors/a.py", "from ...perf import gate", "core imports perf.gate"),
+    "source imports tests": ("core/a.py", "from ..tests import x", "core imports tests.x"),
+    "an absolute import": ("core/a.py", "from chorus.core.types import X", "imports chorus.core.types absolutely"),
+    "an absolute import statement": ("core/a.py", "import chorus.ops", "imports chorus.ops absolutely"),
+    "out of the package": ("core/a.py", "from ... import x", "a relative import leaves the package"),
+    "triton outside ops": ("core/a.py", "def f():\n    import triton", "imports triton, which only ops/ may"),
+    "flashinfer outside ops": ("core/a.py", "def f():\n    import flashinfer", "which only ops/ may"),
+    "cupy outside memory": ("ops/a.py", "def f():\n    from cupy import cuda", "which only memory/ may"),
+    "ray outside the cluster": ("server/a.py", "def f():\n    import ray", "which only server/cluster/ may"),
+    "eager triton": ("ops/a.py", "import triton.language as tl", "imports triton when it is imported"),
+    "eager in a class body": ("memory/a.py", "class A:\n    import cupy", "imports cupy when it is imported"),
+    "eager in a try": ("memory/a.py", "try:\n    import cupy\nexcept ImportError:\n    pass", "imports cupy when"),
+    "eager by import_module": ("ops/a.py", "x = importlib.import_module('triton')", "imports triton when"),
+    "eager ray": ("server/cluster/a.py", "import ray", "imports ray when it is imported"),
+    "an eager kernel module": ("ops/a.py", "from .sgmv_triton import sgmv", "ops.sgmv_triton.sgmv when it is imported"),
+    "an eager kernel module by name": ("ops/a.py", "from . import sgmv_triton", "ops.sgmv_triton when it is imported"),
+    "the root imports": ("__init__.py", "from .core.engine import Engine", "the root package imports core.engine"),
+    "an unlisted folder": ("core/policies/a.py", "", "lies in no package"),
+    "an unlisted top folder": ("scripts/a.py", "", "lies in no package"),
+    "a loose module": ("setup.py", "", "lies in no package"),
+    "no Python": ("core/a.py", "def", "core/a.py: "),
+}
+
+
+@pytest.mark.parametrize("case", PLANTED)
+def test_planted_breach_is_caught(tmp_path, case):
+    name, source, want = PLANTED[case]
+    breaches = plant(tmp_path, {name: source})
+    assert len(breaches) == 1, breaches
+    assert breaches[0].startswith(name)
+    assert want in breaches[0]
+
+
+def test_command_line_exits_non_zero_on_a_breach(tmp_path):
+    plant(tmp_path, {"ops/a.py": "from ..core import types\n"})
+    command = [sys.executable, __file__, str(tmp_path)]
+    failed = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert failed.returncode == 1
+    assert "ops/a.py:1: ops imports core.types" in failed.stdout
+    (tmp_path / "ops/a.py").unlink()
+    assert subprocess.run(command, capture_output=True, text=True, check=False).returncode == 0
+
+
+POLICY = ("core.engine", "core.scheduler", "core.request", "core.types", "memory.adapter_store", "memory.kv")
+
+
+def test_policy_code_needs_no_torch():
+    """The simulator runs the engine itself, without tensors."""
+    modules = ", ".join(f"{PACKAGE}.{module}" for module in POLICY)
+    code = f"import sys; sys.modules['torch'] = None; import {modules}"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+
+
+def main(argv: list[str]) -> int:
+    breaches = check(Path(argv[0]).resolve() if argv else ROOT)
+    for breach in breaches:
+        print(breach)
+    return 1 if breaches else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
