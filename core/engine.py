@@ -98,14 +98,14 @@ class Engine:
         self._next_check = 0.0
 
     @classmethod
-    def from_config(cls, config: EngineConfig) -> Engine:
-        """Load the model and register the adapters directory.
+    def from_config(cls, config: EngineConfig, reads: Reads | None = None) -> Engine:
+        """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
 
         Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served.
         """
         from .executors.cpu import CpuExecutor
 
-        engine = cls(config, CpuExecutor(config))
+        engine = cls(config, CpuExecutor(config), reads=reads)
         if config.adapters is not None:
             for path in adapter_directories(config.adapters):
                 engine.store.register(path.name, path)

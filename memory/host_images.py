@@ -32,6 +32,21 @@ class ThreadReads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
+class InlineReads:
+    """Reads at once, on the caller's thread: what is asked for is ready when the call returns."""
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        try:
+            future.set_result(read())
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def shutdown(self) -> None:
+        """Nothing is under way."""
+
+
 class HostImages:
     """Images by key, read or being read. Used by one thread; only the reads themselves run elsewhere."""
 
