@@ -1,0 +1,284 @@
+"""SGMV over pages: the torch operator against its definition, the native decoder against the torch one.
+
+Logits of whole decoder steps are compared, with every mix of ranks, segment lengths, modules and layers. Bounds are on
+the root-mean-square of the difference relative to the logits': in float32 only the order of additions differs; in bf16
+both are compared with the same weights computed in float32.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import accumulate
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from chorus.core.batch import StepBatch
+from chorus.core.config import EngineConfig
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.lora_state import LoraState
+from chorus.core.model_config import ModelConfig
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.layout import MODULES, PageLayout
+from chorus.ops import native
+from chorus.ops.sgmv import AdapterRows, Segments, sgmv
+from chorus.ops.sgmv_ref import sgmv_ref
+
+F32_BOUND = 5e-6
+BF16_BOUND = 0.03
+BF16_OVER_TORCH = 1.25  # how much farther from float32 the native decoder may be than torch in bf16
+
+LENGTHS = [1, 2, 3, 4, 5, 17, 200]
+RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 255, 256]
+LAYERS, NUM_PAGES = 3, 1500
+
+needs_native = pytest.mark.skipif(
+    not native.available(torch.float32), reason="the native decoder is not available here"
+)
+
+
+class Base:
+    """A random checkpoint whose weights bf16 holds exactly, and its executors, made once each."""
+
+    def __init__(
+        self, path: Path, block_tokens: int, hidden: int, ffn: int, heads: int, kv_heads: int, head_dim: int
+    ) -> None:
+        self.block_tokens = block_tokens
+        self.path = path
+        self._executors: dict[tuple[torch.dtype, str], CpuExecutor] = {}
+        description = {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": hidden,
+            "intermediate_size": ffn, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
+            "num_key_value_heads": kv_heads, "head_dim": head_dim, "max_position_embeddings": 256,
+            "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False, "dtype": "bfloat16",
+        }  # fmt: skip
+        (path / "config.json").write_text(json.dumps(description))
+        self.config = ModelConfig.read(path)
+        generator = torch.Generator().manual_seed(3)
+        tensors = {"model.norm.weight": torch.ones(hidden)}
+
+        def weight(name: str, out: int, width: int) -> None:
+            tensors[f"{name}.weight"] = torch.randn(out, width, generator=generator) / width**0.5
+
+        weight("model.embed_tokens", 97, hidden)
+        weight("lm_head", 97, hidden)
+        for layer in range(LAYERS):
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                tensors[f"model.layers.{layer}.{name}.weight"] = torch.ones(hidden)
+            for module, (d_in, d_out) in self.config.module_dims.items():
+                weight(f"model.layers.{layer}.{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}", d_out, d_in)
+        save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
+
+    def executor(self, dtype: torch.dtype, kernels: str) -> CpuExecutor:
+        key = dtype, kernels
+        if key not in self._executors:
+            config = EngineConfig(
+                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=1,
+                num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
+            )  # fmt: skip
+            self._executors[key] = CpuExecutor(config)
+        return self._executors[key]
+
+
+SHAPES = {
+    "usual": (16, 64, 88, 4, 2, 16),
+    "small pages": (8, 48, 80, 3, 3, 16),
+    "large pages": (64, 40, 72, 2, 2, 32),
+    "one kv head": (32, 128, 352, 4, 1, 32),
+    "odd widths": (100, 36, 54, 3, 1, 10),
+}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Base]:
+    """`base("usual")`: a Base of SHAPES."""
+    return cache(lambda name: Base(tmp_path_factory.mktemp("base"), *SHAPES[name]))
+
+
+def random_parts(rng: random.Random) -> list[AdapterPart]:
+    """An adapter: one rank everywhere, or several parts with layers and modules of their own."""
+    rank = rng.choice(RANKS)
+    modules = tuple(name for name in MODULES if rng.random() < 0.7) or ("q_proj",)
+    kind = rng.randrange(3)
+    if kind == 0:
+        return [AdapterPart(rank, 0.7, tuple(range(LAYERS)), modules)]
+    if kind == 1:
+        layers = tuple(sorted(rng.sample(range(LAYERS), rng.randint(1, LAYERS - 1))))
+        return [AdapterPart(rank, 1.3, layers, modules)]
+    places: dict[tuple[int, tuple[int, ...]], list[str]] = {}
+    for module in modules:
+        split = rng.randrange(LAYERS + 1)
+        for layers in (tuple(range(split)), tuple(range(split, LAYERS))):
+            if layers:
+                places.setdefault((rng.choice(RANKS), layers), []).append(module)
+    return [AdapterPart(rank, 1.0, layers, tuple(names)) for (rank, layers), names in places.items()]
+
+
+@dataclass
+class Step:
+    """One ragged step: a row per segment, `lengths[i]` tokens of a sequence of its own; its KV goes to `tables[i]`.
+
+    adapters: page → the random numbers that it holds.
+    """
+
+    base: Base
+    layout: PageLayout
+    lengths: list[int]
+    tables: list[list[int]]
+    token_ids: torch.Tensor
+    generator: torch.Generator
+    free: list[int]
+    segments: Segments = field(default_factory=Segments)
+    adapters: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    def add_adapter(self, begin: int, end: int, parts: list[AdapterPart]) -> None:
+        """Let tokens begin … end-1 use an adapter that lies in shuffled pages."""
+        config, layout = self.base.config, self.layout
+        placed = AdapterLayout.build(parts, config.module_dims, LAYERS, layout.page_elems, 4)
+        pages = [self.free.pop() for _ in range(placed.num_pages)]
+        for page in pages:
+            self.adapters[page] = (0.1 * torch.randn(layout.page_elems, generator=self.generator)).bfloat16()
+        for part, place in zip(parts, placed.parts, strict=True):
+            slabs = place.slabs
+            rows = AdapterRows(
+                place.pages_of(pages), part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.slabs_per_page,
+                slabs.a_offset, slabs.b_offset, place.first_slab,
+            )  # fmt: skip
+            self.segments.add(begin, end, rows)
+
+    def logits(self, dtype: torch.dtype, kernels: str) -> torch.Tensor:
+        """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
+        executor = self.base.executor(dtype, kernels)
+        arena = executor._arena
+        assert arena.layout.page_elems == self.layout.page_elems
+        arena.pages.fill_(float("nan"))
+        for page, values in self.adapters.items():
+            arena.pages[page] = values
+        lora = LoraState(executor.config, arena.pages)
+        lora.segments = self.segments
+        for rows in self.segments.rows:
+            rows._views.clear()
+        attention = executor._model.new_attention()
+        indptr = [0, *accumulate(self.lengths)]
+        width = max(len(table) for table in self.tables)
+        attention.plan(indptr, torch.tensor([t + [0] * (width - len(t)) for t in self.tables]), self.lengths)
+        spans = [range(length) for length in self.lengths]
+        page = [
+            table[position // self.layout.block_tokens]
+            for table, span in zip(self.tables, spans, strict=True)
+            for position in span
+        ]
+        positions = torch.tensor([position for span in spans for position in span])
+        offset = positions % self.layout.block_tokens
+        batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
+        with torch.inference_mode():
+            return executor._model.forward(batch)
+
+
+def random_step(seed: int, base: Base, lengths: list[int]) -> Step:
+    """A step without adapters."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    config = base.config
+    layout = PageLayout.fitting(
+        LAYERS, config.num_kv_heads, config.head_dim, base.block_tokens, 2, config.module_dims
+    )  # fmt: skip
+    free = list(range(1, NUM_PAGES))
+    rng.shuffle(free)
+    lengths = sorted(lengths, key=lambda length: length == 1)  # single tokens last, as every step has them
+    tables = [[free.pop() for _ in range(-(-length // layout.block_tokens))] for length in lengths]
+    token_ids = torch.randint(0, config.vocab_size, (sum(lengths),), generator=generator)
+    return Step(base, layout, lengths, tables, token_ids, generator, free)
+
+
+def mixed_step(seed: int, base: Base, lengths: list[int]) -> Step:
+    """A step whose rows have an adapter of their own each, some none."""
+    step, rng = random_step(seed, base, lengths), random.Random(seed)
+    begin = 0
+    for length in step.lengths:
+        if rng.random() < 0.85:
+            step.add_adapter(begin, begin + length, random_parts(rng))
+        begin += length
+    return step
+
+
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Root-mean-square of the difference over that of what is expected; NaN counts as infinitely far."""
+    value = float((actual.double() - expected.double()).norm() / expected.double().norm())
+    return value if value == value else float("inf")
+
+
+def mixes() -> list[tuple[int, list[int]]]:
+    """Seeds and segment lengths: each length alone, all of them, and many tokens in few segments and the reverse."""
+    alone = [(seed, [length]) for seed, length in enumerate(LENGTHS)]
+    rng = random.Random(0)
+    mixed = [(100 + i, rng.choices(LENGTHS[:-1], k=rng.randint(2, 20))) for i in range(12)]
+    return [*alone, *mixed, (200, [1] * 32), (201, LENGTHS), (202, [200, 200, 1]), (203, [2] * 9), (204, [3, 97, 98])]
+
+
+@needs_native
+@pytest.mark.parametrize(("seed", "lengths"), mixes())
+def test_native_and_torch_agree_in_float32(base, seed, lengths):
+    step = mixed_step(seed, base("usual"), lengths)
+    expected = step.logits(torch.float32, "torch")
+    assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
+
+
+@needs_native
+@pytest.mark.parametrize(("seed", "lengths"), mixes())
+def test_native_and_torch_agree_in_bf16(base, seed, lengths):
+    step = mixed_step(seed, base("usual"), lengths)
+    expected = step.logits(torch.float32, "torch")
+    by_torch = distance(step.logits(torch.bfloat16, "torch"), expected)
+    by_native = distance(step.logits(torch.bfloat16, "native"), expected)
+    assert by_native < min(BF16_BOUND, BF16_OVER_TORCH * by_torch)
+
+
+@needs_native
+@pytest.mark.parametrize("rank", RANKS)
+@pytest.mark.parametrize("length", LENGTHS)
+def test_every_rank_with_every_length(base, rank, length):
+    step = random_step(rank, base("usual"), [length, 1])
+    without = step.logits(torch.float32, "torch")
+    step.add_adapter(0, length, [AdapterPart(rank, 1.0, tuple(range(LAYERS)), MODULES)])
+    expected = step.logits(torch.float32, "torch")
+    assert distance(without, expected) > 0.05, "the adapter changes nothing"
+    assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
+    assert distance(step.logits(torch.bfloat16, "native"), expected) < BF16_BOUND
+
+
+@needs_native
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_page_boundaries_anywhere(base, shape, seed):
+    """Widths and page sizes for which pages end anywhere in a layer's slabs, and slabs anywhere in a page."""
+    step = mixed_step(seed, base(shape), random.Random(seed).choices(LENGTHS[:-1], k=9))
+    expected = step.logits(torch.float32, "torch")
+    assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_torch_does_what_the_definition_says(base, shape, seed):
+    step = mixed_step(seed, base(shape), random.Random(seed).choices([1, 2, 3, 5], k=4))
+    arena = torch.full((NUM_PAGES, step.layout.page_elems), float("nan"))
+    for page, values in step.adapters.items():
+        arena[page] = values
+    dims = step.base.config.module_dims
+    for group in (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",)):
+        modules, column = [], 0
+        for name in group:
+            modules.append((MODULES.index(name), column, dims[name][1]))
+            column += dims[name][1]
+        for layer in range(LAYERS):
+            x = torch.randn(sum(step.lengths), dims[group[0]][0], generator=step.generator)
+            actual, expected = torch.ones(len(x), column), torch.ones(len(x), column)
+            sgmv(actual, x, arena, step.segments, layer, modules)
+            sgmv_ref(expected, x, arena, step.segments, layer, modules)
+            torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
