@@ -71,9 +71,12 @@ class Engine:
         self._clock = clock
         self._block_tokens = executor.layout.block_tokens
         self._pool = PagePool(executor.num_pages)
-        order, costs = EvictionOrder(), RestoreCosts()
+        order = EvictionOrder()
+        costs = self._costs = RestoreCosts()
         images = HostImages(config.host_cache_bytes, reads or ThreadReads())
-        self.store = AdapterStore(self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes)
+        self.store = AdapterStore(
+            self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock
+        )
         self._prefix = PrefixCache(self._pool, order, costs, self._block_tokens)
         self.store.on_gone = self._prefix.drop_version
         self._reclaimer = Reclaimer(self._pool, order, self.store, self._prefix)
@@ -134,7 +137,10 @@ class Engine:
         plan = self._scheduler.schedule()
         outputs = self._scheduler.take_failed()
         if plan is not None:
-            outputs += self._scheduler.update(plan, self._execute(plan))
+            start = self._clock()
+            result = self._execute(plan)
+            self._measure_prefill(plan, self._clock() - start)
+            outputs += self._scheduler.update(plan, result)
             self._num_steps += 1
             self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
@@ -144,6 +150,11 @@ class Engine:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
         return outputs
+
+    def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
+        """Keep the price of recomputing a cached block at what prefill costs here."""
+        if plan.num_tokens >= self._block_tokens * len(plan.rows):
+            self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is where requests and adapters say it is."""
@@ -169,6 +180,23 @@ class Engine:
             num_prefix_query_tokens=self._prefix.num_query_tokens,
             last_step=self._last_step,
         )
+
+    def pin_adapter(self, name: str) -> None:
+        """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned
+        adapters would take more than half of the arena."""
+        adapter = self.store.get(name)
+        if self.store.is_pinned(adapter):
+            return
+        pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self._pool.num_usable
+        if 2 * pinned > usable or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
+            raise InvalidRequest(
+                "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
+            )
+        self.store.pin(adapter)
+
+    def unpin_adapter(self, name: str) -> None:
+        """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
+        self.store.unpin(self.store.get(name))
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""
@@ -215,10 +243,13 @@ class Engine:
                 raise InvalidRequest("model", str(error)) from None
             pages = request.adapter.num_pages
         pages += -(-min(limit, count + request.params.max_tokens) // self._block_tokens)
-        if pages > self._pool.num_usable:
+        usable = self._pool.num_usable - self.store.num_pinned_pages
+        if request.adapter is not None and self.store.is_pinned(request.adapter):
+            usable += request.adapter.num_pages
+        if pages > usable:
             raise InvalidRequest(
                 "max_tokens",
-                f"prompt, output and adapter may need {pages} pages, the arena has {self._pool.num_usable}; "
+                f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
                 "lower max_tokens, shorten the prompt or raise memory_bytes",
             )
 

@@ -195,7 +195,11 @@ class Scheduler:
             if missing > budget and not limits.chunked_prefill:
                 break
             if not self._fits(request, blocks):
-                break
+                if self._running:
+                    break
+                self._waiting.remove(request)  # nobody will ever make more room than there is now
+                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+                continue
             self._waiting.remove(request)
             count = min(missing, budget)
             if not self._start(request, blocks, count):

@@ -103,6 +103,7 @@ class AdapterStore:
         order: EvictionOrder,
         costs: RestoreCosts,
         page_bytes: int,
+        clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._backend = backend
@@ -110,8 +111,10 @@ class AdapterStore:
         self._order = order
         self._costs = costs
         self._page_bytes = page_bytes
+        self._clock = clock
         self._current: dict[str, Adapter] = {}
         self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
+        self._pinned: set[Adapter] = set()
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
         self.num_idle_pages = 0
@@ -140,8 +143,11 @@ class AdapterStore:
         if check_weights:
             self._request(adapter)
             self._images.take(adapter.version)
-        self._retire(self._current.get(name))
+        previous = self._current.get(name)
+        self._retire(previous)
         self._current[name] = adapter
+        if previous is not None:
+            self.unpin(previous)
         return adapter
 
     def unregister(self, name: str) -> None:
@@ -149,6 +155,7 @@ class AdapterStore:
         adapter = self.get(name)
         del self._current[name]
         self._retire(adapter)
+        self.unpin(adapter)
 
     def get(self, name: str) -> Adapter:
         try:
@@ -238,6 +245,27 @@ class AdapterStore:
             self.num_idle_pages += len(adapter.pages)
             self._offer(adapter)
 
+    def pin(self, adapter: Adapter) -> None:
+        """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
+        if adapter not in self._pinned:
+            self.acquire(adapter)
+            self._pinned.add(adapter)
+            adapter.requests += 1
+
+    def unpin(self, adapter: Adapter) -> None:
+        """Let a pinned adapter be evicted again when idle. Nothing happens when it is not pinned."""
+        if adapter in self._pinned:
+            self._pinned.remove(adapter)
+            self.release(adapter)
+            self.let_go(adapter)
+
+    def is_pinned(self, adapter: Adapter) -> bool:
+        return adapter in self._pinned
+
+    @property
+    def num_pinned_pages(self) -> int:
+        return sum(len(adapter.pages) for adapter in self._pinned)
+
     def evict(self, adapter: Adapter) -> None:
         """Give up an idle adapter's pages; its host image, if there is one, stays."""
         self._order.discard(adapter)
@@ -269,19 +297,26 @@ class AdapterStore:
         self._request(adapter)
         image = self._images.take(adapter.version)
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
+        start = self._clock()
         try:
             self._backend.place(image, pages)
         except BaseException:
             self._pool.release(pages)
             raise
+        self._costs.observe("host_adapter_page", (self._clock() - start) / adapter.num_pages)
         adapter.pages = pages
         self.num_loads += 1
 
     def _request(self, adapter: Adapter) -> None:
         manifest, layout = adapter.manifest, adapter.layout
-        self._images.request(
-            adapter.version, adapter.num_pages * self._page_bytes, lambda: self._backend.read(manifest, layout)
-        )
+
+        def read() -> Any:
+            start = self._clock()
+            image = self._backend.read(manifest, layout)
+            self._costs.observe("disk_adapter_page", (self._clock() - start) / layout.num_pages)
+            return image
+
+        self._images.request(adapter.version, layout.num_pages * self._page_bytes, read)
 
     def _offer(self, adapter: Adapter) -> None:
         """Let an idle resident adapter compete for its pages."""
