@@ -20,8 +20,9 @@ from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import BASE_SLOT, FinishReason, StepPlan, StepResult
 from chorus.graphs.buckets import DecodeBuckets
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.adapter_store import UnknownAdapter
-from chorus.memory.layout import MODULES, PageLayout, SlabLayout
+from chorus.memory.layout import MODULES, PageLayout
 from chorus.memory.pages import PageKind, PagePool
 
 VOCAB = 48
@@ -46,15 +47,12 @@ class FakeAdapters:
     def inspect(self, path: Path) -> AdapterManifest:
         if path not in self.num_pages:
             raise AdapterFormatError(f"{path}: no such directory")
-        return AdapterManifest(path=path, rank=self.num_pages[path], scale=1.0, targets=MODULES, tensors={})
+        return AdapterManifest(path, (AdapterPart(self.num_pages[path], 1.0, (0,), MODULES),))
 
-    def slabs(self, manifest: AdapterManifest) -> SlabLayout:
-        return SlabLayout((0,) * len(MODULES), (0,) * len(MODULES), slab_elems=1, page_elems=1)
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        return AdapterLayout((), num_pages=manifest.rank)
 
-    def num_slabs(self, manifest: AdapterManifest) -> int:
-        return manifest.rank
-
-    def read(self, manifest: AdapterManifest, slabs: SlabLayout) -> list[object]:
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> list[object]:
         if manifest.path in self.broken:
             raise AdapterFormatError(f"{manifest.path}: cannot be read")
         return [(manifest.path, index) for index in range(manifest.rank)]

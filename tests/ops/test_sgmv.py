@@ -16,15 +16,25 @@ NUM_MODULES = 7
 LAYERS = 3
 
 
-def build_adapter(free_pages, page_elems, rank, widths, targets, *, per_page=1000, padding=0):
+def build_adapter(free_pages, page_elems, rank, widths, targets, *, per_page=1000, padding=0, layers=range(LAYERS)):
     """An adapter in the next of `free_pages`, at most `per_page` slabs in each; widths: module → (in, out)."""
     offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
     for module in targets:
         a_offset[module], b_offset[module] = offset, offset + widths[module][0] + padding
         offset += sum(widths[module]) + 2 * padding
     slabs_per_page = min(per_page, page_elems // offset)
-    pages = [next(free_pages) for _ in range(-(-LAYERS * rank // slabs_per_page))]
-    return AdapterRows(pages, rank, 1 / rank, offset, slabs_per_page, a_offset, b_offset)
+    pages = [next(free_pages) for _ in range(-(-len(layers) * rank // slabs_per_page))]
+    first_slab = [layers.index(layer) * rank if layer in layers else -1 for layer in range(LAYERS)]
+    return AdapterRows(pages, rank, 1 / rank, offset, slabs_per_page, a_offset, b_offset, first_slab)
+
+
+def make_segments(indptr, adapters):
+    """Tokens `indptr[i]:indptr[i+1]` use `adapters[i]`, None: the base model."""
+    segments = Segments()
+    for first, last, adapter in zip(indptr, indptr[1:], adapters, strict=False):
+        if adapter is not None:
+            segments.add(first, last, adapter)
+    return segments
 
 
 def compare(arena, segments, layer, modules, x, out_width, dtype=torch.float32):
@@ -46,28 +56,29 @@ def compare(arena, segments, layer, modules, x, out_width, dtype=torch.float32):
     ranks=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 64]), min_size=4, max_size=4),
     targets=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=4, max_size=4),
     slabs_per_page=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    layers=st.lists(st.sampled_from([(0, 1, 2), (0, 1, 2), (1,), (0, 2)]), min_size=4, max_size=4),
     layer=st.integers(0, LAYERS - 1),
 )
-def test_equals_its_definition(seed, segments, ranks, targets, slabs_per_page, layer):
-    """Ranks, empty and one-row segments, base segments, absent modules, page boundaries anywhere."""
+def test_equals_its_definition(seed, segments, ranks, targets, slabs_per_page, layers, layer):
+    """Ranks, empty and one-row segments, base segments, absent modules and layers, page boundaries anywhere."""
     generator = torch.Generator().manual_seed(seed)
     widths = {0: (8, 6), 1: (8, 3), 2: (8, 5)}
     page_elems = 240
     arena = torch.randn(4 * LAYERS * 64, page_elems, generator=generator)
     free = iter(torch.randperm(len(arena), generator=generator).tolist())
     adapters = [
-        build_adapter(free, page_elems, rank, widths, sorted(modules), per_page=per_page)
-        for rank, modules, per_page in zip(ranks, targets, slabs_per_page, strict=True)
+        build_adapter(free, page_elems, rank, widths, sorted(modules), per_page=per_page, layers=own)
+        for rank, modules, per_page, own in zip(ranks, targets, slabs_per_page, layers, strict=True)
     ]
     indptr = [0, *itertools.accumulate(length for length, _ in segments)]
     used = [None if index is None else adapters[index] for _, index in segments]
     x = torch.randn(indptr[-1], 8, generator=generator)
     group = [(0, 0, 6), (1, 6, 3), (2, 9, 5)]
-    y, got = compare(arena, Segments(indptr, used), layer, group, x, 14)
+    y, got = compare(arena, make_segments(indptr, used), layer, group, x, 14)
     for first, last, adapter in zip(indptr, indptr[1:], used, strict=False):
         for module, column, width in group:
             same = torch.equal(got[first:last, column : column + width], y[first:last, column : column + width])
-            if adapter is None or adapter.a_offset[module] < 0:
+            if adapter is None or adapter.a_offset[module] < 0 or adapter.first_slab[layer] < 0:
                 assert same, "outputs without an adapter must not change by a bit"
             elif last > first:
                 assert not same
@@ -79,7 +90,7 @@ def test_dtypes(dtype):
     arena = torch.randn(40, 4096, generator=generator).to(dtype) / 8
     adapter = build_adapter(iter(range(40)), 4096, 24, {0: (128, 64)}, [0])
     x = torch.randn(9, 128, generator=generator).to(dtype)
-    compare(arena, Segments([0, 3, 9], [None, adapter]), 1, [(0, 0, 64)], x, 64, dtype)
+    compare(arena, make_segments([0, 3, 9], [None, adapter]), 1, [(0, 0, 64)], x, 64, dtype)
 
 
 def test_page_that_is_not_the_adapters_is_never_read():
@@ -91,7 +102,7 @@ def test_page_that_is_not_the_adapters_is_never_read():
     arena[[5, 2, 7]] = torch.randn(3, 30, generator=generator)
     x = torch.randn(4, 8, generator=generator)
     for layer in range(LAYERS):
-        _, got = compare(arena, Segments([0, 4], [adapter]), layer, [(0, 0, 6)], x, 6)
+        _, got = compare(arena, make_segments([0, 4], [adapter]), layer, [(0, 0, 6)], x, 6)
         assert got.isfinite().all()
 
 
@@ -108,7 +119,7 @@ def test_gaps_between_rows_are_never_read():
                 for offset, width in ((adapter.a_offset[module], d_in), (adapter.b_offset[module], d_out)):
                     arena[page, start + offset : start + offset + width] = torch.randn(width, generator=generator)
     x = torch.randn(4, 5, generator=generator)
-    _, got = compare(arena, Segments([0, 4], [adapter]), 2, [(0, 0, 3), (1, 3, 2)], x, 5)
+    _, got = compare(arena, make_segments([0, 4], [adapter]), 2, [(0, 0, 3), (1, 3, 2)], x, 5)
     assert got.isfinite().all()
 
 
@@ -121,10 +132,11 @@ def test_result_does_not_depend_on_the_other_segments():
     adapters = [build_adapter(free, 256, rank, widths, [0]) for rank in (1, 4, 9)]
     x = torch.randn(7, 16, generator=generator)
     together = torch.zeros(7, 12)
-    sgmv(together, x, arena, Segments([0, 2, 3, 3, 7], [adapters[0], adapters[1], None, adapters[2]]), 1, [(0, 0, 12)])
+    segments = make_segments([0, 2, 3, 3, 7], [adapters[0], adapters[1], None, adapters[2]])
+    sgmv(together, x, arena, segments, 1, [(0, 0, 12)])
     for first, last, adapter in ((0, 2, adapters[0]), (2, 3, adapters[1]), (3, 7, adapters[2])):
         alone = torch.zeros(last - first, 12)
-        sgmv(alone, x[first:last], arena, Segments([0, last - first], [adapter]), 1, [(0, 0, 12)])
+        sgmv(alone, x[first:last], arena, make_segments([0, last - first], [adapter]), 1, [(0, 0, 12)])
         torch.testing.assert_close(together[first:last], alone, rtol=1e-5, atol=1e-5)
 
 
@@ -134,7 +146,7 @@ def test_weights_written_anew_are_seen():
     arena = torch.randn(20, 64, generator=generator)
     adapter = build_adapter(iter(range(20)), 64, 3, {0: (8, 6)}, [0])
     x = torch.randn(2, 8, generator=generator)
-    segments = Segments([0, 2], [adapter])
+    segments = make_segments([0, 2], [adapter])
     _, first = compare(arena, segments, 0, [(0, 0, 6)], x, 6)
     arena.mul_(2)
     _, second = compare(arena, segments, 0, [(0, 0, 6)], x, 6)
