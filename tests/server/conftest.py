@@ -136,11 +136,15 @@ class FakeEngine:
             num_free_pages=100 - busy,
             num_kv_pages=busy,
             num_adapter_pages=0,
+            num_cached_pages=0,
             num_steps=self._steps,
             num_preemptions=0,
             num_generated_tokens=self._generated,
+            num_adapter_hits=0,
             num_adapter_loads=0,
             num_adapter_evictions=0,
+            num_prefix_hit_tokens=0,
+            num_prefix_query_tokens=0,
             last_step=self._last,
         )
 
