@@ -129,6 +129,8 @@ def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], i
             assert output.error is None
             answers[int(output.request_id)] += output.token_ids
         engine.check_integrity()
+    if config.get("num_pages"):
+        assert engine.stats().num_adapter_evictions > 3, "there was room for all"
     engine.close()
     return answers
 
@@ -143,7 +145,7 @@ def test_one_adapter_speaks_as_with_peft(pattern_subject, adapter, kernels):
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize(
     "config",
-    [{}, {"max_num_batched_tokens": 40}, {"num_pages": 60}, {"block_tokens": 64}],
+    [{}, {"max_num_batched_tokens": 40}, {"num_pages": 44}, {"block_tokens": 64}],
     ids=["roomy", "chunked", "evicting", "large pages"],
 )
 def test_all_of_them_in_one_batch(pattern_subject, kernels, config):

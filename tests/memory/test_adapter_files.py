@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
 from chorus.memory.adapter_image import read_image
 from chorus.memory.adapter_layout import AdapterLayout
+from chorus.memory.tensor_file import TensorFile
 
 PAGE_ELEMS = 1024
 LAYERS = 3
@@ -205,3 +206,18 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     (path / WEIGHTS).unlink()
     with pytest.raises(AdapterFormatError, match="not found"):
         read()
+
+
+def test_a_file_that_changes_while_it_is_read_is_refused(adapter_draft, tmp_path, monkeypatch):
+    path = adapter_draft().write(tmp_path / "a")
+    manifest, layout, _ = load(path)
+    read_into = TensorFile.read_into
+
+    def read_and_touch(self, target, offset):
+        read_into(self, target, offset)
+        if offset > 8:
+            os.utime(path / WEIGHTS, ns=(0, manifest.mtime_ns + offset))
+
+    monkeypatch.setattr(TensorFile, "read_into", read_and_touch)
+    with pytest.raises(AdapterFormatError, match="changed on disk"):
+        read_image(manifest, layout, DIMS, PAGE_ELEMS, torch.float32)
