@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter_format import is_adapter_dir
+from ..memory.adapter_format import AdapterManifest, is_adapter_dir
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
 from ..memory.eviction import EvictionOrder, RestoreCosts
 from ..memory.host_images import HostImages, Reads, ThreadReads
@@ -180,6 +180,21 @@ class Engine:
             num_prefix_query_tokens=self._prefix.num_query_tokens,
             last_step=self._last_step,
         )
+
+    def adapter_load(self) -> tuple[list[str], list[str]]:
+        """Names of the adapters of running and of waiting requests, sorted."""
+        return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
+
+    def check_adapter(self, path: Path) -> AdapterManifest:
+        """Read and check an adapter directory, weights included, without making anything of it.
+
+        The only method that may be called from any thread: it takes as long as the disk does and no step waits for it.
+        Raises AdapterFormatError.
+        """
+        backend = self._executor.adapters
+        manifest = backend.inspect(path)
+        backend.read(manifest, backend.layout(manifest))
+        return manifest
 
     def pin_adapter(self, name: str) -> None:
         """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned

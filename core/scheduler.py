@@ -77,6 +77,16 @@ class Scheduler:
     def num_running(self) -> int:
         return len(self._running)
 
+    @property
+    def running_adapters(self) -> set[str]:
+        """Names of adapters that running requests use."""
+        return {request.adapter_name for request in self._running if request.adapter_name is not None}
+
+    @property
+    def waiting_adapters(self) -> set[str]:
+        """Names of adapters that waiting requests will use."""
+        return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
+
     def has_work(self) -> bool:
         return bool(self._requests or self._failed)
 
