@@ -74,14 +74,13 @@ class LoraState:
 def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
     slabs = place.slabs
     return AdapterRows(
-        pages=place.pages_of(pages),
+        pages=pages,
         rank=part.rank,
         scale=part.scale,
         slab_elems=slabs.slab_elems,
-        slabs_per_page=slabs.slabs_per_page,
         a_offset=slabs.a_offset,
         b_offset=slabs.b_offset,
-        first_slab=place.first_slab,
+        first_elem=place.first_elem,
     )
 
 

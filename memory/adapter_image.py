@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from . import hugepages
@@ -33,20 +32,20 @@ def read_image(
         if (file.size, file.mtime_ns) != (manifest.file_size, manifest.mtime_ns):
             raise AdapterFormatError(f"{file.path}: {_STALE}")
         for part, place in zip(manifest.parts, layout.parts, strict=True):
-            _read_part(file, part, place, image[place.first_page :], dims)
+            _read_part(file, part, place, image.view(-1), dims)
         if not file.is_unchanged():
             raise AdapterFormatError(f"{file.path}: {_STALE}")
     return image
 
 
-def _read_part(file: TensorFile, part: AdapterPart, place: PartLayout, pages: torch.Tensor, dims: ModuleDims) -> None:
-    """Fill a part's slabs, layer by layer. pages: `[pages, page_elems]` from the part's first page on."""
+def _read_part(file: TensorFile, part: AdapterPart, place: PartLayout, image: torch.Tensor, dims: ModuleDims) -> None:
+    """Fill a part's slabs, layer by layer. image: `[elems]`, the adapter's run."""
     import torch
 
     slabs = place.slabs
     widest = max(max(dims[name]) for name in part.targets)
     buffer = torch.empty(part.rank * widest * 4, dtype=torch.uint8)  # the largest tensor, in the widest element type
-    rows = torch.zeros(part.rank, slabs.slab_elems, dtype=pages.dtype)
+    rows = torch.zeros(part.rank, slabs.slab_elems, dtype=image.dtype)
     for layer in part.layers:
         for name in part.targets:
             m = MODULES.index(name)
@@ -55,9 +54,8 @@ def _read_part(file: TensorFile, part: AdapterPart, place: PartLayout, pages: to
             rows[:, slabs.a_offset[m] :][:, :d_in] = _read(file, a, a_shape, buffer)
             rows[:, slabs.b_offset[m] :][:, :d_out] = _read(file, b, b_shape, buffer).T
         if not _all_finite(rows):
-            raise _not_finite(file, part, layer, dims, pages.dtype, buffer)
-        for page, start, first, count in _runs(place, layer, part.rank):
-            pages[page, start : start + count * slabs.slab_elems] = rows[first : first + count].view(-1)
+            raise _not_finite(file, part, layer, dims, image.dtype, buffer)
+        image[place.first_elem[layer] :][: rows.numel()] = rows.view(-1)
 
 
 def _read(file: TensorFile, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
@@ -71,20 +69,6 @@ def _read(file: TensorFile, name: str, shape: tuple[int, int], buffer: torch.Ten
     file.read_into(memoryview(data.numpy()), info.offset)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
     return data.view(dtype).view(shape)
-
-
-def _runs(place: PartLayout, layer: int, rank: int) -> Iterator[tuple[int, int, int, int]]:
-    """(page, first element in it, rank-row, count) of a layer's slabs, one per page that they lie in."""
-    per_page = place.slabs.slabs_per_page
-    slab = place.first_slab[layer]
-    end = slab + rank
-    done = 0
-    while slab < end:
-        page, at = divmod(slab, per_page)
-        count = min(end - slab, per_page - at)
-        yield page, at * place.slabs.slab_elems, done, count
-        slab += count
-        done += count
 
 
 def _all_finite(values: torch.Tensor) -> bool:

@@ -27,48 +27,39 @@ class AdapterPart:
 
 @dataclass(frozen=True, slots=True)
 class PartLayout:
-    """Where a part lies. Rank-row i of layer l is slab `first_slab[l] + i`; -1 for a layer that it doesn't change.
+    """Where a part lies. Rank-row i of layer l begins at element `first_elem[l] + i · slabs.slab_elems` of the adapter.
 
-    Slab s is in page `first_page + s // slabs.slabs_per_page` of the adapter's. A part begins in the page that the one
-    before it ends in, at the first multiple of its own slab size, so slabs are counted from that page's beginning.
+    first_elem is -1 for a layer that the part doesn't change.
     """
 
     slabs: SlabLayout
-    first_page: int
-    num_pages: int
-    first_slab: tuple[int, ...]
-
-    def pages_of(self, pages: Sequence[int]) -> Sequence[int]:
-        """The part's pages among the adapter's."""
-        return pages[self.first_page : self.first_page + self.num_pages]
+    first_elem: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterLayout:
-    """Every part's place, and how many pages the adapter takes in all."""
+    """Every part's place, and how many pages the adapter takes in all.
+
+    An adapter is one run of `num_elems` elements over its pages: element v is in its page `v // page_elems`, at
+    `v % page_elems`. Slabs and even rows go on in the next page, so only the last page has room left over.
+    """
 
     parts: tuple[PartLayout, ...]
+    num_elems: int
     num_pages: int
 
     @classmethod
     def build(
         cls, parts: Sequence[AdapterPart], dims: ModuleDims, num_layers: int, page_elems: int, itemsize: int
     ) -> AdapterLayout:
-        """Lay out parts one after another. ValueError when a page can't hold one slab."""
+        """Lay out parts one after another, each layer-major."""
         placed = []
-        page, used = 0, page_elems  # the last page so far, and its elements that are taken
+        elem = 0
         for part in parts:
-            slabs = SlabLayout.build(dims, part.targets, page_elems, itemsize)
-            skipped = -(-used // slabs.slab_elems)
-            if skipped >= slabs.slabs_per_page:
-                skipped = 0
-                page += 1 if placed else 0
-            last = skipped + part.num_slabs - 1
-            first_slab = [-1] * num_layers
-            for index, layer in enumerate(part.layers):
-                first_slab[layer] = skipped + index * part.rank
-            num_pages = last // slabs.slabs_per_page + 1
-            placed.append(PartLayout(slabs, page, num_pages, tuple(first_slab)))
-            page += num_pages - 1
-            used = (last % slabs.slabs_per_page + 1) * slabs.slab_elems
-        return cls(tuple(placed), page + 1)
+            slabs = SlabLayout.build(dims, part.targets, itemsize)
+            first_elem = [-1] * num_layers
+            for layer in part.layers:
+                first_elem[layer] = elem
+                elem += part.rank * slabs.slab_elems
+            placed.append(PartLayout(slabs, tuple(first_elem)))
+        return cls(tuple(placed), elem, -(-elem // page_elems))

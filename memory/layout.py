@@ -1,4 +1,4 @@
-"""How bytes lie in a page: KV of a few tokens for all layers, or whole rank-rows ("slabs") of one adapter.
+"""How bytes lie in pages: KV of a few tokens for all layers, or a run of rank-rows ("slabs") of one adapter.
 
 Pure arithmetic, no tensors, so that the simulator and the allocator studies use the very numbers that serving uses.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 ROW_ALIGNMENT_BYTES = 16
 
@@ -43,47 +42,22 @@ class PageLayout:
     def pages_for_tokens(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_tokens)
 
-    @classmethod
-    def fitting(
-        cls, num_layers: int, kv_heads: int, head_dim: int, block_tokens: int, itemsize: int, dims: ModuleDims
-    ) -> PageLayout:
-        """The layout with `block_tokens` doubled until a page holds the slab of an adapter that targets every module.
 
-        Only very shallow models need it: a page grows with the layers, a slab does not.
-        """
-        layout = cls(num_layers, kv_heads, head_dim, block_tokens, itemsize)
-        slab = SlabLayout.build(dims, MODULES, layout.page_elems, itemsize, check=False)
-        while layout.page_elems < slab.slab_elems or layout.page_bytes % ROW_ALIGNMENT_BYTES:
-            layout = cls(num_layers, kv_heads, head_dim, layout.block_tokens * 2, itemsize)
-        return layout
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class SlabLayout:
-    """One adapter's slab: for every targeted projection, row i of A (`in` elems), then row i of Bᵀ (`out` elems).
+    """One slab: for every targeted projection, row i of A (`in` elems), then row i of Bᵀ (`out` elems).
 
     a_offset, b_offset: elements from the slab's start to the row, per module id; -1 where the module is not targeted.
-    Rows start on 16-byte boundaries and no slab straddles a page, so a page holds `slabs_per_page` whole slabs and
-    slab `layer_index * rank + i` is rank-row i of the adapter's layer (layer-major).
+    Rows start on 16-byte boundaries.
     """
 
     a_offset: tuple[int, ...]
     b_offset: tuple[int, ...]
     slab_elems: int
-    page_elems: int
-
-    @cached_property
-    def slabs_per_page(self) -> int:
-        return self.page_elems // self.slab_elems
-
-    def pages_for(self, num_slabs: int) -> int:
-        return -(-num_slabs // self.slabs_per_page)
 
     @classmethod
-    def build(
-        cls, dims: ModuleDims, targets: Sequence[str], page_elems: int, itemsize: int, *, check: bool = True
-    ) -> SlabLayout:
-        """Lay out `targets` (module names) in module order. ValueError when a page can't hold one slab."""
+    def build(cls, dims: ModuleDims, targets: Sequence[str], itemsize: int) -> SlabLayout:
+        """Lay out `targets` (module names) in module order."""
         step = max(1, ROW_ALIGNMENT_BYTES // itemsize)
         offset = 0
         a_offset, b_offset = [], []
@@ -97,9 +71,4 @@ class SlabLayout:
             offset += -(-d_in // step) * step
             b_offset.append(offset)
             offset += -(-d_out // step) * step
-        if check and offset > page_elems:
-            raise ValueError(
-                f"one rank-row takes {offset * itemsize} bytes, a page only holds {page_elems * itemsize}; "
-                "raise block_tokens"
-            )
-        return cls(tuple(a_offset), tuple(b_offset), offset, page_elems)
+        return cls(tuple(a_offset), tuple(b_offset), offset)

@@ -27,8 +27,8 @@ _MODULES = 7
 
 class _Adapter(Structure):
     _fields_ = [
-        ("pages", c_void_p), ("first_slab", c_void_p), ("rank", c_int32), ("scale", c_float),
-        ("slab_elems", c_int64), ("slabs_per_page", c_int64),
+        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("slab_elems", c_int64),
         ("a_offset", c_int32 * _MODULES), ("b_offset", c_int32 * _MODULES),
     ]  # fmt: skip
 
@@ -228,13 +228,13 @@ class NativeDecoder:
         found = self._adapters.get(rows)
         if found is None:
             pages = torch.tensor(rows.pages, dtype=torch.int64)
-            first_slab = torch.tensor(rows.first_slab, dtype=torch.int64)
+            first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
             descriptor = _Adapter(
-                pages=_pointer(pages), first_slab=_pointer(first_slab), rank=rows.rank, scale=rows.scale,
-                slab_elems=rows.slab_elems, slabs_per_page=rows.slabs_per_page,
+                pages=_pointer(pages), first_elem=_pointer(first_elem), rank=rows.rank, scale=rows.scale,
+                slab_elems=rows.slab_elems,
                 a_offset=(c_int32 * _MODULES)(*rows.a_offset), b_offset=(c_int32 * _MODULES)(*rows.b_offset),
             )  # fmt: skip
-            found = self._adapters[rows] = (descriptor, (pages, first_slab))
+            found = self._adapters[rows] = (descriptor, (pages, first_elem))
         return found[0]
 
 

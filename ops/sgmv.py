@@ -13,53 +13,66 @@ from dataclasses import dataclass, field
 
 import torch
 
-#: Rank-rows of A `[n, in]` and of Bᵀ `[n, out]` that lie in one page.
-RowViews = tuple[torch.Tensor, torch.Tensor]
+#: Consecutive rank-rows: one strided view `[n, width]` in a page, or the pieces `[1, …]` of a row over several pages.
+Block = list[torch.Tensor]
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
     """Where rank-rows of an adapter lie in the arena: those of all its modules and layers with one rank and scale.
 
-    Rank-row i of a layer is slab `first_slab[layer] + i`, -1 where there is none. Slab s is in page
-    `pages[s // slabs_per_page]`, `slab_elems` elements apart; row i of module m's A starts `a_offset[m]` elements into
-    it, row i of its Bᵀ `b_offset[m]`; -1 where the module is not targeted.
+    The adapter's elements run over its `pages`: element v is in `pages[v // page_elems]`, at `v % page_elems`.
+    Rank-row i of a layer begins at `first_elem[layer] + i · slab_elems`, -1 where there is none; row i of module m's A
+    is `a_offset[m]` elements further, row i of its Bᵀ `b_offset[m]`; -1 where the module is not targeted.
     """
 
     pages: Sequence[int]
     rank: int
     scale: float
     slab_elems: int
-    slabs_per_page: int
     a_offset: Sequence[int]
     b_offset: Sequence[int]
-    first_slab: Sequence[int]
-    _views: dict[tuple[int, int], list[RowViews]] = field(default_factory=dict)
+    first_elem: Sequence[int]
+    _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict)
 
-    def views(self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int) -> list[RowViews]:
-        """Strided views of layer `layer`'s rows of `module`, one pair per page they lie in. No copy; made once.
+    def blocks(
+        self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
+    ) -> tuple[list[Block], list[Block]]:
+        """The layer's rows of the module's A and of its Bᵀ, in order of rank. No copy; made once.
 
         Empty where the layer or the module has no rows.
         """
         key = (layer, module)
-        found = self._views.get(key)
+        found = self._blocks.get(key)
         if found is None:
-            found = self._views[key] = list(self._build_views(arena, layer, module, d_in, d_out))
+            first, a, b = self.first_elem[layer], self.a_offset[module], self.b_offset[module]
+            if first < 0 or a < 0:
+                found = [], []
+            else:
+                found = list(self._rows(arena, first + a, d_in)), list(self._rows(arena, first + b, d_out))
+            self._blocks[key] = found
         return found
 
-    def _build_views(self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int) -> Iterator[RowViews]:
-        if self.a_offset[module] < 0 or self.first_slab[layer] < 0:
-            return
-        slab = self.first_slab[layer]
-        end = slab + self.rank
-        while slab < end:
-            page, place = divmod(slab, self.slabs_per_page)
-            count = min(end - slab, self.slabs_per_page - place)
-            rows = arena[self.pages[page]][place * self.slab_elems : (place + count) * self.slab_elems]
-            rows = rows.view(count, self.slab_elems)
-            a, b = self.a_offset[module], self.b_offset[module]
-            yield rows[:, a : a + d_in], rows[:, b : b + d_out]
-            slab += count
+    def _rows(self, arena: torch.Tensor, start: int, width: int) -> Iterator[Block]:
+        page_elems = arena.shape[1]
+        row = 0
+        while row < self.rank:
+            index, at = divmod(start + row * self.slab_elems, page_elems)
+            if at + width > page_elems:
+                yield list(self._pieces(arena, index, at, width))
+                row += 1
+                continue
+            count = min(self.rank - row, (page_elems - width - at) // self.slab_elems + 1)
+            page = arena[self.pages[index]]
+            yield [page.as_strided((count, width), (self.slab_elems, 1), page.storage_offset() + at)]
+            row += count
+
+    def _pieces(self, arena: torch.Tensor, index: int, at: int, width: int) -> Iterator[torch.Tensor]:
+        while width:
+            piece = arena[self.pages[index]][None, at : at + width]
+            yield piece
+            width -= piece.shape[1]
+            index, at = index + 1, 0
 
 
 @dataclass(slots=True)
@@ -100,6 +113,17 @@ def sgmv(
     for first, last, adapter in segments:
         rows = x[first:last]
         for module, column, width in modules:
+            a_blocks, b_blocks = adapter.blocks(arena, layer, module, d_in, width)
+            if not a_blocks:
+                continue
+            h = _join([rows @ _join(block).T for block in a_blocks])  # [tokens, rank]
             target = y[first:last, column : column + width]
-            for a, b in adapter.views(arena, layer, module, d_in, width):
-                target.addmm_(rows @ a.T, b, alpha=adapter.scale)
+            row = 0
+            for block in b_blocks:
+                b = _join(block)
+                target.addmm_(h[:, row : row + len(b)], b, alpha=adapter.scale)
+                row += len(b)
+
+
+def _join(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)

@@ -20,7 +20,7 @@ def sgmv_ref(
     """Same contract as `sgmv.sgmv`."""
     d_in = x.shape[1]
     for begin, end, adapter in segments:
-        if adapter.first_slab[layer] < 0:
+        if adapter.first_elem[layer] < 0:
             continue
         for token in range(begin, end):
             for module, column, width in modules:
@@ -28,11 +28,16 @@ def sgmv_ref(
                 if a_offset < 0:
                     continue
                 delta = torch.zeros(width)
-                for slab in range(adapter.first_slab[layer], adapter.first_slab[layer] + adapter.rank):
-                    page = arena[adapter.pages[slab // adapter.slabs_per_page]].float()
-                    start = slab % adapter.slabs_per_page * adapter.slab_elems
-                    a = page[start + a_offset : start + a_offset + d_in]
-                    b = page[start + b_offset : start + b_offset + width]
+                for i in range(adapter.rank):
+                    slab = adapter.first_elem[layer] + i * adapter.slab_elems
+                    a = _row(arena, adapter.pages, slab + a_offset, d_in)
+                    b = _row(arena, adapter.pages, slab + b_offset, width)
                     delta += (x[token].float() @ a) * b
                 columns = slice(column, column + width)
                 y[token, columns] = (y[token, columns].float() + adapter.scale * delta).to(y.dtype)
+
+
+def _row(arena: torch.Tensor, pages: Sequence[int], start: int, width: int) -> torch.Tensor:
+    """Elements `start … start + width` of an adapter that runs over `pages`, float32."""
+    places = (divmod(start + i, arena.shape[1]) for i in range(width))
+    return torch.stack([arena[pages[index], at] for index, at in places]).float()

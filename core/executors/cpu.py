@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -37,19 +38,18 @@ class CpuExecutor:
     """Runs steps with torch on the CPU. One thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        if config.threads is not None:
-            torch.set_num_threads(config.threads)
+        threads = config.threads or _available_cpus()
+        torch.set_num_threads(threads)
         self.config = ModelConfig.read(config.model)
         dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
         max_model_len = _max_model_len(config, self.config)
         self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
-        self.layout = PageLayout.fitting(
+        self.layout = PageLayout(
             self.config.num_layers,
             self.config.num_kv_heads,
             self.config.head_dim,
             config.block_tokens,
             dtype.itemsize,
-            self.config.module_dims,
         )
         self.num_pages = config.num_pages or max(2, config.memory_bytes // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
@@ -57,7 +57,6 @@ class CpuExecutor:
         native = _use_native(config, self.config, dtype)
         with open_weights(config.model, self.config, dtype) as weights:
             if native:
-                threads = torch.get_num_threads()
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
             else:
@@ -141,6 +140,11 @@ class CpuAdapterBackend:
 
     def place(self, image: torch.Tensor, pages: list[int]) -> None:
         self._arena.write_pages(pages, image)
+
+
+def _available_cpus() -> int:
+    """Processors that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

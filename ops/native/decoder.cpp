@@ -65,7 +65,7 @@ class Decoder {
     struct Scratch {
         AttentionScratch attention;
         std::vector<const T*> rows;
-        std::vector<T> panel;
+        std::vector<T> panel, spare;
     };
 
     // Buffers and units of work of the step, the same for all layers.
@@ -91,6 +91,7 @@ class Decoder {
         for (auto& s : scratch_) {
             if ((int)s.rows.size() < rank) s.rows.resize(rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
+            grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
     }
 
@@ -152,17 +153,18 @@ class Decoder {
             if (i < base) return product.run(i);
             const LoraUnit& u = shrinks[i - base];
             const Adapter& adapter = *step.segment_adapters[u.segment];
-            if (adapter.first_slab[layer] < 0) return;
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_);
+            if (adapter.first_elem[layer] < 0) return;
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_,
+                      scratch_[thread].spare.data());
         });
         if (expands.empty()) return;
         team_.each(phase, (int)expands.size(), [&](int i) {
             const LoraUnit& u = expands[i];
             const Adapter& adapter = *step.segment_adapters[u.segment];
-            if (adapter.first_slab[layer] < 0) return;
+            if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
             expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_,
-                      y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data());
+                      y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
         });
     }
 

@@ -16,10 +16,10 @@ constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 256;
 
 struct Adapter {  // mirrors ops/native.py
     const int64_t* pages;
-    const int64_t* first_slab;  // per layer of the model: its first rank-row's slab, -1 where it has none
+    const int64_t* first_elem;  // per layer of the model: where its first slab begins, -1 where it has none
     int32_t rank;
     float scale;
-    int64_t slab_elems, slabs_per_page;
+    int64_t slab_elems;
     int32_t a_offset[kModules], b_offset[kModules];
 };
 
@@ -27,8 +27,17 @@ template <class T>
 struct Arena {
     T* data;
     int64_t page_elems;
-    const T* slab(const Adapter& a, long index) const {
-        return data + a.pages[index / a.slabs_per_page] * page_elems + index % a.slabs_per_page * a.slab_elems;
+    // Elements elem … elem+width-1 of an adapter, which run over its pages; a row that goes on in another page is put
+    // together in `spare` (room for `width` elements).
+    const T* row(const Adapter& a, int64_t elem, int width, T* spare) const {
+        int64_t index = elem / page_elems, at = elem % page_elems;
+        if (at + width <= page_elems) return data + a.pages[index] * page_elems + at;
+        for (int done = 0; done < width; index++, at = 0) {
+            const int count = (int)std::min<int64_t>(width - done, page_elems - at);
+            memcpy(spare + done, data + a.pages[index] * page_elems + at, count * sizeof(T));
+            done += count;
+        }
+        return spare;
     }
 };
 
@@ -110,12 +119,13 @@ inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, in
 }
 
 // h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
+// spare: room for kRankChunk rows of A.
 template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* x, long ldx, int k, T* h, long ldh) {
+                   const T* x, long ldx, int k, T* h, long ldh, T* spare) {
     const T* rows[kRankChunk];
-    for (int i = 0; i < unit.count; i++)
-        rows[i] = arena.slab(adapter, adapter.first_slab[layer] + unit.first + i) + adapter.a_offset[module];
+    const int64_t first = adapter.first_elem[layer] + unit.first * adapter.slab_elems + adapter.a_offset[module];
+    for (int i = 0; i < unit.count; i++) rows[i] = arena.row(adapter, first + i * adapter.slab_elems, k, spare + (long)i * k);
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
     for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
@@ -180,13 +190,14 @@ inline void pack_rows(const float* const* rows, int rank, int offset, int column
     }
 }
 
-// scratch: room for `rank` row pointers and one panel of `rank + 1` rows.
+// rows, panel, spare: room for `rank` row pointers, one panel of `rank + 1` rows, and `rank` rows of kColumnChunk columns.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel) {
+                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare) {
     const int rank = adapter.rank;
+    const int64_t first = adapter.first_elem[layer] + adapter.b_offset[module] + unit.first;
     for (int i = 0; i < rank; i++)
-        rows[i] = arena.slab(adapter, adapter.first_slab[layer] + i) + adapter.b_offset[module] + unit.first;
+        rows[i] = arena.row(adapter, first + i * adapter.slab_elems, unit.count, spare + (long)i * kColumnChunk);
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {
