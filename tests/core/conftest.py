@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,7 +16,8 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import FinishReason, RequestOutput, StepPlan, StepResult
+from chorus.core.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
+from chorus.memory.host_images import InlineReads, Reads
 from chorus.ops import native
 
 #: The CPU operators that this machine can run.
@@ -34,7 +36,8 @@ class RecordingExecutor:
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.plans.append(replace(plan, rows=[replace(row, pages=list(row.pages)) for row in plan.rows]))
+        rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.rows]
+        self.plans.append(replace(plan, rows=rows))
         if self.before is not None:
             self.before(plan)
         return self.inner.execute(plan)
@@ -51,6 +54,9 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    num_cached_tokens: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
 
 
 class Driver:
@@ -83,7 +89,18 @@ class Driver:
             answer.finish_reason, answer.stop_token_id, answer.error = (
                 output.finish_reason, output.stop_token_id, output.error,
             )  # fmt: skip
+            if len(answer.tokens) == len(output.token_ids):
+                answer.num_cached_tokens = output.num_cached_tokens
+            answer.logprobs += output.logprobs
+            if output.prompt_logprobs is not None:
+                assert answer.prompt_logprobs is None, f"{output.request_id}'s prompt is scored twice"
+                answer.prompt_logprobs = output.prompt_logprobs
         return outputs
+
+    def held_pages(self) -> int:
+        """Pages that requests and resident adapters hold; what is cached and unused can be had at any time."""
+        stats = self.engine.stats()
+        return stats.num_pages - stats.num_free_pages - stats.num_cached_pages
 
     def drain(self, limit: int = 5000) -> dict[str, Answer]:
         """Step until nothing is left to do."""
@@ -102,6 +119,12 @@ class Driver:
         return self.drain()[request.id]
 
 
+def ticking(seconds: float = 1e-3) -> Callable[[], float]:
+    """A clock on which that much time goes by between any two looks."""
+    ticks = itertools.count(1)
+    return lambda: next(ticks) * seconds
+
+
 @pytest.fixture(params=KERNELS)
 def kernels(request: pytest.FixtureRequest) -> str:
     """Every engine test runs with each; a test may choose by parametrising `kernels` itself."""
@@ -110,7 +133,11 @@ def kernels(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
-    """`drive(subject, before=…, **config)`: a float32 engine with the subject's adapters registered."""
+    """`drive(subject, before=…, reads=…, clock=…, **config)`: a float32 engine with the subject's adapters registered.
+
+    Adapters are read at once and time goes by evenly unless `reads` and `clock` say otherwise, so that every run takes
+    the same steps.
+    """
     engines: list[Engine] = []
 
     def make(
@@ -118,12 +145,14 @@ def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
         *,
         before: Callable[[StepPlan], None] | None = None,
         adapters: dict[str, Path] | None = None,
+        reads: Reads | None = None,
+        clock: Callable[[], float] | None = None,
         **config: Any,
     ) -> Driver:
         defaults = {"dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1}
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
         executor = RecordingExecutor(CpuExecutor(settings), before)
-        engine = Engine(settings, executor)
+        engine = Engine(settings, executor, clock or ticking(), reads or InlineReads())
         engines.append(engine)
         for name, path in (subject.adapters if adapters is None else adapters).items():
             engine.store.register(name, path)

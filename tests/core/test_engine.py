@@ -23,8 +23,14 @@ def gqa(subject):
 
 
 def held_pages(driver):
+    return driver.held_pages()
+
+
+def all_pages_are_free(driver):
+    """Once what is cached and idle is given up, nothing is held by anybody."""
+    driver.engine.reclaim_idle()
     stats = driver.engine.stats()
-    return stats.num_pages - stats.num_free_pages
+    return stats.num_free_pages == stats.num_pages
 
 
 def copy_adapter(subject, name, path):
@@ -118,7 +124,7 @@ def test_stop_token_ends_a_request_and_is_its_last_token(gqa, drive):
     want = gqa.greedy("r1-all", prompt, 20)
     stop = want[7]
     first = want.index(stop)
-    answer = drive(gqa).run("a", "r1-all", prompt, max_tokens=20, stop_token_ids=(stop, 999_999))
+    answer = drive(gqa).run("a", "r1-all", prompt, max_tokens=20, stop_token_ids=(stop, 2))
     assert answer.tokens == want[: first + 1]
     assert answer.finish_reason is FinishReason.STOP
     assert answer.stop_token_id == stop
@@ -191,6 +197,8 @@ def test_abort_of_a_running_request_frees_its_pages_at_once(gqa, drive):
     driver.engine.check_integrity()
     assert not driver.engine.abort("goes")
     answers = driver.drain()
+    assert held_pages(driver) == 0
+    assert all_pages_are_free(driver)
     assert answers["goes"].finish_reason is None
     assert answers["stays"].tokens == gqa.greedy(None, [5] * 20, 10)
 
@@ -245,6 +253,24 @@ def test_an_id_can_be_used_again_after_its_end(gqa, drive):
         ("top_p", {"top_p": 1.01}),
         ("top_p", {"top_p": float("nan")}),
         ("top_k", {"top_k": -1}),
+        ("min_p", {"min_p": -0.1}),
+        ("min_p", {"min_p": 1.1}),
+        ("min_p", {"min_p": float("nan")}),
+        ("presence_penalty", {"presence_penalty": 2.1}),
+        ("presence_penalty", {"presence_penalty": float("nan")}),
+        ("frequency_penalty", {"frequency_penalty": -2.1}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("repetition_penalty", {"repetition_penalty": float("inf")}),
+        ("repetition_penalty", {"repetition_penalty": float("nan")}),
+        ("logit_bias", {"logit_bias": {5: 100.5}}),
+        ("logit_bias", {"logit_bias": {5: float("nan")}}),
+        ("logit_bias", {"logit_bias": {-1: 1.0}}),
+        ("min_tokens", {"min_tokens": -1}),
+        ("min_tokens", {"min_tokens": 17}),
+        ("bad_words", {"bad_words": ((5,), ())}),
+        ("logprobs", {"logprobs": -1}),
+        ("logprobs", {"logprobs": 101}),
+        ("prompt_logprobs", {"prompt_logprobs": 101}),
     ],
 )
 def test_wrong_sampling_parameters_name_their_field(field, params):
@@ -261,6 +287,11 @@ def test_wrong_sampling_parameters_name_their_field(field, params):
         ("prompt", "256 tokens, the model takes 256", ("a", None, [5] * 256), {}),
         ("prompt", "outside the vocabulary of 160", ("a", None, [5, 160]), {}),
         ("prompt", "token id -1 is outside", ("a", None, [-1]), {}),
+        ("stop_token_ids", "token id 160 is outside", ("a", None, [5], {"stop_token_ids": (5, 160)}), {}),
+        ("stop_token_ids", "token id -1 is outside", ("a", None, [5], {"stop_token_ids": (-1,)}), {}),
+        ("logit_bias", "token id 160 is outside", ("a", None, [5], {"logit_bias": {160: 1.0}}), {}),
+        ("bad_words", "token id 999999 is outside", ("a", None, [5], {"bad_words": ((5,), (6, 999_999))}), {}),
+        ("min_tokens", "between 0 and max_tokens", ("a", None, [5], {"min_tokens": 9}), {}),
         ("model", "'nobody' is not registered", ("a", "nobody", [5]), {}),
         ("prompt", "chunked prefill is off", ("a", None, [5] * 60), {"chunked_prefill": False}),
         ("max_tokens", "lower max_tokens", ("a", None, [5] * 200), {"num_pages": 12}),
@@ -272,7 +303,7 @@ def test_a_request_that_cannot_be_served_names_its_field(gqa, drive, field, mess
     driver = drive(gqa, max_num_batched_tokens=64, adapters=adapters, **config)
     driver.add("taken", None, [5], max_tokens=2)
     with pytest.raises(InvalidRequest, match=message) as caught:
-        driver.add(*request_, max_tokens=8)
+        driver.add(*request_[:3], max_tokens=8, **dict(*request_[3:]))
     assert caught.value.field == field
     answers = driver.drain()
     assert len(answers["taken"].tokens) == 2, "a refused request disturbed another"
@@ -359,6 +390,7 @@ def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, dr
         assert answers[name].tokens == gqa.greedy("r1-all", prompt, 8)
     driver.engine.store.evict_idle()
     assert held_pages(driver) == 0
+    assert all_pages_are_free(driver)
 
 
 def test_failing_load_that_is_no_format_error_fails_its_request_alone(gqa, drive, monkeypatch):
@@ -429,7 +461,7 @@ def test_pages_left_full_of_nan_do_not_harm_their_next_owner(gqa, drive, tmp_pat
     driver = drive(gqa)
     driver.engine.store.register("overflow", make_overflowing(gqa, tmp_path / "overflow"))
     assert driver.run("x", "overflow", [5] * 60, max_tokens=10).finish_reason is FinishReason.ERROR
-    driver.engine.store.evict_idle()
+    assert all_pages_are_free(driver)
     prompt = gqa.prompt(None, 20, 10, seed=9)
     for name in "abc":
         driver.add(name, None, prompt, max_tokens=10)
@@ -488,6 +520,7 @@ def test_reload_while_a_request_waits(gqa, drive, two_versions):
     assert answers["later"].tokens == gqa.greedy("r1-all", prompt, 16)
     driver.engine.store.evict_idle()
     assert held_pages(driver) == 0
+    assert all_pages_are_free(driver)
 
 
 def test_files_replaced_in_place_never_change_a_running_request(gqa, drive, two_versions):
@@ -522,6 +555,9 @@ def test_unregistered_adapter_serves_whom_it_has_and_nobody_else(gqa, drive, two
         driver.engine.store.unregister("voice")
     assert driver.drain()["running"].tokens == gqa.greedy("r8-attention", prompt, 16)
     assert held_pages(driver) == 0, "unloading did not unload"
+    stats = driver.engine.stats()
+    assert stats.num_cached_pages == 0, "its cached prefixes stayed"
+    assert stats.num_free_pages == stats.num_pages
 
 
 def test_unregistering_an_idle_adapter_frees_its_pages_at_once(gqa, drive):
@@ -529,7 +565,8 @@ def test_unregistering_an_idle_adapter_frees_its_pages_at_once(gqa, drive):
     driver.run("a", "r5-ko", [5] * 9, max_tokens=3)
     assert driver.engine.stats().num_adapter_pages > 0
     driver.engine.store.unregister("r5-ko")
-    assert held_pages(driver) == 0
+    stats = driver.engine.stats()
+    assert stats.num_free_pages == stats.num_pages
 
 
 def test_failed_reload_keeps_the_earlier_version(gqa, drive, two_versions, tmp_path):

@@ -166,7 +166,7 @@ def test_every_architecture_is_covered():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
-    driver = drive(it, cpu_kernels=kernels, max_num_seqs=6, max_num_batched_tokens=20, max_model_len=128)
+    driver = drive(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
     assert isinstance(driver.executor.inner._model, NativeDecoderModel if kernels == "native" else DecoderModel)
     rng = random.Random(family)
     want = {}

@@ -55,7 +55,7 @@ def check(driver, cases):
 
 
 def decodes(plan):
-    return [row for row in plan.rows if row.start > 0 and len(row.tokens) == 1 and row.sampling is not None]
+    return [row for row in plan.rows if row.start > 0 and len(row.tokens) == 1 and row.samples]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -73,14 +73,14 @@ def test_reference_tells_adapters_apart(subject, model):
 def test_32_concurrent_requests_over_8_adapters(subject, drive, model, chunked):
     it = subject(model)
     cases = make_cases(it, 32, longest=60, tokens=(30, 40))
-    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=50 if chunked else 2048)
+    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=56 if chunked else 2048)
     add_all(driver, cases)
     check(driver, cases)
     plans = driver.plans
     assert max(len(plan.rows) for plan in plans) == 32
     assert max(plan.num_adapters for plan in plans) == 8
     assert all(plan.num_tokens <= driver.engine.config.max_num_batched_tokens for plan in plans)
-    chunks = [row for plan in plans for row in plan.rows if row.sampling is None]
+    chunks = [row for plan in plans for row in plan.rows if not row.samples]
     if chunked:
         assert any(row.start > 0 and len(row.tokens) > 1 for row in chunks), "no prompt was cut in three"
         assert any(len(plan.rows[0].tokens) > 1 and decodes(plan) for plan in plans), "no mixed step"
@@ -141,7 +141,7 @@ def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
 def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunked):
     it = subject("gqa")
     cases = make_cases(it, 32, seed=4, tokens=(24, 48))
-    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=64 if chunked else 512, num_pages=56)
+    driver = drive(it, chunked_prefill=chunked, max_num_batched_tokens=64 if chunked else 512, num_pages=46)
     add_all(driver, cases)
     check(driver, cases)
     stats = driver.engine.stats()

@@ -7,19 +7,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from chorus.memory.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.kv import BlockTable
 from chorus.memory.pages import IntegrityError, OutOfPages, PageKind, PagePool
+from chorus.memory.prefix import PrefixCache
 
 KINDS = (PageKind.KV, PageKind.ADAPTER)
 
 
 class PoolMachine(RuleBasedStateMachine):
-    """Holders take, share and give back pages."""
+    """Holders take, share, keep and give back pages."""
 
     @initialize(num_pages=st.integers(2, 20))
     def build(self, num_pages):
         self.pool = PagePool(num_pages)
         self.holders: list[tuple[PageKind, list[int]]] = []
+        self.kept: set[int] = set()
 
     @rule(count=st.integers(0, 8), kind=st.sampled_from(KINDS))
     def allocate(self, count, kind):
@@ -49,11 +52,38 @@ class PoolMachine(RuleBasedStateMachine):
         _, pages = self.holders.pop(data.draw(st.integers(0, len(self.holders) - 1)))
         self.pool.release(pages)
 
+    def held(self):
+        return {page: kind for kind, pages in self.holders for page in pages}
+
+    @precondition(lambda self: PageKind.KV in self.held().values())
+    @rule(data=st.data())
+    def keep(self, data):
+        page = data.draw(st.sampled_from([page for page, kind in self.held().items() if kind is PageKind.KV]))
+        self.pool.keep(page)
+        self.kept.add(page)
+
+    @precondition(lambda self: self.kept)
+    @rule(data=st.data())
+    def forget(self, data):
+        page = data.draw(st.sampled_from(sorted(self.kept)))
+        self.pool.forget(page)
+        self.kept.remove(page)
+
+    @precondition(lambda self: self.kept - set(self.held()))
+    @rule(data=st.data())
+    def use_again(self, data):
+        page = data.draw(st.sampled_from(sorted(self.kept - set(self.held()))))
+        self.pool.retain([page])
+        self.holders.append((PageKind.KV, [page]))
+
     @invariant()
     def books_add_up(self):
         self.pool.check_integrity(self.holders)
-        held = {page: kind for kind, pages in self.holders for page in pages}
-        assert self.pool.num_free == self.pool.num_usable - len(held)
+        held = self.held()
+        cached = self.kept - set(held)
+        assert self.pool.num_free == self.pool.num_usable - len(held) - len(cached)
+        assert self.pool.count(PageKind.CACHED) == len(cached)
+        assert all(self.pool.kind(page) is PageKind.CACHED for page in cached)
         for kind in KINDS:
             assert self.pool.count(kind) == sum(k is kind for k in held.values())
         for page, kind in held.items():
@@ -97,6 +127,43 @@ def test_shared_page_is_free_when_its_last_holder_lets_go():
     assert pool.num_free == 1
     pool.release(pages)
     assert pool.num_free == 2
+
+
+def test_kept_page_is_cached_with_its_last_reference_and_free_when_forgotten():
+    pool = PagePool(4)
+    (page, other) = pool.allocate(2, PageKind.KV)
+    pool.retain([page])
+    pool.keep(page)
+    pool.release([page])
+    assert pool.kind(page) is PageKind.KV
+    pool.release([page, other])
+    assert (pool.kind(page), pool.kind(other), pool.num_free) == (PageKind.CACHED, PageKind.FREE, 2)
+    pool.check_integrity([])
+    pool.retain([page])
+    assert (pool.kind(page), pool.references(page)) == (PageKind.KV, 1)
+    pool.forget(page)
+    assert pool.kind(page) is PageKind.KV, "a page in use was taken"
+    pool.release([page])
+    assert pool.num_free == 3
+
+
+def test_cached_pages_are_not_given_out():
+    pool = PagePool(3)
+    pages = pool.allocate(2, PageKind.KV)
+    pool.keep(pages[0])
+    pool.release(pages)
+    with pytest.raises(OutOfPages, match="2 pages wanted, 1 of 2 free"):
+        pool.allocate(2, PageKind.KV)
+    pool.forget(pages[0])
+    assert sorted(pool.allocate(2, PageKind.KV)) == sorted(pages)
+
+
+def test_only_kv_in_use_can_be_kept():
+    pool = PagePool(4)
+    (adapter,) = pool.allocate(1, PageKind.ADAPTER)
+    for page, kind in ((adapter, "ADAPTER"), (2, "FREE"), (PagePool.DUMMY, "RESERVED")):
+        with pytest.raises(IntegrityError, match=f"page {page} is {kind}, only KV in use"):
+            pool.keep(page)
 
 
 @pytest.fixture
@@ -145,6 +212,8 @@ def test_integrity_notices_an_adapter_page_that_is_shared(held):
         (lambda pool: pool._kind.__setitem__(1, PageKind.ADAPTER), "differ from the pages' kinds"),
         (lambda pool: pool._references.__setitem__(1, 0), "page 1 is KV with 0 references"),
         (lambda pool: pool._references.__setitem__(7, 1), "page 7 is FREE with 1 references"),
+        (lambda pool: pool._kept.__setitem__(3, 1), "page 3 is ADAPTER but kept"),
+        (lambda pool: pool._kept.__setitem__(7, 1), "page 7 is FREE but kept"),
     ],
 )
 def test_integrity_notices_spoiled_books(held, spoil, message):
@@ -156,7 +225,7 @@ def test_integrity_notices_spoiled_books(held, spoil, message):
 
 def test_block_table_grows_by_whole_pages_and_gives_all_back():
     pool = PagePool(6)
-    table = BlockTable(pool, block_tokens=4)
+    table = BlockTable(pool, PrefixCache(pool, EvictionOrder(), RestoreCosts(), 4), block_tokens=4)
     assert [table.missing_pages(n) for n in (0, 1, 4, 5, 8, 9)] == [0, 1, 1, 2, 2, 3]
     table.grow(5)
     first = list(table.pages)
