@@ -194,7 +194,7 @@ class AdapterStore:
         The first is read whatever its size, so that there is always progress.
         """
         num_bytes = 0
-        for adapter in adapters:
+        for adapter in dict.fromkeys(adapters):
             if not adapter.pages:
                 num_bytes += adapter.num_pages * self._page_bytes
                 if num_bytes > self._images.capacity_bytes and num_bytes > adapter.num_pages * self._page_bytes:
