@@ -1,4 +1,4 @@
-"""Which adapters are resident: least recently used first, never one in use, and all or nothing."""
+"""Which adapters are where: tiers, pins, versions, and never a page lost on the way."""
 
 from __future__ import annotations
 
@@ -6,42 +6,17 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
+from chorus.memory.adapter_format import AdapterFormatError
 from chorus.memory.adapter_store import AdapterStore, Tier, UnknownAdapter
-from chorus.memory.layout import MODULES, SlabLayout
+from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.host_images import HostImages, InlineReads
 from chorus.memory.pages import OutOfPages, PageKind, PagePool
+from chorus.memory.prefix import PrefixCache
+from chorus.memory.reclaim import Reclaimer
 
+from .fakes import FakeBackend, SlowReads
 
-class FakeBackend:
-    """A path is named after its page count: `four` has 4 pages. Names in `broken` fail to read, in `stuck` to place."""
-
-    SIZES = {"one": 1, "two": 2, "three": 3, "four": 4, "huge": 100}
-
-    def __init__(self):
-        self.broken: set[str] = set()
-        self.stuck: set[str] = set()
-        self.placed: list[tuple[str, list[int]]] = []
-
-    def inspect(self, path):
-        if path.name not in self.SIZES:
-            raise AdapterFormatError(f"{path}: no such directory")
-        return AdapterManifest(path, self.SIZES[path.name], 1.0, ("q_proj",), {})
-
-    def slabs(self, manifest):
-        return SlabLayout((0,) * len(MODULES), (0,) * len(MODULES), slab_elems=8, page_elems=8)
-
-    def num_slabs(self, manifest):
-        return manifest.rank
-
-    def read(self, manifest, slabs):
-        if manifest.path.name in self.broken:
-            raise AdapterFormatError(f"{manifest.path}: cannot be read")
-        return manifest.path.name
-
-    def place(self, image, pages):
-        if image in self.stuck:
-            raise RuntimeError("no copy")
-        self.placed.append((image, list(pages)))
+PAGE_BYTES = 10
 
 
 @pytest.fixture
@@ -54,20 +29,53 @@ def pool():
     return PagePool(11)  # 10 usable
 
 
+class Memory:
+    """A store with all that it shares pages with."""
+
+    def __init__(self, pool, backend, reads, host_bytes=1000):
+        order, costs = EvictionOrder(), RestoreCosts()
+        self.order = order
+        self.images = HostImages(host_bytes, reads)
+        self.store = AdapterStore(pool, backend, self.images, order, costs, PAGE_BYTES, clock=lambda: 0.0)
+        prefix = PrefixCache(pool, order, costs, 4)
+        self.reclaimer = Reclaimer(pool, order, self.store, prefix)
+
+
 @pytest.fixture
-def store(pool, backend):
-    return AdapterStore(pool, backend)
+def memory(pool, backend):
+    return Memory(pool, backend, InlineReads())
+
+
+@pytest.fixture
+def store(memory):
+    return memory.store
+
+
+@pytest.fixture
+def use(memory):
+    """`use(a, b)`: load each for a request and let it go again, in this order."""
+
+    def run(*adapters):
+        for adapter in adapters:
+            start(adapter)
+            end(adapter)
+
+    def start(adapter):
+        memory.store.hold(adapter)
+        if not adapter.pages:
+            memory.reclaimer.make_room(adapter.num_pages)
+        memory.store.acquire(adapter)
+
+    def end(adapter):
+        memory.store.release(adapter)
+        memory.store.let_go(adapter)
+
+    run.start, run.end = start, end
+    return run
 
 
 def register(store, **sizes):
     return [store.register(name, Path("adapters") / size) for name, size in sizes.items()]
-
-
-def use(store, *adapters):
-    """Load and let go, in this order."""
-    for adapter in adapters:
-        store.acquire(adapter)
-        store.release(adapter)
 
 
 def check(store, pool, kv=()):
@@ -80,121 +88,170 @@ def resident(store):
 
 def test_registering_loads_nothing(store, pool, backend):
     (a,) = register(store, a="three")
-    assert (a.tier, a.num_pages, a.references, a.version) == (Tier.DISK, 3, 0, 1)
+    assert (store.tier(a), a.num_pages, a.references, a.version) == (Tier.DISK, 3, 0, 1)
     assert pool.num_free == 10
     assert backend.placed == []
     assert "a" in store
     assert store.get("a") is a
 
 
-def test_acquire_loads_once_and_pins(store, pool, backend):
+def test_acquire_loads_once_and_pins(store, pool, backend, use):
     (a,) = register(store, a="three")
-    store.acquire(a)
-    store.acquire(a)
-    assert (a.tier, a.references, pool.count(PageKind.ADAPTER)) == (Tier.DEVICE, 2, 3)
+    use.start(a)
+    use.start(a)
+    assert (store.tier(a), a.references, pool.count(PageKind.ADAPTER)) == (Tier.DEVICE, 2, 3)
     assert backend.placed == [("three", a.pages)]
-    assert (store.num_loads, store.num_evictions) == (1, 0)
+    assert (store.num_loads, store.num_hits, store.num_evictions) == (1, 1, 0)
     check(store, pool)
 
 
-def test_released_adapter_stays_resident(store, pool):
+def test_released_adapter_stays_resident(store, pool, use):
     (a,) = register(store, a="three")
-    use(store, a)
-    assert a.tier is Tier.DEVICE
-    use(store, a)
+    use(a)
+    assert store.tier(a) is Tier.DEVICE
+    use(a)
     assert store.num_loads == 1
-    assert store.reclaimable_pages() == 3
+    assert store.num_idle_pages == 3
     check(store, pool)
 
 
-def test_least_recently_used_is_evicted_first(store, pool):
+def test_least_recently_used_is_evicted_first(store, pool, use):
+    """Among adapters of equal cost and as many uses."""
     a, b, c, d = register(store, a="three", b="three", c="three", d="four")
-    use(store, a, b, c, a)
-    store.acquire(d)  # 1 page is free, 3 more are needed: b alone has them
+    use(a, b, c)
+    use(b, c, a)
+    use.start(d)  # 1 page is free, 3 more are needed: b alone has them
     assert resident(store) == {"a", "c", "d"}
     assert store.num_evictions == 1
-    store.release(d)
-    use(store, b)
-    assert resident(store) == {"a", "b", "d"}, "c was used before a"
+    use.end(d)
+    use(b, d, b)
+    assert "c" not in resident(store), "c was used before a"
     check(store, pool)
 
 
-def test_release_counts_as_use(store):
+def test_release_counts_as_use(store, use):
     a, b, c = register(store, a="four", b="four", c="four")
-    store.acquire(a)
-    store.acquire(b)
-    store.release(b)
-    store.release(a)
-    use(store, c)
+    use.start(a)
+    use.start(b)
+    use.end(b)
+    use.end(a)
+    use(c)
     assert resident(store) == {"a", "c"}
 
 
-def test_pinned_adapters_are_never_evicted(store, pool):
+def test_pinned_adapters_are_never_evicted(store, pool, use, memory):
     a, b, c = register(store, a="four", b="four", c="three")
-    store.acquire(a)
-    use(store, b)
-    store.acquire(c)
+    use.start(a)
+    use(b)
+    use.start(c)
     assert resident(store) == {"a", "c"}
     (d,) = register(store, d="four")
-    with pytest.raises(OutOfPages, match="'d' needs 4 pages, 3 can be had"):
+    assert not memory.reclaimer.make_room(4)
+    with pytest.raises(OutOfPages, match="'d' needs 4 pages, 3 are free"):
         store.acquire(d)
     assert resident(store) == {"a", "c"}
     assert d.references == 0
     check(store, pool)
 
 
-def test_make_room_is_all_or_nothing(store, pool):
-    a, b = register(store, a="three", b="three")
-    use(store, a, b)
-    kv = pool.allocate(4, PageKind.KV)
-    assert store.make_room(0)
-    assert not store.make_room(7)
-    assert resident(store) == {"a", "b"}, "adapters were given up for nothing"
-    assert store.make_room(2)
-    assert resident(store) == {"b"}
-    assert store.make_room(3)
-    assert resident(store) == {"b"}, "more was evicted than was needed"
-    assert store.make_room(6)
-    assert resident(store) == set()
-    check(store, pool, kv)
+def test_adapter_kept_by_name_is_never_evicted(store, pool, memory, use):
+    a, b = register(store, a="four", b="two")
+    store.pin(a)
+    store.pin(a)
+    use(a, b)
+    assert store.is_pinned(a)
+    assert (store.num_pinned_pages, store.num_idle_pages) == (4, 2)
+    assert memory.reclaimer.reclaim_all() == 2
+    assert store.evict_idle() == 0
+    assert resident(store) == {"a"}
+    store.unpin(a)
+    store.unpin(a)
+    assert not store.is_pinned(a)
+    assert (store.num_pinned_pages, a.references, a.requests) == (0, 0, 0)
+    assert memory.reclaimer.reclaim_all() == 4
+    check(store, pool)
 
 
-def test_room_for_an_adapter_is_all_or_nothing(store, pool):
+def test_keeping_what_does_not_fit_or_read_holds_nothing(store, pool, backend, use):
+    a, b, c = register(store, a="four", b="four", c="three")
+    use.start(a)
+    use.start(b)
+    backend.broken.add("two")
+    (d,) = register(store, d="two")
+    for adapter, error in ((c, OutOfPages), (d, AdapterFormatError)):
+        with pytest.raises(error):
+            store.pin(adapter)
+        assert (adapter.references, adapter.requests, store.is_pinned(adapter)) == (0, 0, False)
+    check(store, pool)
+
+
+@pytest.mark.parametrize("how", ["reload", "unregister"])
+def test_a_pin_ends_with_its_version(store, pool, how):
+    (old,) = register(store, a="four")
+    store.pin(old)
+    if how == "reload":
+        (new,) = register(store, a="two")
+        assert not store.is_pinned(new)
+    else:
+        store.unregister("a")
+    assert (old.pages, old.references, store.num_pinned_pages) == ([], 0, 0)
+    assert pool.num_free == 10
+    check(store, pool)
+
+
+@pytest.mark.parametrize("how", ["reload", "unregister"])
+def test_a_pin_that_ends_leaves_the_version_to_its_requests(store, pool, use, how):
+    (old,) = register(store, a="four")
+    store.pin(old)
+    use.start(old)
+    if how == "reload":
+        register(store, a="two")
+    else:
+        store.unregister("a")
+    assert (len(old.pages), old.references) == (4, 1)
+    check(store, pool)
+    use.end(old)
+    assert pool.num_free == 10
+
+
+def test_room_for_an_adapter_is_all_or_nothing(store, pool, use):
     a, b, c = register(store, a="three", b="two", c="four")
-    use(store, a)
-    store.acquire(b)
+    use(a)
+    use.start(b)
     kv = pool.allocate(5, PageKind.KV)
     with pytest.raises(OutOfPages):
-        store.acquire(c)
+        use.start(c)
     assert resident(store) == {"a", "b"}
     check(store, pool, kv)
 
 
-def test_evict_idle(store, pool):
+def test_evict_idle(store, pool, use):
     a, b, c = register(store, a="two", b="two", c="two")
-    use(store, a, b)
-    store.acquire(c)
+    use(a, b)
+    use.start(c)
     assert store.evict_idle() == 2
     assert resident(store) == {"c"}
     assert store.evict_idle() == 0
     assert pool.num_free == 8
+    assert store.num_idle_pages == 0
     check(store, pool)
 
 
-def test_evicted_adapter_comes_back_in_a_new_page_list(store, backend):
+def test_evicted_adapter_comes_back_in_a_new_page_list(store, backend, use):
     """Views of an adapter's rows are kept per page list, so the list's identity changes with its pages."""
     (a,) = register(store, a="two")
-    use(store, a)
+    use(a)
     before = a.pages
     store.evict_idle()
-    use(store, a)
+    use(a)
     assert a.pages is not before
     assert len(backend.placed) == 2
+    assert backend.reads == ["two"], "its host image was not used"
 
 
-def test_broken_weights_hold_nothing(store, pool, backend):
+def test_broken_weights_hold_nothing(store, pool, backend, use):
     a, b = register(store, a="two", b="three")
-    use(store, b)
+    use(b)
     backend.broken.add("two")
     with pytest.raises(AdapterFormatError, match="cannot be read"):
         store.acquire(a)
@@ -215,12 +272,128 @@ def test_failing_copy_holds_nothing(store, pool, backend):
     check(store, pool)
 
 
+# -- tiers
+
+
+@pytest.fixture
+def slow(pool, backend):
+    """A memory whose reads take until the test ends them, with room for 4 pages on the host."""
+    memory = Memory(pool, backend, SlowReads(), host_bytes=4 * PAGE_BYTES)
+    memory.reads = memory.images._reads
+    return memory
+
+
+def test_tiers_from_disk_to_device_and_back(slow):
+    store = slow.store
+    (a,) = register(store, a="two")
+    assert store.tier(a) is Tier.DISK
+    store.read_ahead([a])
+    store.read_ahead([a])
+    assert store.tier(a) is Tier.LOADING
+    assert len(slow.reads.pending) == 1, "read twice"
+    slow.reads.finish()
+    assert store.tier(a) is Tier.HOST
+    store.acquire(a)
+    assert store.tier(a) is Tier.DEVICE
+    store.release(a)
+    store.evict(a)
+    assert store.tier(a) is Tier.HOST
+    slow.images.drop(a.version)
+    assert store.tier(a) is Tier.DISK
+
+
+def test_reads_ahead_in_order_and_no_more_than_host_memory_takes(slow):
+    store = slow.store
+    a, b, c, d = register(store, a="two", b="one", c="two", d="one")
+    store.read_ahead([a, b, c, d])
+    assert [store.tier(x) for x in (a, b, c, d)] == [Tier.LOADING, Tier.LOADING, Tier.DISK, Tier.DISK]
+
+
+def test_reads_ahead_counts_an_adapter_once(slow):
+    """Waiting requests of one adapter take its room on the host once."""
+    store = slow.store
+    a, b = register(store, a="two", b="two")
+    store.read_ahead([a, a, a, b])
+    assert store.tier(b) is Tier.LOADING
+
+
+def test_the_first_is_read_ahead_whatever_its_size(pool, backend):
+    memory = Memory(pool, backend, SlowReads(), host_bytes=0)
+    a, b = register(memory.store, a="four", b="one")
+    memory.store.read_ahead([a, b])
+    assert [memory.store.tier(x) for x in (a, b)] == [Tier.LOADING, Tier.DISK]
+
+
+def test_resident_adapters_are_not_read_ahead(store, backend, use):
+    (a,) = register(store, a="two")
+    use(a)
+    backend.reads.clear()
+    store.read_ahead([a])
+    assert backend.reads == []
+
+
+def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool):
+    store = slow.store
+    (a,) = register(store, a="two")
+    backend.broken.add("two")
+    store.read_ahead([a])
+    slow.reads.finish()
+    assert store.tier(a) is Tier.HOST, "the read has ended, badly"
+    with pytest.raises(AdapterFormatError, match="cannot be read"):
+        store.acquire(a)
+    assert store.tier(a) is Tier.DISK
+    check(store, pool)
+
+
+def test_read_of_a_removed_version_is_cancelled(slow):
+    (a,) = register(slow.store, a="two")
+    slow.store.read_ahead([a])
+    slow.store.unregister("a")
+    future, _ = slow.reads.pending[0]
+    assert future.cancelled()
+    assert slow.images.num_bytes == 0
+    slow.reads.finish()
+
+
+def test_replaced_version_that_is_held_is_read_at_once(slow):
+    """Its directory may be about to change."""
+    (old,) = register(slow.store, a="two")
+    slow.store.hold(old)
+    register(slow.store, a="one")
+    assert slow.store.tier(old) is Tier.LOADING
+
+
+def test_checked_weights_are_read_before_the_earlier_version_is_given_up(store, backend, pool, use):
+    (old,) = register(store, a="two")
+    use(old)
+    backend.broken.add("three")
+    with pytest.raises(AdapterFormatError, match="cannot be read"):
+        store.register("a", Path("three"), check_weights=True)
+    assert store.get("a") is old
+    assert len(old.pages) == 2
+    backend.broken.clear()
+    new = store.register("a", Path("three"), check_weights=True)
+    assert store.tier(new) is Tier.HOST
+    check(store, pool)
+
+
+def test_measured_costs_follow_the_clock(pool, backend):
+    ticks = iter(range(0, 1000, 8))
+    costs = RestoreCosts(disk_adapter_page=0.0, host_adapter_page=0.0)
+    images = HostImages(1000, InlineReads())
+    store = AdapterStore(pool, backend, images, EvictionOrder(), costs, PAGE_BYTES, clock=lambda: next(ticks))
+    (a,) = register(store, a="four")
+    store.acquire(a)
+    assert costs.disk_adapter_page == pytest.approx(0.2 * 8 / 4)
+    assert costs.host_adapter_page == pytest.approx(0.2 * 8 / 4)
+
+
 # -- versions
 
 
-def test_reload_of_an_idle_adapter_frees_the_old_version(store, pool):
+def test_reload_of_an_idle_adapter_frees_the_old_version(store, pool, use):
     (old,) = register(store, a="four")
-    use(store, old)
+    use(old)
     (new,) = register(store, a="two")
     assert new.version > old.version
     assert store.get("a") is new
@@ -229,62 +402,80 @@ def test_reload_of_an_idle_adapter_frees_the_old_version(store, pool):
     check(store, pool)
 
 
-def test_reload_keeps_the_old_version_while_it_is_used(store, pool):
+def test_reload_keeps_the_old_version_while_it_is_used(store, pool, use):
     (old,) = register(store, a="four")
-    store.acquire(old)
-    store.acquire(old)
+    use.start(old)
+    use.start(old)
     (new,) = register(store, a="two")
-    store.acquire(new)
+    use.start(new)
     assert pool.count(PageKind.ADAPTER) == 6
-    store.release(old)
+    use.end(old)
     assert len(old.pages) == 4
-    assert store.reclaimable_pages() == 0
-    store.release(old)
+    assert store.num_idle_pages == 0
+    use.end(old)
     assert old.pages == []
     assert pool.count(PageKind.ADAPTER) == 2
     check(store, pool)
 
 
-def test_retired_version_can_be_taken_again_by_who_holds_it(store, pool):
-    """A preempted request lets go of a replaced version and loads it again later."""
+def test_retired_version_can_be_taken_again_by_who_holds_it(store, pool, memory):
+    """A preempted request lets go of a replaced version's pages and loads it again later."""
     (old,) = register(store, a="four")
+    store.hold(old)
     store.acquire(old)
     register(store, a="two")
     store.release(old)
+    assert store.num_idle_pages == 4
+    assert memory.reclaimer.make_room(10)
     assert old.pages == []
+    store.hold(old)
     store.acquire(old)
     store.acquire(old)
     assert len(old.pages) == 4
     check(store, pool)
-    store.release(old)
-    store.release(old)
+    for _ in range(2):
+        store.release(old)
+        store.let_go(old)
     assert pool.num_free == 10
     check(store, pool)
 
 
-def test_unregister(store, pool):
+def test_gone_versions_are_told(store, use):
+    """Whoever keeps something by version, such as cached prefixes, drops it then and not before."""
+    gone = []
+    store.on_gone = gone.append
+    a, b = register(store, a="four", b="one")
+    store.hold(a)
+    register(store, a="two")
+    store.unregister("b")
+    assert gone == [b.version]
+    store.let_go(a)
+    assert gone == [b.version, a.version]
+
+
+def test_unregister(store, pool, use):
     a, b = register(store, a="four", b="two")
-    use(store, a)
-    store.acquire(b)
+    use(a)
+    use.start(b)
     store.unregister("a")
     store.unregister("b")
     assert store.names() == store.describe() == []
     assert a.pages == []
     assert len(b.pages) == 2
     check(store, pool)
-    store.release(b)
+    use.end(b)
     assert pool.num_free == 10
 
 
-def test_several_retired_versions_of_one_name(store, pool):
+def test_several_retired_versions_of_one_name(store, pool, use):
     versions = []
     for size in ("one", "two", "three"):
         versions += register(store, a=size)
-        store.acquire(versions[-1])
+        use.start(versions[-1])
     assert pool.count(PageKind.ADAPTER) == 6
     store.unregister("a")
     for version in (versions[1], versions[2], versions[0]):
-        store.release(version)
+        use.end(version)
         assert version.pages == []
         check(store, pool)
     assert pool.num_free == 10
