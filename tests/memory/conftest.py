@@ -139,16 +139,15 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
     from chorus.memory.layout import MODULES
 
     adapter = engine.store.get(name)
-    arena = engine._executor._arena.pages
+    run = engine._executor._arena.pages[adapter.pages].view(-1)
     found = {}
     for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
-        pages, slabs = place.pages_of(adapter.pages), place.slabs
+        slabs = place.slabs
         for layer in part.layers:
             for module in part.targets:
                 a_rows, b_rows = [], []
                 for i in range(part.rank):
-                    page, at = divmod(place.first_slab[layer] + i, slabs.slabs_per_page)
-                    slab = arena[pages[page], at * slabs.slab_elems :]
+                    slab = run[place.first_elem[layer] + i * slabs.slab_elems :]
                     a, b = slabs.a_offset[MODULES.index(module)], slabs.b_offset[MODULES.index(module)]
                     d_in, d_out = DIMS[module]
                     a_rows.append(slab[a : a + d_in])

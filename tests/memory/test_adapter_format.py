@@ -12,7 +12,7 @@ from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
 from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
 from chorus.memory.adapter_image import read_image
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.adapter_layout import AdapterLayout
 
 PAGE_ELEMS = 1024
 LAYERS = 3
@@ -53,50 +53,25 @@ def test_every_element_is_where_the_layout_says(adapter_draft, tmp_path, stored,
     (part,), (place,) = manifest.parts, layout.parts
     assert (part.rank, part.scale, part.layers, part.targets) == (rank, 2.0, (0, 1, 2), tuple(DIMS))
     assert image.shape == (layout.num_pages, page_elems)
-    slab_elems, per_page = place.slabs.slab_elems, place.slabs.slabs_per_page
-    assert layout.num_pages == math.ceil(3 * rank / per_page)
+    slab_elems = place.slabs.slab_elems
+    assert layout.num_pages == math.ceil(3 * rank * slab_elems / page_elems)
+    image = image.view(-1)
     seen = torch.zeros(image.shape, dtype=torch.bool)
     for layer in range(LAYERS):
         for m, (module, (d_in, d_out)) in enumerate(DIMS.items()):
             key = f"base_model.model.model.layers.{layer}.{'self_attn' if m < 4 else 'mlp'}.{module}"
             a, b = (it.tensors[f"{key}.lora_{side}.weight"].to(served) for side in "AB")
             for i in range(rank):
-                page, at = divmod(layer * rank + i, per_page)
+                slab = (layer * rank + i) * slab_elems
                 for offset, row, width in (
                     (place.slabs.a_offset[m], a[i], d_in),
                     (place.slabs.b_offset[m], b[:, i], d_out),
                 ):
-                    span = slice(at * slab_elems + offset, at * slab_elems + offset + width)
-                    assert torch.equal(image[page, span], row)
-                    assert not seen[page, span].any(), "two rows in one place"
-                    seen[page, span] = True
+                    span = slice(slab + offset, slab + offset + width)
+                    assert torch.equal(image[span], row)
+                    assert not seen[span].any(), "two rows in one place"
+                    seen[span] = True
     assert not image[~seen].any(), "something lies between the rows"
-
-
-def test_parts_share_pages_and_never_bytes():
-    """Many small parts take the pages of their bytes, not a page each."""
-    parts = [
-        AdapterPart(rank, 1.0, layers, targets)
-        for rank, layers, targets in [
-            (1, (0,), ("q_proj",)), (3, (1,), ("q_proj", "up_proj")), (2, (0, 2), ("down_proj",)),
-            (7, (2,), ("q_proj",)), (5, (0, 1, 2), ("k_proj", "v_proj")), (1, (1,), ("o_proj",)),
-            (40, (0, 1), ("gate_proj",)),
-        ]
-    ]  # fmt: skip
-    layout = AdapterLayout.build(parts, DIMS, LAYERS, 256, 4)
-    taken = torch.zeros(layout.num_pages, 256, dtype=torch.int)
-    num_bytes = 0
-    for part, place in zip(parts, layout.parts, strict=True):
-        pages = place.pages_of(range(layout.num_pages))
-        assert len(pages) == place.num_pages
-        assert [layer for layer in range(LAYERS) if place.first_slab[layer] >= 0] == list(part.layers)
-        for layer in part.layers:
-            for i in range(part.rank):
-                page, at = divmod(place.first_slab[layer] + i, place.slabs.slabs_per_page)
-                taken[pages[page], at * place.slabs.slab_elems : (at + 1) * place.slabs.slab_elems] += 1
-        num_bytes += part.num_slabs * place.slabs.slab_elems
-    assert int(taken.max()) == 1
-    assert layout.num_pages <= math.ceil(num_bytes / 256) + len(parts) // 2
 
 
 def test_ranks_and_scales_follow_peft(adapter_draft, tmp_path):

@@ -147,8 +147,8 @@ class Step:
         for part, place in zip(parts, placed.parts, strict=True):
             slabs = place.slabs
             rows = AdapterRows(
-                place.pages_of(pages), part.rank, part.scale / part.rank**0.5, slabs.slab_elems, slabs.slabs_per_page,
-                slabs.a_offset, slabs.b_offset, place.first_slab,
+                pages, part.rank, part.scale / part.rank**0.5, slabs.slab_elems,
+                slabs.a_offset, slabs.b_offset, place.first_elem,
             )  # fmt: skip
             self.segments.add(begin, end, rows)
 
@@ -163,7 +163,7 @@ class Step:
         lora = LoraState(executor.config, arena.pages)
         lora.segments = self.segments
         for rows in self.segments.rows:
-            rows._views.clear()
+            rows._blocks.clear()
         attention = executor._model.new_attention()
         indptr = [0, *accumulate(self.lengths)]
         width = max(len(table) for table in self.tables)
@@ -186,9 +186,7 @@ def random_step(seed: int, base: Base, lengths: list[int]) -> Step:
     rng = random.Random(seed)
     generator = torch.Generator().manual_seed(seed)
     config = base.config
-    layout = PageLayout.fitting(
-        LAYERS, config.num_kv_heads, config.head_dim, base.block_tokens, 2, config.module_dims
-    )  # fmt: skip
+    layout = PageLayout(LAYERS, config.num_kv_heads, config.head_dim, base.block_tokens, 2)
     free = list(range(1, NUM_PAGES))
     rng.shuffle(free)
     lengths = sorted(lengths, key=lambda length: length == 1)  # single tokens last, as every step has them

@@ -16,16 +16,15 @@ NUM_MODULES = 7
 LAYERS = 3
 
 
-def build_adapter(free_pages, page_elems, rank, widths, targets, *, per_page=1000, padding=0, layers=range(LAYERS)):
-    """An adapter in the next of `free_pages`, at most `per_page` slabs in each; widths: module → (in, out)."""
+def build_adapter(free_pages, page_elems, rank, widths, targets, *, before=0, padding=0, layers=range(LAYERS)):
+    """An adapter over the next of `free_pages`, `before` elements in; widths: module → (in, out)."""
     offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
     for module in targets:
         a_offset[module], b_offset[module] = offset, offset + widths[module][0] + padding
         offset += sum(widths[module]) + 2 * padding
-    slabs_per_page = min(per_page, page_elems // offset)
-    pages = [next(free_pages) for _ in range(-(-len(layers) * rank // slabs_per_page))]
-    first_slab = [layers.index(layer) * rank if layer in layers else -1 for layer in range(LAYERS)]
-    return AdapterRows(pages, rank, 1 / rank, offset, slabs_per_page, a_offset, b_offset, first_slab)
+    pages = [next(free_pages) for _ in range(-(-(before + len(layers) * rank * offset) // page_elems))]
+    first_elem = [before + layers.index(layer) * rank * offset if layer in layers else -1 for layer in range(LAYERS)]
+    return AdapterRows(pages, rank, 1 / rank, offset, a_offset, b_offset, first_elem)
 
 
 def make_segments(indptr, adapters):
@@ -55,20 +54,20 @@ def compare(arena, segments, layer, modules, x, out_width, dtype=torch.float32):
     segments=st.lists(st.tuples(st.integers(0, 4), st.none() | st.integers(0, 3)), min_size=1, max_size=7),
     ranks=st.lists(st.sampled_from([1, 2, 3, 5, 8, 17, 64]), min_size=4, max_size=4),
     targets=st.lists(st.sets(st.integers(0, 2), min_size=1), min_size=4, max_size=4),
-    slabs_per_page=st.lists(st.integers(1, 9), min_size=4, max_size=4),
+    before=st.lists(st.integers(0, 50), min_size=4, max_size=4),
+    page_elems=st.sampled_from([5, 19, 60, 240, 2000]),
     layers=st.lists(st.sampled_from([(0, 1, 2), (0, 1, 2), (1,), (0, 2)]), min_size=4, max_size=4),
     layer=st.integers(0, LAYERS - 1),
 )
-def test_equals_its_definition(seed, segments, ranks, targets, slabs_per_page, layers, layer):
+def test_equals_its_definition(seed, segments, ranks, targets, before, page_elems, layers, layer):
     """Ranks, empty and one-row segments, base segments, absent modules and layers, page boundaries anywhere."""
     generator = torch.Generator().manual_seed(seed)
     widths = {0: (8, 6), 1: (8, 3), 2: (8, 5)}
-    page_elems = 240
-    arena = torch.randn(4 * LAYERS * 64, page_elems, generator=generator)
+    arena = torch.randn(4 * (LAYERS * 64 * 38 + 50) // page_elems + 4, page_elems, generator=generator)
     free = iter(torch.randperm(len(arena), generator=generator).tolist())
     adapters = [
-        build_adapter(free, page_elems, rank, widths, sorted(modules), per_page=per_page, layers=own)
-        for rank, modules, per_page, own in zip(ranks, targets, slabs_per_page, layers, strict=True)
+        build_adapter(free, page_elems, rank, widths, sorted(modules), before=skipped, layers=own)
+        for rank, modules, skipped, own in zip(ranks, targets, before, layers, strict=True)
     ]
     indptr = [0, *itertools.accumulate(length for length, _ in segments)]
     used = [None if index is None else adapters[index] for _, index in segments]
@@ -78,7 +77,7 @@ def test_equals_its_definition(seed, segments, ranks, targets, slabs_per_page, l
     for first, last, adapter in zip(indptr, indptr[1:], used, strict=False):
         for module, column, width in group:
             same = torch.equal(got[first:last, column : column + width], y[first:last, column : column + width])
-            if adapter is None or adapter.a_offset[module] < 0 or adapter.first_slab[layer] < 0:
+            if adapter is None or adapter.a_offset[module] < 0 or adapter.first_elem[layer] < 0:
                 assert same, "outputs without an adapter must not change by a bit"
             elif last > first:
                 assert not same
@@ -97,7 +96,7 @@ def test_page_that_is_not_the_adapters_is_never_read():
     generator = torch.Generator().manual_seed(0)
     widths = {0: (8, 6)}
     adapter = build_adapter(iter([5, 2, 7, 3]), 30, 2, widths, [0])
-    assert adapter.pages == [5, 2, 7]
+    assert adapter.pages == [5, 2, 7], "rows go on from page to page"
     arena = torch.full((9, 30), float("nan"))
     arena[[5, 2, 7]] = torch.randn(3, 30, generator=generator)
     x = torch.randn(4, 8, generator=generator)
@@ -112,12 +111,13 @@ def test_gaps_between_rows_are_never_read():
     widths = {0: (5, 3), 1: (5, 2)}
     adapter = build_adapter(iter(range(20)), 120, 3, widths, [0, 1], padding=3)
     arena = torch.full((20, 120), float("nan"))
-    for page in adapter.pages:
-        for slab in range(adapter.slabs_per_page):
-            for module, (d_in, d_out) in widths.items():
-                start = slab * adapter.slab_elems
-                for offset, width in ((adapter.a_offset[module], d_in), (adapter.b_offset[module], d_out)):
-                    arena[page, start + offset : start + offset + width] = torch.randn(width, generator=generator)
+    run = torch.full((len(adapter.pages) * 120,), float("nan"))
+    for slab in range(LAYERS * adapter.rank):
+        for module, (d_in, d_out) in widths.items():
+            start = slab * adapter.slab_elems
+            for offset, width in ((adapter.a_offset[module], d_in), (adapter.b_offset[module], d_out)):
+                run[start + offset : start + offset + width] = torch.randn(width, generator=generator)
+    arena[adapter.pages] = run.view(-1, 120)
     x = torch.randn(4, 5, generator=generator)
     _, got = compare(arena, make_segments([0, 4], [adapter]), 2, [(0, 0, 3), (1, 3, 2)], x, 5)
     assert got.isfinite().all()
