@@ -2,8 +2,8 @@
 
     python -m chorus.perf.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
 
-Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), its KV grows and
-old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
+Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), KV grows
+and old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
 pages: one that could use every free or idle page. Waste is what allocated pages hold that nobody asked for.
 """
 
