@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import itertools
 import zlib
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -17,13 +21,15 @@ from chorus.core.engine import Engine
 from chorus.core.executors.base import ModelInfo
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.types import BASE_SLOT, FinishReason, StepPlan, StepResult
+from chorus.core.types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.buckets import DecodeBuckets
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.adapter_store import UnknownAdapter
+from chorus.memory.adapter_store import Adapter, UnknownAdapter
+from chorus.memory.host_images import InlineReads
 from chorus.memory.layout import MODULES, PageLayout
 from chorus.memory.pages import PageKind, PagePool
+from chorus.memory.prefix import BASE_VERSION
 
 VOCAB = 48
 EOS = (0, 1)
@@ -31,18 +37,73 @@ MAX_MODEL_LEN = 40
 NAMES = ("alto", "bass", "tenor")
 
 
-def next_token(voice: str, tokens: list[int], seed: int | None) -> int:
+#: How often what the machine is for came about, over all of its runs.
+reached: Counter[str] = Counter()
+
+
+def next_token(version: int, tokens: list[int], seed: int | None) -> int:
     """The fake model: what follows `tokens` in the voice of an adapter version. `seed` only when it samples."""
-    return zlib.crc32(repr((voice, tokens, seed)).encode()) % VOCAB
+    return zlib.crc32(repr((version, tokens, seed)).encode()) % VOCAB
+
+
+def kv_of(version: int, tokens: list[int] | tuple[int, ...]) -> list[int]:
+    """The KV of `tokens`, position by position: it depends on the adapter version and on every token so far."""
+    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=hash(version)))[1:]
+
+
+class Clock:
+    """Time that goes by only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class LazyReads:
+    """Reads that end when the machine says so, or when somebody waits for their result."""
+
+    class Read(Future):
+        def __init__(self, read: Callable[[], Any]) -> None:
+            super().__init__()
+            self.read = read
+
+        def result(self, timeout: float | None = None) -> Any:
+            self.finish()
+            return super().result(timeout)
+
+        def finish(self) -> None:
+            if not self.done() and self.set_running_or_notify_cancel():
+                try:
+                    self.set_result(self.read())
+                except Exception as error:
+                    self.set_exception(error)
+
+    def __init__(self) -> None:
+        self._reads: list[LazyReads.Read] = []
+
+    @property
+    def pending(self) -> list[Read]:
+        self._reads = [read for read in self._reads if not read.done()]
+        return self._reads
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        self._reads.append(self.Read(read))
+        return self._reads[-1]
+
+    def shutdown(self) -> None:
+        pass
 
 
 class FakeAdapters:
     """Adapters are paths with a page count; their images say whose page it is."""
 
-    def __init__(self, memory: dict[tuple[int, int], object]) -> None:
+    def __init__(self, memory: dict[tuple[int, int], object], clock: Clock) -> None:
         self.num_pages: dict[Path, int] = {}
         self.broken: set[Path] = set()
         self._memory = memory
+        self._clock = clock
 
     def inspect(self, path: Path) -> AdapterManifest:
         if path not in self.num_pages:
@@ -50,14 +111,16 @@ class FakeAdapters:
         return AdapterManifest(path, (AdapterPart(self.num_pages[path], 1.0, (0,), MODULES),))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        return AdapterLayout((), num_pages=manifest.rank)
+        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank)
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> list[object]:
+        self._clock.now += 0.002 * manifest.rank
         if manifest.path in self.broken:
             raise AdapterFormatError(f"{manifest.path}: cannot be read")
         return [(manifest.path, index) for index in range(manifest.rank)]
 
     def place(self, image: list[object], pages: list[int]) -> None:
+        self._clock.now += 0.0005 * len(pages)
         for page, content in zip(pages, image, strict=True):
             self._memory[page, 0] = content
 
@@ -68,25 +131,32 @@ class CheckingExecutor:
     The engine turns an executor's exceptions into a request's error, so what is found wrong is kept in `violations`.
     """
 
-    def __init__(self, config: EngineConfig, expected: dict[str, Expected]) -> None:
+    def __init__(self, config: EngineConfig, expected: dict[str, Expected], clock: Clock) -> None:
         self.config = config
+        self.clock = clock
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
         self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
         self.num_pages = config.num_pages
         self.memory: dict[tuple[int, int], object] = {}
-        self.adapters = FakeAdapters(self.memory)
+        self.adapters = FakeAdapters(self.memory, clock)
         self.violations: list[Exception] = []
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
         self.glitches = 0
         self.pool: PagePool
+        self.on_plan: Callable[[StepPlan], None]
+        self._last_step = 0
         self._expected = expected
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.clock.now += 0.001 * plan.num_tokens
         if self.glitches:
             self.glitches -= 1
             raise RuntimeError("a passing fault")
         try:
+            if plan.step_id != self._last_step:  # not a row of a failed step that runs alone
+                self._last_step = plan.step_id
+                self.on_plan(plan)
             self._check(plan)
             return self._run(plan)
         except (AssertionError, LookupError) as error:
@@ -100,6 +170,7 @@ class CheckingExecutor:
         rows = plan.rows
         assert 0 < len(rows) <= self.config.max_num_seqs
         assert plan.num_tokens <= self.config.max_num_batched_tokens
+        assert plan.num_adapters <= (self.config.max_adapters_per_step or plan.num_adapters)
         assert len({row.request_id for row in rows}) == len(rows), "a request has two rows"
         single = [len(row.tokens) == 1 for row in rows]
         assert single == sorted(single), "a decode row before a prefill row"
@@ -129,10 +200,19 @@ class CheckingExecutor:
             assert row.tokens
             assert row.kv_len <= len(row.pages) * self.config.block_tokens, "pages do not cover the tokens"
             assert len(row.pages) <= self.layout.pages_for_tokens(MAX_MODEL_LEN)
-            for page in row.pages:
-                assert page not in owner, f"page {page} of {row.request_id} is also {owner[page]}'s"
+            assert len(set(row.pages)) == len(row.pages)
+            first_written = row.start // self.config.block_tokens
+            for index, page in enumerate(row.pages):
                 assert self.pool.kind(page) is PageKind.KV
-                owner[page] = row.request_id
+                assert page not in owner, f"page {page} of {row.request_id} is also {owner[page]}'s"
+                if index >= first_written:
+                    assert self.pool.references(page) == 1, f"{row.request_id} writes page {page}, which is shared"
+                    assert not self.pool._kept[page], f"{row.request_id} writes page {page}, whose block is cached"
+                    owner[page] = row.request_id
+        for row in plan.rows:
+            for page in row.pages:
+                assert owner.get(page, row.request_id) == row.request_id, "a page that another request writes"
+                reached["shared page"] += page not in owner and self.pool.references(page) > 1
 
     def _run(self, plan: StepPlan) -> StepResult:
         result = StepResult()
@@ -140,24 +220,34 @@ class CheckingExecutor:
             expected = self._expected[row.request_id]
             if row.request_id in self.raises_for:
                 raise RuntimeError(f"a fault of {row.request_id}")
-            path = None if row.slot == BASE_SLOT else plan.adapters[row.slot].manifest.path
-            assert path == expected.adapter, f"{row.request_id} runs on {path}, was accepted on {expected.adapter}"
-            for position, token in enumerate(row.tokens, row.start):
-                self.memory[self._place(row.pages, position)] = (row.request_id, position, token)
-            kv = [self.memory[self._place(row.pages, position)] for position in range(row.kv_len)]
+            adapter = None if row.slot == BASE_SLOT else plan.adapters[row.slot]
+            assert adapter is expected.adapter, f"{row.request_id} runs on {adapter}, not on {expected.adapter}"
             tokens = expected.tokens
-            want = [(row.request_id, position, token) for position, token in enumerate(tokens[: row.kv_len])]
-            assert kv == want, f"KV of {row.request_id} was lost or overwritten"
-            assert (row.sampling is not None) == (row.kv_len == len(tokens)), "a token is drawn at the wrong place"
-            if row.sampling is None:
+            assert row.token_ids == tokens
+            assert row.tokens == tokens[row.start : row.kv_len]
+            want = kv_of(expected.version, tokens[: row.kv_len])
+            for position in range(row.start, row.kv_len):
+                self.memory[self._place(row.pages, position)] = want[position]
+            kv = [self.memory[self._place(row.pages, position)] for position in range(row.kv_len)]
+            assert kv == want, f"KV of {row.request_id} was lost, overwritten or another's"
+            assert row.samples == (row.kv_len == len(tokens)), "a token is drawn at the wrong place"
+            assert (row.params, row.num_prompt_tokens) == (expected.params, len(expected.prompt))
+            if row.scores_prompt:
+                result.prompt_logprobs[row.request_id] = self._score(row, expected)
+            if not row.samples:
                 continue
-            assert row.sampling == expected.params
             if row.request_id in self.sick:
                 result.errors[row.request_id] = "not finite"
             else:
-                seed = row.seed if row.sampling.temperature else None
-                result.tokens[row.request_id] = next_token(str(path), tokens, seed)
+                seed = row.seed if row.params.temperature else None
+                result.tokens[row.request_id] = next_token(expected.version, tokens, seed)
         return result
+
+    def _score(self, row: ScheduledRow, expected: Expected) -> list[TokenLogprobs]:
+        """Every prompt token after one of the row's is scored by its position."""
+        assert row.num_logits == len(row.tokens)
+        positions = range(row.start + 1, min(row.kv_len + 1, len(expected.prompt)))
+        return [TokenLogprobs(expected.prompt[position], -float(position)) for position in positions]
 
     def _place(self, pages: list[int], position: int) -> tuple[int, int]:
         page, offset = divmod(position, self.config.block_tokens)
@@ -168,23 +258,32 @@ class CheckingExecutor:
 class Expected:
     """A request as it was accepted, and what has come of it."""
 
-    adapter: Path | None
+    adapter: Adapter | None
     prompt: list[int]
     params: SamplingParams
+    request: Request
     output: list[int] = field(default_factory=list)
     reason: FinishReason | None = None
-    seed: int | None = None
+    preempted: bool = False
 
     @property
     def tokens(self) -> list[int]:
         return self.prompt + self.output
 
+    @property
+    def version(self) -> int:
+        return BASE_VERSION if self.adapter is None else self.adapter.version
+
+    @property
+    def path(self) -> Path | None:
+        return None if self.adapter is None else self.adapter.manifest.path
+
     def alone(self) -> tuple[list[int], FinishReason]:
         """What the request gets when nothing disturbs it."""
         output: list[int] = []
-        seed = self.seed if self.params.temperature else None
+        seed = self.request.seed if self.params.temperature else None
         while True:
-            token = next_token(str(self.adapter), self.prompt + output, seed)
+            token = next_token(self.version, self.prompt + output, seed)
             output.append(token)
             if token in self.params.stop_token_ids or (token in EOS and not self.params.ignore_eos):
                 return output, FinishReason.STOP
@@ -202,8 +301,17 @@ class EngineMachine(RuleBasedStateMachine):
         max_num_seqs=st.sampled_from([1, 2, 3, 4, 6, 9]),
         spare_tokens=st.sampled_from([0, 1, 5, 40]),
         chunked=st.sampled_from([True, True, False]),
+        prefix_cache=st.sampled_from([True, True, True, False]),
+        inline=st.booleans(),
+        host_pages=st.sampled_from([0, 3, 9, 100]),
+        lookahead=st.sampled_from([1, 2, 8]),
+        max_adapters=st.sampled_from([None, None, 1, 2]),
+        max_overtake=st.sampled_from([0.0, 0.05, 0.5, 1000.0]),
     )
-    def build(self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked):
+    def build(
+        self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
+        host_pages, lookahead, max_adapters, max_overtake,
+    ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
             model=Path("fake"),
@@ -212,52 +320,95 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_batched_tokens=max_num_seqs + spare_tokens if chunked else MAX_MODEL_LEN + spare_tokens,
             chunked_prefill=chunked,
             block_tokens=block_tokens,
+            prefix_cache=prefix_cache,
+            host_cache_bytes=host_pages * PageLayout(1, 1, 8, block_tokens, 4).page_bytes,
+            lookahead=lookahead,
+            max_adapters_per_step=max_adapters,
+            max_overtake_seconds=max_overtake,
             seed=5,
         )
         self.requests: dict[str, Expected] = {}
-        self.executor = CheckingExecutor(self.config, self.requests)
-        ticks = itertools.count()
-        self.engine = Engine(self.config, self.executor, clock=lambda: float(next(ticks)))
+        self.clock = Clock()
+        self.executor = CheckingExecutor(self.config, self.requests, self.clock)
+        self.executor.on_plan = self._check_order
+        self.reads = InlineReads() if inline else LazyReads()
+        self.engine = Engine(self.config, self.executor, self.clock, self.reads)
+        self.engine.store.wait_for_reads = self._wait
+        self.scheduler = self.engine._scheduler
         self.executor.pool = self.engine._pool
-        self.current: dict[str, Path] = {}
+        self.current: dict[str, Adapter] = {}
+        self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
-            self.register(name, pages)
+            self.register(name, pages, False)
+
+    @property
+    def usable(self):
+        return self.config.num_pages - 1
+
+    @property
+    def num_pinned(self):
+        return sum(adapter.num_pages for adapter in self.pinned)
+
+    def _wait(self, timeout):
+        preempted = self.scheduler.num_preemptions > self.preemptions_before
+        inline = isinstance(self.reads, InlineReads)  # what was asked for in this step is ready in the next
+        assert self._pending() or preempted or inline, "the engine has work, runs nothing and waits for nothing"
+        reached["waited for a read"] += 1
+
+    def _pending(self):
+        return [] if isinstance(self.reads, InlineReads) else self.reads.pending
 
     # -- requests
 
     @rule(
         names=st.lists(st.sampled_from([None, *NAMES]), min_size=1, max_size=6),
         length=st.integers(1, 30),
+        shared=st.integers(0, 30),
         max_tokens=st.integers(1, 30),
         ignore_eos=st.booleans(),
         stop=st.sets(st.integers(0, VOCAB - 1), max_size=1),
+        scored=st.sampled_from([False, False, True]),
     )
-    def add(self, names, length, max_tokens, ignore_eos, stop):
-        """A few requests of similar length."""
+    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored):
+        """A few requests of similar length, whose prompts begin with the same `shared` tokens."""
         for index, name in enumerate(names):
-            temperature, seed = (0.0, 1.0)[index % 2], (None, 3)[index // 2 % 2]
-            self._add(name, length + index, max_tokens, temperature, ignore_eos, stop, seed)
+            params = SamplingParams(
+                max_tokens,
+                temperature=(0.0, 1.0)[index % 2],
+                seed=(None, 3)[index // 2 % 2],
+                stop_token_ids=tuple(sorted(stop)),
+                ignore_eos=ignore_eos,
+                prompt_logprobs=0 if scored and index % 3 == 0 else None,
+            )
+            self._add(name, length + index, shared, params)
 
     @rule(name=st.sampled_from([None, *NAMES]), length=st.integers(0, MAX_MODEL_LEN + 1), max_tokens=st.integers(1, 60))
     def add_what_may_not_fit(self, name, length, max_tokens):
-        self._add(name, length, max_tokens, 0.0, True, (), None)
+        self._add(name, length, 0, SamplingParams(max_tokens, temperature=0.0, ignore_eos=True))
 
-    def _add(self, name, length, max_tokens, temperature, ignore_eos, stop, seed):
+    @precondition(lambda self: self.requests)
+    @rule(data=st.data(), name=st.sampled_from([None, *NAMES]), more=st.integers(0, 6))
+    def go_on_with_an_answer(self, data, name, more):
+        """A conversation: the prompt is an earlier request's prompt and output and a little more."""
+        before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))].tokens
+        self._add(name, len(before) + more, len(before), SamplingParams(8, temperature=0.0), before)
+
+    def _add(self, name, length, shared, params, stem=None):
         request_id = f"r{next(self.ids)}"
-        prompt = [zlib.crc32(f"{request_id} {i}".encode()) % VOCAB for i in range(length)]
-        params = SamplingParams(
-            max_tokens, temperature, seed=seed, stop_token_ids=tuple(sorted(stop)), ignore_eos=ignore_eos
-        )
+        stem = [zlib.crc32(f"stem {i}".encode()) % VOCAB for i in range(MAX_MODEL_LEN + 1)] if stem is None else stem
+        prompt = stem[: min(shared, length)]
+        prompt = prompt + [zlib.crc32(f"{request_id} {i}".encode()) % VOCAB for i in range(length - len(prompt))]
         request = Request(request_id, prompt, params, name)
+        refusal = self._refusal(name, length, params.max_tokens)
         try:
             self.engine.add_request(request)
         except InvalidRequest as error:
-            assert self._refusal(name, length, max_tokens) == error.field
+            assert refusal == error.field
             return
-        assert self._refusal(name, length, max_tokens) is None
-        self.requests[request_id] = Expected(self.current.get(name), prompt, request.params, seed=request.seed)
+        assert refusal is None
+        self.requests[request_id] = Expected(self.current.get(name), prompt, request.params, request)
 
     def _refusal(self, name, length, max_tokens):
         """The field that a request must be refused for."""
@@ -268,8 +419,12 @@ class EngineMachine(RuleBasedStateMachine):
             return "prompt"
         if name is not None and name not in self.current:
             return "model"
-        pages = self.executor.adapters.num_pages[self.current[name]] if name else 0
-        return "max_tokens" if pages - (-total // self.config.block_tokens) > self.config.num_pages - 1 else None
+        return None if self._could_fit(self.current.get(name), total) else "max_tokens"
+
+    def _could_fit(self, adapter, num_tokens):
+        """Whether adapter and tokens fit beside pinned adapters when nothing else is there."""
+        beside = self.num_pinned if adapter is None or adapter in self.pinned else self.num_pinned + adapter.num_pages
+        return beside - (-num_tokens // self.config.block_tokens) <= self.usable
 
     def _active(self):
         return sorted(set(self.requests) - self.aborted - {r for r, e in self.requests.items() if e.reason})
@@ -282,77 +437,188 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.requests[request_id].reason:
             self.aborted.add(request_id)
 
+    @precondition(lambda self: self.scheduler._running)
+    @rule(data=st.data())
+    def preempt(self, data):
+        request = data.draw(st.sampled_from(self.scheduler._running))
+        self.scheduler._preempt(request)
+        self.requests[request.id].preempted = True
+
+    @rule(seconds=st.sampled_from([0.01, 0.2, 5.0]))
+    def time_passes(self, seconds):
+        self.clock.now += seconds
+
+    @precondition(lambda self: self._pending())
+    @rule(data=st.data(), count=st.integers(1, 3))
+    def finish_reads(self, data, count):
+        """In any order."""
+        for _ in range(min(count, len(self._pending()))):
+            data.draw(st.sampled_from(self._pending())).finish()
+
     @rule(count=st.integers(1, 12))
     def step(self, count):
         for _ in range(count):
             self._step()
 
     def _step(self):
+        self.running_before = {request.id for request in self.scheduler._running}
+        self.overdue_before = self.clock.now - self.config.max_overtake_seconds
+        self.preemptions_before = self.scheduler.num_preemptions
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
+        self._note_preemptions()
         for output in outputs:
             expected = self.requests[output.request_id]
             assert output.request_id not in self.aborted, "output of an aborted request"
             assert expected.reason is None, "output after the end"
+            self._check_output(expected, output)
             expected.output += output.token_ids
             expected.reason = output.finish_reason
-            assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)
             if expected.reason is not None:
-                self._check_end(output.request_id, expected)
+                self._check_end(output, expected)
         self.engine.check_integrity()
 
-    def _check_end(self, request_id, expected):
-        tokens, reason = expected.alone()
-        if expected.reason is FinishReason.ERROR:
-            assert (
-                request_id in self.executor.raises_for | self.executor.sick
-                or expected.adapter in self.executor.adapters.broken
-            ), "an innocent request failed"
-            assert expected.output == tokens[: len(expected.output)]
+    def _note_preemptions(self):
+        for request in self.scheduler._waiting:
+            if request.id in self.running_before:
+                reached["preempted"] += 1
+                self.requests[request.id].preempted = True
+
+    def _check_order(self, plan):
+        """No request starts while an older one still waits that has been overtaken for long enough."""
+        started = [r for r in self.scheduler._running if r.id not in self.running_before]
+        fresh = [r.arrival_time for r in started if not self.requests[r.id].preempted]
+        for waiting in self.scheduler._waiting:
+            if waiting.arrival_time < self.overdue_before and waiting.id not in self.running_before:
+                assert all(arrival <= waiting.arrival_time for arrival in fresh), f"{waiting} was overtaken too long"
+        oldest = min((r.arrival_time for r in self.scheduler._waiting), default=float("inf"))
+        reached["overtaken"] += any(arrival > oldest for arrival in fresh)
+        for request in started:
+            reached["prefix hit"] += request.num_cached_tokens > 0
+            reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
+
+    def _check_output(self, expected, output: RequestOutput):
+        assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)
+        assert 0 <= output.num_cached_tokens <= len(expected.prompt) - (not expected.preempted)
+        if expected.params.prompt_logprobs is None or expected.output or output.error is not None:
+            assert output.prompt_logprobs is None
         else:
+            want = [TokenLogprobs(token, -float(i)) for i, token in enumerate(expected.prompt)][1:]
+            assert list(output.prompt_logprobs) == want
+            assert output.num_cached_tokens == 0
+
+    def _check_end(self, output, expected):
+        tokens, reason = expected.alone()
+        if expected.reason is not FinishReason.ERROR:
             assert (expected.output, expected.reason) == (tokens, reason)
+            return
+        assert expected.output == tokens[: len(expected.output)]
+        if "pinned adapters" in output.error:
+            assert not self._could_fit(expected.adapter, len(expected.tokens)), "there was room for it"
+            reached["no room beside pinned"] += 1
+        else:
+            assert (
+                output.request_id in self.executor.raises_for | self.executor.sick
+                or expected.path in self.executor.adapters.broken
+            ), "an innocent request failed"
 
     # -- adapters
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9))
-    def register(self, name, num_pages):
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), check_weights=st.booleans())
+    def register(self, name, num_pages, check_weights):
         path = Path(f"version-{next(self.ids)}")
         self.executor.adapters.num_pages[path] = num_pages
+        old = self.current.get(name)
         try:
-            self.engine.store.register(name, path)
+            new = self.engine.store.register(name, path, check_weights=check_weights)
         except AdapterFormatError:
-            assert num_pages >= self.config.num_pages - 1
-        else:
-            assert num_pages < self.config.num_pages - 1
-            self.current[name] = path
+            assert num_pages >= self.usable
+            return
+        assert num_pages < self.usable
+        assert new is self.engine.store.get(name)
+        self.current[name] = new
+        self.pinned.discard(old)
+        reached["reload in use"] += old is not None and old.requests > 0
 
     @rule(name=st.sampled_from(NAMES))
     def register_what_cannot_be_read(self, name):
+        path = Path(f"broken-{next(self.ids)}")
+        self.executor.adapters.num_pages[path] = 1
+        self.executor.adapters.broken.add(path)
+        with pytest.raises(AdapterFormatError):
+            self.engine.store.register(name, path, check_weights=True)
         with pytest.raises(AdapterFormatError):
             self.engine.store.register(name, Path("nowhere"))
-        assert self.engine.store.names() == sorted(self.current)
+        assert {name: self.engine.store.get(name) for name in self.engine.store.names()} == self.current
 
     @rule(name=st.sampled_from(NAMES))
     def unregister(self, name):
         if name in self.current:
             self.engine.store.unregister(name)
-            del self.current[name]
+            self.pinned.discard(self.current.pop(name))
         else:
             with pytest.raises(UnknownAdapter):
                 self.engine.store.unregister(name)
 
+    @rule(name=st.sampled_from(NAMES))
+    def pin(self, name):
+        adapter = self.current.get(name)
+        stats = self.engine.stats()
+        held = stats.num_kv_pages + stats.num_adapter_pages - self.engine.store.num_idle_pages
+        try:
+            self.engine.pin_adapter(name)
+        except UnknownAdapter:
+            assert adapter is None
+        except InvalidRequest as error:
+            assert error.field == "pin"
+            assert adapter not in self.pinned
+            too_many = 2 * (self.num_pinned + adapter.num_pages) > self.usable
+            assert too_many or (not adapter.pages and held + adapter.num_pages > self.usable)
+        except AdapterFormatError:
+            assert adapter.manifest.path in self.executor.adapters.broken
+            assert not adapter.pages
+        else:
+            self.pinned.add(adapter)
+            assert adapter.pages
+            assert 2 * self.num_pinned <= self.usable
+
+    @rule(name=st.sampled_from(NAMES))
+    def unpin(self, name):
+        if name in self.current:
+            self.engine.unpin_adapter(name)
+            self.pinned.discard(self.current[name])
+        else:
+            with pytest.raises(UnknownAdapter):
+                self.engine.unpin_adapter(name)
+
     @rule()
     def evict_idle(self):
-        idle = [info for info in self.engine.store.describe() if info.tier == "device" and info.references == 0]
+        idle = [adapter for adapter in self._adapters() if adapter.pages and not adapter.references]
         assert self.engine.store.evict_idle() == len(idle)
-        assert not any(info.tier == "device" and info.references == 0 for info in self.engine.store.describe())
+        assert not any(adapter.pages for adapter in idle)
+
+    @rule()
+    def reclaim_idle(self):
+        """Whatever nobody uses is free then; whoever runs is not touched."""
+        before = self.engine.stats()
+        freed = self.engine.reclaim_idle()
+        stats = self.engine.stats()
+        assert stats.num_free_pages == before.num_free_pages + freed
+        assert (stats.num_cached_pages, stats.num_kv_pages) == (0, before.num_kv_pages)
+        assert stats.num_adapter_pages == sum(a.num_pages for a in self._adapters() if a.references)
 
     @precondition(lambda self: self.current)
     @rule(data=st.data())
     def break_adapter(self, data):
-        """Its next load fails; while it is resident nobody notices."""
-        self.executor.adapters.broken.add(self.current[data.draw(st.sampled_from(sorted(self.current)))])
+        """Its next read fails; while its bytes are here nobody notices."""
+        self.executor.adapters.broken.add(
+            self.current[data.draw(st.sampled_from(sorted(self.current)))].manifest.path
+        )
+
+    def _adapters(self):
+        """All versions that the store knows."""
+        return {*self.engine.store._current.values(), *self.engine.store._retired}
 
     # -- failing steps
 
@@ -380,26 +646,75 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.num_running <= self.config.max_num_seqs
         assert stats.num_running + stats.num_waiting == len(self._active())
-        assert stats.num_free_pages + stats.num_kv_pages + stats.num_adapter_pages == self.config.num_pages - 1
+        held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
+        assert stats.num_free_pages + held == self.usable
         assert stats.num_kv_pages == 0 or stats.num_running > 0
+        idle = [adapter for adapter in self._adapters() if adapter.pages and not adapter.references]
+        assert self.engine.store.num_idle_pages == sum(adapter.num_pages for adapter in idle)
+        assert all(adapter.pages for adapter in self.pinned), "a pinned adapter was evicted"
+        assert self.engine.store.num_pinned_pages == self.num_pinned
+        using = Counter(e.adapter for r, e in self.requests.items() if r in self._active())
+        for adapter in self._adapters():
+            assert adapter.requests == using[adapter] + (adapter in self.pinned)
+
+    @invariant()
+    def cached_blocks_hold_what_they_say(self):
+        """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
+        prefix, pool = self.engine._prefix, self.engine._pool
+        assert set(prefix._roots) <= {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
+        pages = set()
+        for version, root in prefix._roots.items():
+            stack = [(child, child.tokens) for child in root.children.values()]
+            while stack:
+                block, tokens = stack.pop()
+                want = kv_of(version, tokens)[-self.config.block_tokens :]
+                held = [self.executor.memory[block.page, offset] for offset in range(self.config.block_tokens)]
+                assert held == want, f"the cached block of {tokens} for version {version} holds something else"
+                assert pool.kind(block.page) in (PageKind.KV, PageKind.CACHED)
+                assert block.page not in pages
+                pages.add(block.page)
+                stack += [(child, tokens + child.tokens) for child in block.children.values()]
+                evictable = pool.kind(block.page) is PageKind.CACHED and not block.children
+                assert (block in self.engine.store._order) == evictable
+        assert len(prefix) == len(pages)
+        assert pool.count(PageKind.CACHED) == sum(pool.kind(page) is PageKind.CACHED for page in pages)
+
+    @invariant()
+    def host_images_are_counted(self):
+        images = self.engine.store._images
+        entries = [(future.done(), size) for future, size in images._entries.values()]
+        assert images.num_bytes == sum(size for _, size in entries)
 
     def teardown(self):
         if not hasattr(self, "engine"):
             return
         remaining = sum(len(e.prompt) + e.params.max_tokens for e in self.requests.values())
-        for _ in range(remaining * (1 + len(self.requests)) + 10):
+        for _ in range(2 * remaining * (1 + len(self.requests)) + 10):
             if not self.engine.has_work():
                 break
+            for read in list(self._pending()):
+                read.finish()
             self._step()
         assert not self.engine.has_work(), "requests starve"
         for request_id, expected in self.requests.items():
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
         for name in list(self.current):
-            self.engine.store.unregister(name)
-        assert self.engine.stats().num_free_pages == self.config.num_pages - 1
+            self.unregister(name)
+        self.engine.reclaim_idle()
+        assert self.engine.stats().num_free_pages == self.usable
+        assert len(self.engine._prefix) == self.engine.store._images.num_bytes == 0
+        assert not self._adapters()
         self.engine.check_integrity()
 
 
 TestEngineMachine = EngineMachine.TestCase
 TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=30)
+
+
+def test_the_machine_went_everywhere():
+    if not reached:
+        pytest.skip("the machine has not run")
+    assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
+    assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
+    assert min(reached.values()) > 0, reached
