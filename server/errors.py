@@ -51,6 +51,12 @@ class GenerationFailed(Exception):
     """The engine gave up a request that it had accepted."""
 
 
+def no_model(name: str) -> ApiError:
+    """The answer to a name that is neither the base model's nor an adapter's."""
+    message = f"there is no model {name!r}; GET /v1/models lists those there are"
+    return ApiError(404, message, param="model", code="model_not_found")
+
+
 def as_api_error(error: Exception) -> ApiError:
     """The answer to an exception of a handler; anything unforeseen is a 500 without details."""
     if isinstance(error, ApiError):
@@ -87,6 +93,16 @@ def field_path(location: tuple[int | str, ...]) -> str:
 def client_gone() -> Response:
     """The answer to a client that left, with nginx's status for it; only logs ever see it."""
     return Response(status_code=499)
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """A request's body; raises an ApiError once it exceeds `limit` bytes."""
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > limit:
+            raise ApiError(413, f"the body is larger than the {limit} bytes this server takes")
+    return bytes(body)
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:

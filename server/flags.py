@@ -60,7 +60,8 @@ def _metavar(name: str, field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "{" + ",".join(choices) + "}"
-    return {"model": "DIR", "adapters": "DIR", "config": "FILE"}.get(name, name.rsplit("_", 1)[-1].upper())
+    special = {"model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE"}
+    return special.get(name, name.rsplit("_", 1)[-1].upper())
 
 
 def _help(field: FieldInfo) -> str:

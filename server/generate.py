@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import sys
+from dataclasses import replace
 from typing import TextIO
 
 from ..core.sampling_params import SamplingParams
@@ -20,8 +21,13 @@ def generate(settings: Settings, arguments: argparse.Namespace, out: TextIO) -> 
         temperature=arguments.temperature,
         top_p=arguments.top_p,
         top_k=arguments.top_k,
+        min_p=arguments.min_p,
+        presence_penalty=arguments.presence_penalty,
+        frequency_penalty=arguments.frequency_penalty,
+        repetition_penalty=arguments.repetition_penalty,
         seed=settings.seed,
         ignore_eos=arguments.ignore_eos,
+        min_tokens=arguments.min_tokens,
     )
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     worker, tokenizer = load(settings)
@@ -30,12 +36,13 @@ def generate(settings: Settings, arguments: argparse.Namespace, out: TextIO) -> 
             prompt = tokenizer.encode_chat_now([{"role": "user", "content": text}])
         else:
             (prompt,) = tokenizer.encode_now([text])
+        bad_words = tokenizer.bad_words([word for word in arguments.bad_word if word])
         generation = Generation(
             worker,
             "generate",
             [prompt],
-            [params],
-            [tokenizer.text_stream([stop for stop in arguments.stop if stop])],
+            [replace(params, bad_words=bad_words)],
+            [tokenizer.text_stream([stop for stop in arguments.stop if stop], min_tokens=arguments.min_tokens)],
             model=arguments.adapter or settings.base_name,
             adapter=arguments.adapter,
         )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
-from ..core.types import FinishReason, RequestOutput, StepInfo
+from ..core.types import FinishReason, RequestOutput
+from .choice import Choice, Delta
 from .detokenizer import TextStream
 from .errors import GenerationFailed
 
@@ -19,53 +19,10 @@ if TYPE_CHECKING:
     from .worker import EngineWorker
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
-    """What one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only."""
-
-    index: int
-    text: str
-    token_ids: tuple[int, ...]
-    finish_reason: str | None
-    step: StepInfo | None
-
-
-class Choice:
-    """One prompt of a call and what has been generated for it so far."""
-
-    def __init__(self, index: int, request: Request, text_stream: TextStream) -> None:
-        self.index = index
-        self.request = request
-        self.prompt_token_ids = list(request.token_ids)
-        self.text = ""
-        self.token_ids: list[int] = []
-        self.finish_reason: str | None = None
-        self._stream = text_stream
-
-    def take(self, output: RequestOutput) -> Delta:
-        """Adds the engine's output; what follows a stop string is dropped."""
-        tokens = output.token_ids
-        visible = tokens
-        if output.stop_token_id is not None and tokens and tokens[-1] == output.stop_token_id:
-            visible = tokens[:-1]  # a stop token counts, but has no text
-        text, taken = self._stream.push(visible)
-        if self._stream.stopped_by is not None:
-            tokens = tokens[:taken]
-        elif output.finish_reason is not None:
-            text += self._stream.finish()
-        if self._stream.stopped_by is not None:
-            self.finish_reason = FinishReason.STOP.value
-        elif output.finish_reason is not None:
-            self.finish_reason = output.finish_reason.value
-        self.text += text
-        self.token_ids += tokens
-        return Delta(self.index, text, tokens, self.finish_reason, output.step)
-
-
 class Generation:
     """The requests of one call. Await `start`, read the deltas once, and always `close`.
 
-    Either all of a call's prompts run or none: a prompt that is refused or fails takes the others with it.
+    Either all of a call's choices run or none: one that is refused or fails takes the others with it.
     """
 
     def __init__(
@@ -80,17 +37,30 @@ class Generation:
         adapter: str | None,
         metrics: Metrics | None = None,
         arrival: float | None = None,
+        per_prompt: int = 1,
+        shows_stop_token: bool = False,
+        prompt_only: bool = False,
     ) -> None:
-        """`prompts`, `params` and `text_streams` have an entry per choice. `arrival` is on `time.monotonic`'s clock."""
+        """`prompts`, `params` and `text_streams` have an entry per choice, `per_prompt` in a row of the same prompt.
+
+        `arrival` is on `time.monotonic`'s clock; for the rest see `Choice`.
+        """
         self.id = call_id
         self.model = model
         self._worker = worker
         self._metrics = metrics
         self._arrival = time.monotonic() if arrival is None else arrival
+        self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(prompts)
         self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
         self.choices = [
-            Choice(i, Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival), stream)
+            Choice(
+                i,
+                Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival),
+                stream,
+                shows_stop_token=shows_stop_token,
+                prompt_only=prompt_only,
+            )
             for i, (prompt, param, stream) in enumerate(zip(prompts, params, text_streams, strict=True))
         ]
         self._by_request = {choice.request.id: choice for choice in self.choices}
@@ -98,14 +68,20 @@ class Generation:
 
     @property
     def num_prompt_tokens(self) -> int:
-        return sum(len(choice.prompt_token_ids) for choice in self.choices)
+        """Tokens of all prompts; one with several choices counts once."""
+        return sum(len(choice.prompt_token_ids) for choice in self.choices[:: self._per_prompt])
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many of those the prefix cache had, as far as known."""
+        return sum(choice.num_cached_tokens or 0 for choice in self.choices[:: self._per_prompt])
 
     @property
     def num_generated_tokens(self) -> int:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     async def start(self) -> None:
-        """Returns when the engine has accepted every prompt; raises its InvalidRequest otherwise."""
+        """Returns when the engine has accepted every choice; raises its InvalidRequest otherwise."""
         loop = asyncio.get_running_loop()
         try:
             self._open.update(self._by_request)
@@ -125,8 +101,7 @@ class Generation:
             self._open.clear()
             raise
         if self._metrics is not None:
-            for choice in self.choices:
-                self._metrics.accepted(self.model, len(choice.prompt_token_ids))
+            self._metrics.accepted(self.model, self.num_prompt_tokens)
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""

@@ -14,8 +14,9 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
-from .api import ServedModel
 from .app import create_app
+from .pull import PullError, resolve_model
+from .served_model import ServedModel
 from .settings import Settings
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
@@ -38,12 +39,17 @@ class LaunchError(Exception):
 
 def check_model(settings: Settings) -> None:
     """Raises LaunchError unless the directories that the settings name are there."""
-    if not settings.model.is_dir():
-        raise LaunchError(f"there is no model directory {settings.model}")
+    try:
+        resolve_model(settings.model)
+    except PullError as error:
+        raise LaunchError(str(error)) from None
     if not (settings.model / "config.json").is_file():
         raise LaunchError(f"{settings.model} holds no model: it has no config.json")
     if settings.adapters is not None and not settings.adapters.is_dir():
         raise LaunchError(f"there is no adapters directory {settings.adapters}")
+    for root in settings.adapter_roots or ():
+        if not root.is_dir():
+            raise LaunchError(f"there is no directory {root}, which adapter_roots names")
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
@@ -90,7 +96,13 @@ def url_of(bound: socket.socket) -> str:
 def build_app(settings: Settings) -> Starlette:
     """The app that serves what the settings name."""
     worker, tokenizer = load(settings)
-    served = ServedModel(settings.base_name, str(settings.model), settings.max_body_bytes, settings.max_prompts)
+    served = ServedModel(
+        settings.base_name,
+        str(settings.model),
+        settings.max_body_bytes,
+        settings.max_prompts,
+        settings.loadable_from,
+    )
     names = worker.call(lambda engine: engine.store.names()).result()
     if served.name in names:
         worker.stop()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from .engine_view import EngineView
 
 if TYPE_CHECKING:
     from ..core.engine import EngineStats
@@ -23,9 +26,9 @@ class Metrics:
     The model label is always a name the engine has accepted, so clients can't make up new series.
     """
 
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView]) -> None:
         self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats))
+        self.registry.register(_EngineCollector(stats, view))
         self._requests = Counter(
             "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=self.registry
         )
@@ -77,8 +80,9 @@ class Metrics:
 
 
 class _EngineCollector(Collector):
-    def __init__(self, stats: Callable[[], EngineStats]) -> None:
+    def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView]) -> None:
         self._stats = stats
+        self._view = view
 
     def describe(self) -> list[Metric]:
         return []
@@ -92,6 +96,7 @@ class _EngineCollector(Collector):
         pages.add_metric(("free",), stats.num_free_pages)
         pages.add_metric(("kv",), stats.num_kv_pages)
         pages.add_metric(("adapter",), stats.num_adapter_pages)
+        pages.add_metric(("cached",), stats.num_cached_pages)
         yield pages
         yield GaugeMetricFamily("chorus_arena_pages", "Pages of the arena in all", stats.num_pages)
         for noun in ("requests", "adapters", "tokens"):
@@ -99,5 +104,33 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
         yield CounterMetricFamily("chorus_steps", "Engine steps", stats.num_steps)
         yield CounterMetricFamily("chorus_preemptions", "Requests put back to make room", stats.num_preemptions)
+        yield CounterMetricFamily("chorus_adapter_hits", "Admissions that found their adapter", stats.num_adapter_hits)
         yield CounterMetricFamily("chorus_adapter_loads", "Adapters brought to the device", stats.num_adapter_loads)
         yield CounterMetricFamily("chorus_adapter_evictions", "Adapters evicted", stats.num_adapter_evictions)
+        yield CounterMetricFamily(
+            "chorus_prefix_query_tokens", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens
+        )
+        yield CounterMetricFamily(
+            "chorus_prefix_hit_tokens", "Tokens whose KV the prefix cache had", stats.num_prefix_hit_tokens
+        )
+        yield from self._adapters()
+
+    def _adapters(self) -> Iterator[Metric]:
+        view = self._view()
+        counts = GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",))
+        for tier, count in view.tier_counts.items():
+            counts.add_metric((tier,), count)
+        yield counts
+        tiers = GaugeMetricFamily(
+            "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
+        )
+        for name, tier in view.tiers.items():
+            tiers.add_metric((name, tier), 1)
+        yield tiers
+        info = GaugeMetricFamily(
+            "vllm:lora_requests_info",
+            "Adapters in use, in vLLM's words; the value is the time",
+            labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
+        )
+        info.add_metric((str(view.max_adapters), ",".join(view.running), ",".join(view.waiting)), time.time())
+        yield info

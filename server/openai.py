@@ -1,55 +1,57 @@
-"""The bodies clients send: OpenAI's fields, and those of vLLM's and our own extensions that we take.
+"""What the bodies that clients send have in common.
 
-Fields that nobody knows are ignored, as the SDKs send many; `null` is as good as absent. Fields that would change the
-answer and that we don't have are refused unless they ask for what we do anyway.
+OpenAI's fields, and those of vLLM's and our own extensions that we take. Fields that nobody knows are ignored, as the
+SDKs send many; `null` is as good as absent. Fields that would change the answer and that we don't have are refused
+unless they ask for what we do anyway.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from ..core.sampling_params import InvalidRequest, SamplingParams
+from ..core.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import ApiError, from_validation
 
 MAX_STOPS = 16
 MAX_STOP_CHARACTERS = 1024
+MAX_BAD_WORDS = 1024
 INT64_MAX = 2**63 - 1
 
+LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
+
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
     "allowed_token_ids": ([],),
     "audio": (),
-    "bad_words": ([],),
     "best_of": (1,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
     "echo": (False,),
-    "frequency_penalty": (0,),
     "function_call": ("none",),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
-    "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprobs": (False,),
-    "min_p": (0,),
-    "min_tokens": (0,),
+    "logits_processors": ([],),
     "modalities": (["text"],),
-    "n": (1,),
-    "presence_penalty": (0,),
-    "prompt_logprobs": (),
-    "repetition_penalty": (1,),
     "response_format": ({"type": "text"},),
+    "return_tokens_as_token_ids": (False,),
     "structured_outputs": ({},),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "top_logprobs": (0,),
+    "truncate_prompt_tokens": (),
     "use_beam_search": (False,),
 }
-"""Known fields that we don't have, with the values that ask for nothing."""
+"""Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
 
 AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
@@ -68,14 +70,24 @@ class GenerationRequest(BaseModel):
     model: str
     stream: bool = False
     stream_options: StreamOptions | None = None
+    n: int = Field(default=1, ge=1)
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[str, float] = {}
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: list[str] = []
 
     top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    min_tokens: int = 0
+    bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS)
     ignore_eos: bool = False
+    include_stop_str_in_output: bool = False
+    prompt_logprobs: LogprobCount | None = None
     stop_token_ids: list[int] = []
     skip_special_tokens: bool = True
     return_token_ids: bool = False
@@ -99,6 +111,23 @@ class GenerationRequest(BaseModel):
                 raise ValueError(f"a stop string can't be longer than {MAX_STOP_CHARACTERS} characters")
         return stops
 
+    @field_validator("bad_words")
+    @classmethod
+    def _no_empty_word(cls, words: list[str]) -> list[str]:
+        if "" in words:
+            raise ValueError("a bad word can't be empty")
+        if any(len(word) > MAX_STOP_CHARACTERS for word in words):
+            raise ValueError(f"a bad word can't be longer than {MAX_STOP_CHARACTERS} characters")
+        return words
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
+        for key in biases:
+            if not (key.isascii() and key.isdigit() and len(key) < 10):
+                raise ValueError(f"the key {key[:40]!r} is no token id; give ids as decimal strings")
+        return biases
+
     @classmethod
     def parse(cls: type[AnyRequest], body: bytes) -> AnyRequest:
         """Reads a body; raises an ApiError that names the field."""
@@ -112,7 +141,26 @@ class GenerationRequest(BaseModel):
                 raise ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
+        request.check()
         return request
+
+    def check(self) -> None:
+        """Raises an ApiError for fields that don't go together."""
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many alternatives to report with each generated token; None: no log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_scores(self) -> int | None:
+        """The same of prompt tokens."""
+        return self.prompt_logprobs
+
+    @property
+    def prompt_only(self) -> bool:
+        """Whether nothing is to be generated."""
+        return False
 
     @property
     def include_usage(self) -> bool:
@@ -122,87 +170,29 @@ class GenerationRequest(BaseModel):
         """Most tokens to generate when `room` tokens of the context are left (below 1: the prompt is too long)."""
         raise NotImplementedError
 
-    def sampling_params(self, room: int) -> SamplingParams:
-        """Raises InvalidRequest for values out of range. A limit beyond the context's end is cut to it."""
-        return SamplingParams(
-            max_tokens=self.output_limit(max(room, 1)),
+    def sampling_params(self, room: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
+        """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….
+
+        Raises InvalidRequest for values out of range. A limit beyond the context's end is cut to it.
+        """
+        first = SamplingParams(
+            max_tokens=1 if self.prompt_only else self.output_limit(max(room, 1)),
             temperature=self.temperature,
             top_p=self.top_p,
             top_k=0 if self.top_k == -1 else self.top_k,  # vLLM's word for "all tokens"
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids),
             ignore_eos=self.ignore_eos,
+            min_tokens=self.min_tokens,
+            bad_words=bad_words,
+            logprobs=self.num_logprobs,
+            prompt_logprobs=self.num_prompt_scores,
         )
-
-
-class CompletionRequest(GenerationRequest):
-    """The body of POST /v1/completions."""
-
-    prompt: Any = None
-    max_tokens: int | None = 16
-    add_special_tokens: bool = True
-
-    def output_limit(self, room: int) -> int:
-        return min(self.max_tokens if self.max_tokens is not None else 16, room)
-
-    def prompts(self, limit: int) -> list[str | list[int]]:
-        """One entry per choice: a text or token ids."""
-        prompt = self.prompt
-        if isinstance(prompt, str) or _is_token_list(prompt):
-            return [prompt]
-        if not isinstance(prompt, list) or not prompt:
-            raise InvalidRequest(
-                "prompt", "prompt must be a string, a list of token ids, or a non-empty list of either"
-            )
-        if len(prompt) > limit:
-            raise InvalidRequest("prompt", f"at most {limit} prompts are taken at once, these are {len(prompt)}")
-        for index, entry in enumerate(prompt):
-            if not (isinstance(entry, str) or _is_token_list(entry)):
-                raise InvalidRequest(f"prompt[{index}]", f"prompt[{index}] must be a string or a list of token ids")
-        return prompt
-
-
-class Message(BaseModel):
-    """One message of a conversation; fields we don't know go to the chat template as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    role: str
-    content: str | None = None
-
-    @field_validator("content", mode="before")
-    @classmethod
-    def _join_text_parts(cls, content: Any) -> Any:
-        if not isinstance(content, list):
-            return content
-        texts = []
-        for index, part in enumerate(content):
-            text = part.get("text") if isinstance(part, dict) and part.get("type") in ("text", "input_text") else None
-            if not isinstance(text, str):
-                raise ValueError(f"part {index} is no text part; only parts of type text are supported")
-            texts.append(text)
-        return "\n".join(texts)
-
-    @model_validator(mode="after")
-    def _has_content(self) -> Message:
-        if self.content is None and self.role != "assistant":
-            raise ValueError(f"content is missing; a {self.role} message needs it")
-        return self
-
-    def for_template(self) -> dict[str, Any]:
-        return {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
-
-
-class ChatCompletionRequest(GenerationRequest):
-    """The body of POST /v1/chat/completions."""
-
-    messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = None
-
-    def output_limit(self, room: int) -> int:
-        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return room if asked is None else min(asked, room)
-
-
-def _is_token_list(prompt: Any) -> bool:
-    return isinstance(prompt, list) and bool(prompt) and all(type(token) is int for token in prompt)
+        if self.seed is None:
+            return [first] * self.n
+        return [replace(first, seed=self.seed + index) for index in range(self.n)]

@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..core.types import StepInfo
-from .generation import Choice, Delta, Generation
+from .choice import Choice, Delta
+from .generation import Generation
+from .logprobs import LogprobFormat
 
 Body = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Echo:
+    """A prompt that its completion begins with: its text, and where its tokens begin in that."""
+
+    text: str
+    offsets: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Extras:
+    """What an answer has beside its text.
+
+    logprobs, prompt_logprobs: how many alternatives with each token. usage_chunk: whether a stream ends with its usage.
+    echoes: one per choice, or none at all.
+    """
+
+    token_ids: bool = False
+    step_info: bool = False
+    usage_chunk: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echoes: Sequence[Echo] = ()
 
 
 class AnswerFormat:
@@ -18,21 +45,17 @@ class AnswerFormat:
     object: str
     chunk_object: str
 
-    def __init__(
-        self, generation: Generation, *, token_ids: bool = False, step_info: bool = False, usage_chunk: bool = False
-    ) -> None:
-        """token_ids, step_info: what to add to every answer; usage_chunk: whether a stream ends with its usage."""
+    def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
         self._generation = generation
-        self._token_ids = token_ids
-        self._step_info = step_info
-        self._usage_chunk = usage_chunk
+        self._scores = scores
+        self._extras = extras
         self._created = int(time.time())
         self._begun: set[int] = set()
         self._steps: list[StepInfo] = []
 
     def note(self, delta: Delta) -> None:
         """Remembers a delta's step for `answer`."""
-        if self._step_info and delta.step is not None:
+        if self._extras.step_info and delta.step is not None:
             self._steps.append(delta.step)
 
     def answer(self) -> Body:
@@ -49,16 +72,22 @@ class AnswerFormat:
         return body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
-        """What to stream for a delta; nothing while its text is held back, unless its tokens or step are asked for."""
-        wanted = delta.text or delta.finish_reason or self._step_info or (self._token_ids and delta.token_ids)
-        if not wanted:
-            return
+        """What to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
+        extras = self._extras
         first = delta.index not in self._begun
+        if not (
+            delta.text
+            or delta.finish_reason
+            or extras.step_info
+            or (delta.token_ids and (extras.token_ids or extras.logprobs is not None))
+            or (first and (extras.echoes or extras.prompt_logprobs is not None))
+        ):
+            return
         self._begun.add(delta.index)
         for chunk in self._chunks(delta, first):
-            if self._usage_chunk:
+            if extras.usage_chunk:
                 chunk["usage"] = None
-            if self._step_info and delta.step is not None:
+            if extras.step_info and delta.step is not None:
                 step = delta.step
                 chunk["step"] = {
                     "id": step.step_id,
@@ -70,13 +99,18 @@ class AnswerFormat:
 
     def last_chunk(self) -> Body | None:
         """The stream's usage, if it was asked for."""
-        if not self._usage_chunk:
+        if not self._extras.usage_chunk:
             return None
         return {**self._body(self.chunk_object, []), "usage": self.usage()}
 
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> Body:
         prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens
-        return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": prompt + generated}
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": generated,
+            "total_tokens": prompt + generated,
+            "prompt_tokens_details": {"cached_tokens": self._generation.num_cached_tokens},
+        }
 
     def _body(self, kind: str, choices: list[Body]) -> Body:
         return {
@@ -89,8 +123,17 @@ class AnswerFormat:
 
     def _with_tokens(self, choice: Choice) -> Body:
         body = self._choice(choice)
-        if self._token_ids:
+        if self._extras.token_ids:
             body["token_ids"] = choice.token_ids
+        return body
+
+    def _about_prompt(self, choice: Choice) -> Body:
+        """What is asked for of the prompt: once per choice, or with its first chunk."""
+        extras, body = self._extras, {}
+        if extras.token_ids:
+            body["prompt_token_ids"] = choice.prompt_token_ids
+        if extras.prompt_logprobs is not None:
+            body["prompt_logprobs"] = self._scores.prompt(choice.prompt_logprobs or (), extras.prompt_logprobs)
         return body
 
     def _choice(self, choice: Choice) -> Body:
@@ -106,18 +149,41 @@ class CompletionFormat(AnswerFormat):
     object = chunk_object = "text_completion"
 
     def _choice(self, choice: Choice) -> Body:
-        body = {"index": choice.index, "text": choice.text, "logprobs": None, "finish_reason": choice.finish_reason}
-        if self._token_ids:
-            body["prompt_token_ids"] = choice.prompt_token_ids
-        return body
+        return {**self._part(choice, begins=True), **self._about_prompt(choice)}
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
-        choice = {"index": delta.index, "text": delta.text, "logprobs": None, "finish_reason": delta.finish_reason}
-        if self._token_ids:
-            choice["token_ids"] = delta.token_ids
-            if first:
-                choice["prompt_token_ids"] = self._generation.choices[delta.index].prompt_token_ids
-        yield self._body(self.chunk_object, [choice])
+        body = self._part(delta, begins=first)
+        if self._extras.token_ids:
+            body["token_ids"] = delta.token_ids
+        if first:
+            body.update(self._about_prompt(self._generation.choices[delta.index]))
+        yield self._body(self.chunk_object, [body])
+
+    def _part(self, part: Choice | Delta, *, begins: bool) -> Body:
+        """A choice or a part of it. begins: whether it is the choice's beginning, where the prompt is echoed."""
+        text = part.text
+        if begins and self._extras.echoes:
+            text = self._extras.echoes[part.index].text + text
+        return {
+            "index": part.index,
+            "text": text,
+            "logprobs": self._logprobs(part, begins=begins),
+            "finish_reason": part.finish_reason,
+        }
+
+    def _logprobs(self, part: Choice | Delta, *, begins: bool) -> Body | None:
+        count = self._extras.logprobs
+        if count is None:
+            return None
+        token_ids, scores, offsets = list(part.token_ids), list(part.logprobs), list(part.offsets)
+        if self._extras.echoes:
+            echo, choice = self._extras.echoes[part.index], self._generation.choices[part.index]
+            offsets = [len(echo.text) + offset for offset in offsets]
+            if begins:
+                token_ids = [*choice.prompt_token_ids, *token_ids]
+                scores = [None, *(choice.prompt_logprobs or ()), *scores]
+                offsets = [*echo.offsets, *offsets]
+        return self._scores.completion(token_ids, scores, offsets, count)
 
 
 class ChatFormat(AnswerFormat):
@@ -127,26 +193,31 @@ class ChatFormat(AnswerFormat):
     chunk_object = "chat.completion.chunk"
 
     def answer(self) -> Body:
-        body = super().answer()
-        if self._token_ids:
-            body["prompt_token_ids"] = self._generation.choices[0].prompt_token_ids
-        return body
+        return {**super().answer(), **self._about_prompt(self._generation.choices[0])}
 
     def _choice(self, choice: Choice) -> Body:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
-        return {"index": choice.index, "message": message, "logprobs": None, "finish_reason": choice.finish_reason}
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": self._logprobs(choice),
+            "finish_reason": choice.finish_reason,
+        }
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         if first:
-            opening = self._chunk(delta.index, {"role": "assistant", "content": ""}, None)
-            if self._token_ids:
-                opening["prompt_token_ids"] = self._generation.choices[delta.index].prompt_token_ids
-            yield opening
-        chunk = self._chunk(delta.index, {"content": delta.text} if delta.text else {}, delta.finish_reason)
-        if self._token_ids:
+            opening = self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None)
+            yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
+        content = {"content": delta.text} if delta.text else {}
+        chunk = self._chunk(delta.index, content, delta.finish_reason, self._logprobs(delta))
+        if self._extras.token_ids:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk
 
-    def _chunk(self, index: int, delta: Body, finish_reason: str | None) -> Body:
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+    def _logprobs(self, part: Choice | Delta) -> Body | None:
+        count = self._extras.logprobs
+        return None if count is None else self._scores.chat(part.logprobs, count)
+
+    def _chunk(self, index: int, delta: Body, finish_reason: str | None, logprobs: Body | None) -> Body:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return self._body(self.chunk_object, [choice])

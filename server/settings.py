@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import difflib
+import os
 import tomllib
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
+from .pull import PullError, resolve_model
 
 
 class ConfigFileError(ValueError):
@@ -26,7 +29,8 @@ class Settings(BaseSettings, EngineConfig):
 
     model: Path = Field(
         default=BUILTIN_MODEL,
-        description="directory of a Hugging Face checkpoint (config.json, *.safetensors); default: the built-in model",
+        description="directory of a Hugging Face checkpoint (config.json, *.safetensors), or a model that "
+        "`chorus pull` fetched, such as smollm2; default: the built-in model",
     )
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
@@ -35,9 +39,26 @@ class Settings(BaseSettings, EngineConfig):
         default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
-    max_prompts: int = Field(default=128, ge=1, description="most prompts in one call")
+    max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
+    adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
+        default=None,
+        description="directories, with ':' between them, below which adapters may be loaded over HTTP; an empty text: "
+        "adapters can't be changed over HTTP; default: the adapters directory",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
+
+    @field_validator("adapter_roots", mode="before")
+    @classmethod
+    def _split_roots(cls, roots: Any) -> Any:
+        return [part for part in roots.split(os.pathsep) if part] if isinstance(roots, str) else roots
+
+    @model_validator(mode="after")
+    def _pulled_models_have_names(self) -> Settings:
+        with suppress(PullError):  # what is nowhere is told when it is loaded
+            if (model := resolve_model(self.model)) != self.model:
+                self.model = model
+        return self
 
     @model_validator(mode="after")
     def _builtin_model_has_adapters(self) -> Settings:
@@ -66,6 +87,13 @@ class Settings(BaseSettings, EngineConfig):
         if self.served_model_name is not None:
             return self.served_model_name
         return BUILTIN_NAME if self.is_builtin else self.model.resolve().name
+
+    @property
+    def loadable_from(self) -> tuple[Path, ...]:
+        """The directories below which adapters may be loaded over HTTP."""
+        if self.adapter_roots is not None:
+            return tuple(self.adapter_roots)
+        return () if self.adapters is None else (self.adapters,)
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.sampling_params import InvalidRequest
 from .detokenizer import Detokenizer, TextStream
+from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,13 +31,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._backend = backend
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
-        letter = backend.token_to_id("<0x41>")
-        has_byte_fallback = letter is not None and backend.decode([letter]) == "A"
-        self._bytes = frozenset(
-            token_id
-            for byte in range(256 if has_byte_fallback else 0)
-            if (token_id := backend.token_to_id(f"<0x{byte:02X}>")) is not None
-        )
+        self.vocabulary = Vocabulary(backend)
 
     @classmethod
     def load(cls, model: Path) -> Tokenizer:
@@ -89,7 +84,40 @@ class Tokenizer:
             raise InvalidRequest("messages", f"the model's chat template refuses the messages: {error}") from error
         return str(prompt)
 
-    def text_stream(self, stops: Sequence[str] = (), *, skip_special_tokens: bool = True) -> TextStream:
+    def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that words must not appear as, as vLLM understands them.
+
+        Each word is meant at the beginning of a text and after a space, which most vocabularies spell differently, so
+        that its tokens with and without a leading space are both taken. Other spellings of it (other cases, or
+        divided into tokens in another way) are not.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in words:
+            bare = word.lstrip() or word
+            plain, spaced = map(tuple, self.encode_now([bare, f" {bare}"], add_special_tokens=False))
+            if plain:
+                sequences[plain] = None
+            if spaced and spaced[-len(plain) :] != plain:  # else it is caught already
+                sequences[spaced] = None
+        return tuple(sequences)
+
+    def offsets(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
+        """Where in the text of all tokens each of them begins."""
+        stream = self.text_stream(skip_special_tokens=skip_special_tokens)
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(stream.position)
+            stream.push([token_id])
+        return offsets
+
+    def text_stream(
+        self,
+        stops: Sequence[str] = (),
+        *,
+        skip_special_tokens: bool = True,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+    ) -> TextStream:
         """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens."""
         id_to_token, special = self._backend.id_to_token, self._special if skip_special_tokens else frozenset()
 
@@ -99,4 +127,5 @@ class Tokenizer:
         def is_silent(token_id: int) -> bool:
             return token_id in special or id_to_token(token_id) is None
 
-        return TextStream(Detokenizer(decode, is_silent, self._bytes.__contains__), stops)
+        detokenizer = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.__contains__)
+        return TextStream(detokenizer, stops, include_stop=include_stop, min_tokens=min_tokens)

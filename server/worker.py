@@ -9,6 +9,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.types import FinishReason, RequestOutput
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from ..core.engine import Engine, EngineStats
     from ..core.executors.base import ModelInfo
     from ..core.request import Request
+    from ..memory.adapter_format import AdapterManifest
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +38,8 @@ class EngineWorker:
     """
 
     def __init__(self, build: Callable[[], Engine]) -> None:
-        """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine."""
+        """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
+        (but for `check_adapter`)."""
         self._build = build
         self._wake = threading.Condition()
         self._inbox: list[Callable[[], None]] = []
@@ -88,6 +91,12 @@ class EngineWorker:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
+
+    def check_adapter(self, path: Path) -> AdapterManifest:
+        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError."""
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        return self._engine.check_adapter(path)
 
     def _enqueue(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -9,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -20,10 +22,10 @@ from transformers import PreTrainedTokenizerFast
 from chorus.core.engine import EngineStats
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
-from chorus.core.types import FinishReason, RequestOutput, StepInfo
-from chorus.memory.adapter_store import AdapterInfo
-from chorus.server.api import ServedModel
+from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
+from chorus.memory.adapter_store import Tier
 from chorus.server.app import create_app
+from chorus.server.served_model import ServedModel
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
 
@@ -39,23 +41,29 @@ CHAT_TEMPLATE = (
 
 class FakeStore:
     def __init__(self, names: list[str]) -> None:
-        self._names = sorted(names)
+        self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
 
     def names(self) -> list[str]:
-        return self._names
+        return list(self.tiers)
 
-    def describe(self) -> list[AdapterInfo]:
-        return [AdapterInfo(name, 1, 4, ("q_proj",), Path("/adapters") / name, "disk", 0, 0) for name in self._names]
+    def get(self, name: str) -> SimpleNamespace:
+        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",))
+        return SimpleNamespace(name=name, version=1, rank=4, manifest=manifest, pages=[], references=0)
+
+    def tier(self, adapter: SimpleNamespace) -> Tier:
+        return self.tiers[adapter.name]
 
 
 class FakeEngine:
     """The base model repeats the prompt, adapters reverse it; then comes the end token.
 
+    The token is always the most likely one, at -0.5; the next ids follow at -1.5, -2.5, …; prompts score the same.
     `gate`, when cleared, holds up every step. `fail_steps` makes that many steps raise; a prompt with the token
     `POISON` ends with an error output.
     """
 
     POISON = 0
+    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
@@ -66,6 +74,8 @@ class FakeEngine:
         self.fail_aborts = False
         self.closed = False
         self.step_seconds = 0.0
+        self.num_cached_tokens = 0
+        self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.threads: set[int] = set()
         self._running: dict[str, tuple[Request, list[int]]] = {}
@@ -81,6 +91,7 @@ class FakeEngine:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):
             raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        self.asked.append(request)
         self._running[request.id] = (request, self.answer(request))
 
     def answer(self, request: Request) -> list[int]:
@@ -125,7 +136,29 @@ class FakeEngine:
             reason, stop = FinishReason.STOP, token
         elif request.num_output_tokens >= request.params.max_tokens:
             reason = FinishReason.LENGTH
-        return RequestOutput(request.id, (token,), reason, stop, step=self._last)
+        params = request.params
+        prompt = None
+        if done == 0 and params.prompt_logprobs is not None:
+            prompt = tuple(
+                self.score(t, params.prompt_logprobs) for t in request.token_ids[1 : request.num_prompt_tokens]
+            )
+        return RequestOutput(
+            request.id,
+            (token,),
+            reason,
+            stop,
+            step=self._last,
+            num_cached_tokens=self.num_cached_tokens,
+            logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
+            prompt_logprobs=prompt,
+        )
+
+    @staticmethod
+    def score(token: int, count: int) -> TokenLogprobs:
+        return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
+
+    def adapter_load(self) -> tuple[list[str], list[str]]:
+        return sorted({request.adapter_name for request, _ in self._running.values()} - {None}), []
 
     def stats(self) -> EngineStats:
         busy = len(self._running)
@@ -180,6 +213,22 @@ def tokenizer() -> Tokenizer:
             tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
         )
     )
+
+
+@pytest.fixture(scope="session")
+def read_events() -> Callable[[httpx.Response], list[dict[str, Any]]]:
+    """Reads the JSON events of a stream and checks the framing."""
+
+    def read(response: httpx.Response) -> list[dict[str, Any]]:
+        assert response.status_code == 200, response.text
+        assert response.headers["content-type"].startswith("text/event-stream")
+        assert response.text.endswith("data: [DONE]\n\n")
+        frames = response.text.split("\n\n")
+        assert frames.pop() == "" and frames.pop() == "data: [DONE]"
+        assert all(frame.startswith("data: ") and "\n" not in frame for frame in frames)
+        return [json.loads(frame.removeprefix("data: ")) for frame in frames]
+
+    return read
 
 
 @dataclass

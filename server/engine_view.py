@@ -1,0 +1,48 @@
+"""What a scrape shows of the engine beside its counters."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..memory.adapter_store import Tier
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
+
+MAX_TIER_SERIES = 1000
+"""Most adapters that get a series of their own; resident ones come first."""
+
+_SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """A snapshot, taken between two steps.
+
+    tiers: adapter → tier of those that are not only on disk. tier_counts: how many adapters are in each tier.
+    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
+    """
+
+    tiers: dict[str, str] = field(default_factory=dict)
+    tier_counts: dict[str, int] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    max_adapters: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineView:
+        """To be called on the engine's thread."""
+        store, config = engine.store, engine.config
+        tiers = {name: store.tier(store.get(name)) for name in store.names()}
+        counts = Counter(tiers.values())
+        shown = [(name, tier) for wanted in _SHOWN for name, tier in tiers.items() if tier is wanted]
+        running, waiting = engine.adapter_load()
+        return cls(
+            tiers={name: tier.value for name, tier in shown[:MAX_TIER_SERIES]},
+            tier_counts={tier.value: counts[tier] for tier in Tier},
+            running=running,
+            waiting=waiting,
+            max_adapters=config.max_adapters_per_step or config.max_num_seqs,
+        )

@@ -1,0 +1,21 @@
+"""What an app serves and what it takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """What the API says about the base model, and what it takes in one call.
+
+    max_prompts: most choices of one call, all prompts together. adapter_roots: resolved directories below which
+    adapters may be loaded; none: adapters can't be changed over HTTP.
+    """
+
+    name: str
+    root: str
+    max_body_bytes: int
+    max_prompts: int
+    adapter_roots: tuple[Path, ...] = ()

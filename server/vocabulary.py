@@ -1,0 +1,83 @@
+"""What single tokens stand for, apart from the text that they are in."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
+
+BYTE_LEVEL_PROBE = ("aĊa", "a\na")
+
+
+class Vocabulary:
+    """The bytes and the name of every token of a tokenizer.
+
+    A token's bytes are what it adds in the middle of a text, or a special token's spelling: joined, they give the text
+    whatever characters the tokens divide. Its name is those bytes as text, or `bytes:\\xe2\\x82` where they are a part
+    of a character; two tokens may share a name, and an id without a token is `token_id:5`.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
+        probe, meaning = BYTE_LEVEL_PROBE
+        self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
+        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        letter = backend.token_to_id("<0x41>")
+        has_byte_fallback = letter is not None and backend.decode([letter]) == "A"
+        self.byte_tokens: dict[int, int] = {
+            token_id: byte
+            for byte in range(256 if has_byte_fallback else 0)
+            if (token_id := backend.token_to_id(f"<0x{byte:02X}>")) is not None
+        }
+        """The byte of each token that is one raw byte of a byte-fallback vocabulary."""
+        self._anchor = None if self._is_byte_level else self._find_anchor()
+        self.bytes_of = lru_cache(1 << 16)(self._bytes)
+        self.name_of = lru_cache(1 << 16)(self._name)
+
+    def _name(self, token_id: int) -> str:
+        if self._backend.id_to_token(token_id) is None:
+            return f"token_id:{token_id}"
+        spelt = self.bytes_of(token_id)
+        try:
+            return spelt.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in spelt)
+
+    def _bytes(self, token_id: int) -> bytes:
+        if (content := self._added.get(token_id)) is not None:
+            return content.encode()
+        if (byte := self.byte_tokens.get(token_id)) is not None:
+            return bytes([byte])
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level and all(character in self._byte_of for character in token):
+            return bytes(self._byte_of[character] for character in token)
+        return self._decoded(token_id).encode()
+
+    def _decoded(self, token_id: int) -> str:
+        """What the decoder makes of a token that follows another: many treat the first of a text in a special way."""
+        if self._anchor is None:
+            return self._backend.decode([token_id], skip_special_tokens=False)
+        anchor, shown = self._anchor
+        return self._backend.decode([anchor, token_id], skip_special_tokens=False).removeprefix(shown)
+
+    def _find_anchor(self) -> tuple[int, str] | None:
+        """A token to decode others behind, and its text."""
+        for token_id in range(min(self._backend.get_vocab_size(), 4096)):
+            if token_id in self._added or token_id in self.byte_tokens:
+                continue
+            text = self._backend.decode([token_id], skip_special_tokens=False)
+            if text.isascii() and text.isalnum():
+                return token_id, text
+        return None
+
+
+def _byte_characters() -> list[str]:
+    """The character that stands for each byte in byte-level vocabularies: itself, or another where it is blank."""
+    plain = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(256, 512))
+    return [chr(byte if byte in plain else next(others)) for byte in range(256)]
