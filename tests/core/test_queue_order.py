@@ -1,0 +1,189 @@
+"""Resident first, then first come first served, and nobody is overtaken for longer than agreed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.queue_order import queue_order
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.memory.adapter_store import Tier
+from chorus.memory.host_images import InlineReads
+
+from .test_state_machine import CheckingExecutor, Clock, Expected
+
+RANK = {Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.DISK: 2}
+
+
+@dataclass
+class FakeAdapter:
+    where: Tier
+    pages: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.pages = [1] if self.where is Tier.DEVICE else []
+
+
+class FakeStore:
+    def tier(self, adapter):
+        return adapter.where
+
+
+def waiting(*tiers):
+    """Requests in order of arrival, one a second from 0 on; None: the base model."""
+    requests = []
+    for second, tier in enumerate(tiers):
+        request = Request(str(second), [5], SamplingParams(), arrival_time=float(second))
+        request.adapter = None if tier is None else FakeAdapter(tier)
+        requests.append(request)
+    return requests
+
+
+def order(requests, overdue_before=0.0):
+    return [int(request.id) for request in queue_order(requests, FakeStore(), overdue_before)]
+
+
+def test_resident_then_on_their_way_then_cold():
+    requests = waiting(Tier.DISK, Tier.LOADING, Tier.DEVICE, Tier.HOST, None, Tier.DISK, Tier.DEVICE)
+    assert order(requests) == [2, 4, 6, 1, 3, 0, 5]
+
+
+@pytest.mark.parametrize(
+    ("overdue_before", "want"),
+    [(0.0, [2, 3, 1, 0]), (0.5, [0, 2, 3, 1]), (1.5, [0, 1, 2, 3]), (9.0, [0, 1, 2, 3])],
+)
+def test_overdue_requests_go_first_in_order_of_arrival(overdue_before, want):
+    assert order(waiting(Tier.DISK, Tier.HOST, Tier.DEVICE, None), overdue_before) == want
+
+
+@given(st.lists(st.none() | st.sampled_from(list(Tier)), max_size=12), st.floats(-1, 13))
+def test_order_is_a_stable_sort_by_class(tiers, overdue_before):
+    requests = waiting(*tiers)
+
+    def key(index):
+        if index < overdue_before:
+            return -1
+        return 0 if tiers[index] is None else RANK[tiers[index]]
+
+    assert order(requests, overdue_before) == sorted(range(len(tiers)), key=key)
+
+
+class TestEngine:
+    """The order as an engine keeps it, over real adapters and a clock that the test turns."""
+
+    @pytest.fixture
+    def gqa(self, subject):
+        return subject("gqa")
+
+    def started(self, driver):
+        """Request ids in the order in which they were first scheduled."""
+        return list(dict.fromkeys(row.request_id for plan in driver.plans for row in plan.rows))
+
+    def make(self, gqa, drive, now, **config):
+        """One seat, taken by a request of `r1-all`, which stays resident."""
+        driver = drive(gqa, clock=lambda: now[0], max_num_seqs=1, **config)
+        driver.add("first", "r1-all", [5] * 4, max_tokens=2)
+        driver.step()
+        return driver
+
+    def test_resident_adapters_overtake_cold_ones(self, gqa, drive):
+        driver = self.make(gqa, drive, [1.0], host_cache_bytes=0, lookahead=1)
+        for name, adapter in (("cold", "r2-qv"), ("warm-1", "r1-all"), ("base", None), ("warm-2", "r1-all")):
+            driver.add(name, adapter, [6] * 4, max_tokens=2)
+        driver.drain()
+        assert self.started(driver) == ["first", "warm-1", "base", "warm-2", "cold"]
+
+    def test_overtaking_ends_in_time(self, gqa, drive):
+        now = [1.0]
+        driver = self.make(gqa, drive, now, max_overtake_seconds=3.0)
+        driver.add("cold", "r2-qv", [6] * 4, max_tokens=2)
+        for index in range(8):
+            driver.add(f"warm-{index}", "r1-all", [6] * 4, max_tokens=2)
+            driver.step()
+            driver.step()
+            now[0] += 1.0
+        driver.drain()
+        place = self.started(driver).index("cold")
+        assert 3 <= place <= 5, "overtaken for 3 seconds, a request of 2 steps a second"
+
+    def test_without_overtaking_it_is_first_come_first_served(self, gqa, drive):
+        now = [1.0]
+        driver = self.make(gqa, drive, now, max_overtake_seconds=0.0)
+        names = ["cold", "warm-1", "colder", "warm-2"]
+        for name, adapter in zip(names, ("r2-qv", "r1-all", "r5-ko", "r1-all"), strict=True):
+            driver.add(name, adapter, [6] * 4, max_tokens=2)
+            now[0] += 0.001
+        driver.drain()
+        assert self.started(driver) == ["first", *names]
+
+    @pytest.mark.parametrize("most", [1, 2])
+    def test_no_more_adapters_run_at_once_than_agreed(self, gqa, drive, most):
+        driver = drive(gqa, max_adapters_per_step=most)
+        for index in range(12):
+            driver.add(str(index), list(gqa.adapters)[index % 4], [6] * 4, max_tokens=5)
+        driver.add("base", None, [6] * 4, max_tokens=5)
+        driver.drain()
+        assert max(plan.num_adapters for plan in driver.plans) == most
+        assert {row.request_id for row in driver.plans[0].rows} >= {"base", "0"}, "the base model is no adapter"
+
+
+@given(
+    popular=st.lists(st.integers(1, 6), min_size=20, max_size=40),
+    rare=st.lists(st.tuples(st.integers(0, 30), st.integers(1, 3)), min_size=1, max_size=4),
+    max_num_seqs=st.integers(1, 3),
+    max_adapters=st.sampled_from([None, 1]),
+    max_overtake=st.sampled_from([0.0, 0.05, 0.2]),
+    host_pages=st.sampled_from([0, 2, 100]),
+)
+def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake, host_pages):
+    """Requests of a resident adapter come faster than they are served: once its time is up, nobody who came later
+    starts before a cold one."""
+    config = EngineConfig(
+        model=Path("fake"), num_pages=60, block_tokens=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=40,
+        max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
+        host_cache_bytes=host_pages * 256,
+    )  # fmt: skip
+    clock, expected = Clock(), {}
+    executor = CheckingExecutor(config, expected, clock)
+    engine = Engine(config, executor, clock, InlineReads())
+    executor.pool, executor.on_plan = engine._pool, lambda plan: None
+    for index in range(4):
+        executor.adapters.num_pages[Path(f"{index}")] = 2
+        engine.store.register(str(index), Path(f"{index}"))
+
+    def add(name, adapter, max_tokens):
+        request = Request(name, [3, 4, 5], SamplingParams(max_tokens, temperature=0, ignore_eos=True), adapter)
+        engine.add_request(request)
+        expected[name] = Expected(request.adapter, [3, 4, 5], request.params, request)
+
+    started: dict[str, float] = {}
+    for step in range(1000):
+        if step < len(popular):
+            add(f"popular-{step}", "0", popular[step])
+        for index, (when, adapter) in enumerate(rare):
+            if when == step:
+                add(f"rare-{index}", str(adapter), 2)
+        scheduled = clock.now
+        for output in engine.step():
+            expected[output.request_id].output += output.token_ids
+        for request in engine._scheduler._running:
+            started.setdefault(request.id, scheduled)
+        for name in expected:
+            if expected[name].output:
+                started.setdefault(name, scheduled)
+        clock.now += 0.01
+    assert not engine.has_work()
+    assert not executor.violations
+    assert started.keys() == expected.keys()
+    for name, it in expected.items():
+        arrival = it.request.arrival_time
+        overtakers = [other for other, e in expected.items() if e.request.arrival_time > arrival and
+                      arrival + max_overtake < started[other] < started[name]]  # fmt: skip
+        assert not overtakers, name

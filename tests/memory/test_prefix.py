@@ -1,0 +1,245 @@
+"""The prefix cache: the longest known beginning of the same version and tokens, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.kv import BlockTable
+from chorus.memory.pages import PageKind, PagePool
+from chorus.memory.prefix import BASE_VERSION, PrefixCache
+
+STEP = 4
+
+
+class Memory:
+    def __init__(self, num_pages=20, step=STEP):
+        self.pool = PagePool(num_pages)
+        self.order = EvictionOrder()
+        self.prefix = PrefixCache(self.pool, self.order, RestoreCosts(), step)
+        self.step = step
+
+    def start(self, version, tokens):
+        """A request that computes `tokens`, using and making known what it can. Returns its block table and hits."""
+        blocks = self.prefix.match(version, tokens)
+        table = BlockTable(self.pool, self.prefix, self.step, self.prefix.take(blocks, len(tokens)))
+        table.grow(len(tokens))
+        parent = blocks[-1] if blocks else None
+        for index in range(len(blocks), len(tokens) // self.step):
+            piece = tokens[index * self.step : (index + 1) * self.step]
+            parent = self.prefix.insert(version, parent, piece, table.pages[index])
+            if parent is None:
+                break
+        return table, len(blocks)
+
+    def evict_one(self):
+        block = self.order.pop()
+        self.prefix.evict(block)
+        return block
+
+    def matched(self, version, tokens):
+        return [block.page for block in self.prefix.match(version, tokens)]
+
+
+@pytest.fixture
+def memory():
+    return Memory()
+
+
+def test_a_request_starts_from_the_blocks_of_an_earlier_one(memory):
+    tokens = list(range(11))
+    first, _ = memory.start(1, tokens)
+    pages = list(first.pages)
+    first.free()
+    assert [memory.pool.kind(page) for page in pages] == [PageKind.CACHED, PageKind.CACHED, PageKind.FREE]
+    second, hits = memory.start(1, tokens)
+    assert hits == 2
+    assert second.pages[:2] == pages[:2]
+    assert (memory.prefix.num_hit_tokens, memory.prefix.num_query_tokens) == (8, 22)
+
+
+def test_blocks_of_running_requests_are_shared(memory):
+    tokens = list(range(9))
+    first, _ = memory.start(1, tokens)
+    second, hits = memory.start(1, [*tokens, 9])
+    assert hits == 2
+    assert second.pages[:2] == first.pages[:2]
+    assert second.pages[2] != first.pages[2], "a block that is not full was shared"
+    assert [memory.pool.references(page) for page in second.pages] == [2, 2, 1]
+    first.free()
+    assert memory.pool.kind(second.pages[0]) is PageKind.KV
+    second.free()
+    memory.pool.check_integrity([])
+
+
+@pytest.mark.parametrize(("length", "hits"), [(1, 0), (4, 0), (5, 1), (8, 1), (9, 2), (12, 2), (13, 3), (30, 3)])
+def test_at_least_one_token_is_left_to_compute(memory, length, hits):
+    tokens = list(range(30))
+    memory.start(1, tokens[:12])
+    assert len(memory.prefix.match(1, tokens[:length])) == hits
+
+
+def test_only_equal_tokens_of_the_same_version_match(memory):
+    tokens = list(range(12))
+    memory.start(1, tokens)
+    assert memory.matched(2, [*tokens, 0]) == []
+    assert memory.matched(BASE_VERSION, [*tokens, 0]) == []
+    for changed in range(12):
+        other = [*tokens, 0]
+        other[changed] = 99
+        assert len(memory.matched(1, other)) == changed // STEP
+    assert memory.matched(1, [*tokens[4:], 0, 0]) == [], "a block matched after other tokens than its own"
+
+
+def test_block_that_is_known_is_not_made_known_twice(memory):
+    """Two requests compute the same block at once: the second one's page stays its own."""
+    first = memory.pool.allocate(1, PageKind.KV)
+    second = memory.pool.allocate(1, PageKind.KV)
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], first[0]) is not None
+    assert memory.prefix.insert(1, None, [1, 2, 3, 4], second[0]) is None
+    memory.prefix.release(second)
+    assert memory.pool.kind(second[0]) is PageKind.FREE
+    memory.prefix.release(first)
+    assert memory.pool.kind(first[0]) is PageKind.CACHED
+    assert len(memory.prefix) == 1
+
+
+def test_leaves_are_evicted_before_what_they_follow(memory):
+    table, _ = memory.start(1, list(range(12)))
+    pages = list(table.pages)
+    table.free()
+    assert len(memory.order) == 1, "only the leaf may go"
+    assert [memory.evict_one().page for _ in range(3)] == pages[::-1]
+    assert len(memory.prefix) == len(memory.order) == 0
+    assert memory.pool.num_free == memory.pool.num_usable
+
+
+def test_deeper_leaves_go_first_among_equals(memory):
+    short, _ = memory.start(1, [1] * 4)
+    long, _ = memory.start(1, [2] * 12)
+    tail = long.pages[2]
+    long.free()
+    short.free()
+    assert memory.evict_one().page == tail
+
+
+def test_often_used_blocks_stay(memory):
+    popular, _ = memory.start(1, [1] * 4)
+    popular.free()
+    for _ in range(3):
+        memory.start(1, [1] * 5)[0].free()
+    once, _ = memory.start(1, [2] * 4)
+    page = once.pages[0]
+    once.free()
+    assert memory.evict_one().page == page
+
+
+def test_blocks_in_use_are_not_evictable(memory):
+    table, _ = memory.start(1, list(range(8)))
+    assert len(memory.order) == 0
+    other, _ = memory.start(1, list(range(5)))
+    table.free()
+    assert len(memory.order) == 1
+    memory.evict_one()
+    assert len(memory.order) == 0
+    assert len(memory.matched(1, list(range(9)))) == 1
+    other.free()
+    assert memory.evict_one().tokens == (0, 1, 2, 3)
+
+
+def test_unused_counts_the_pages_that_taking_makes_unreclaimable(memory):
+    table, _ = memory.start(1, list(range(12)))
+    blocks = memory.prefix.match(1, list(range(13)))
+    assert memory.prefix.unused(blocks) == 0
+    table.free()
+    assert memory.prefix.unused(blocks) == 3
+
+
+def test_version_that_is_gone_takes_its_blocks_along(memory):
+    kept, _ = memory.start(BASE_VERSION, [1] * 9)
+    for version in (1, 2):
+        memory.start(version, [1] * 9)[0].free()
+    memory.prefix.drop_version(1)
+    memory.prefix.drop_version(7)
+    assert memory.matched(1, [1] * 9) == []
+    assert len(memory.matched(2, [1] * 9)) == len(memory.matched(BASE_VERSION, [1] * 9)) == 2
+    assert memory.pool.count(PageKind.CACHED) == 2
+    memory.pool.check_integrity([(PageKind.KV, kept.pages)])
+    while len(memory.order):
+        memory.evict_one()
+    assert memory.matched(2, [1] * 9) == []
+
+
+class PrefixMachine(RuleBasedStateMachine):
+    """Requests of several versions come, grow and go; a page holds the last tokens written to it."""
+
+    @initialize(num_pages=st.integers(4, 16), step=st.sampled_from([1, 2, 3]))
+    def build(self, num_pages, step):
+        self.memory = Memory(num_pages, step)
+        self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
+        self.running: list[tuple[int, BlockTable]] = []
+
+    @rule(version=st.integers(0, 2), tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12))
+    def start(self, version, tokens):
+        pool, step = self.memory.pool, self.memory.step
+        blocks = self.memory.prefix.match(version, tokens)
+        wanted = -(-len(tokens) // step) - len(blocks)
+        if wanted > pool.num_free + pool.count(PageKind.CACHED) - self.memory.prefix.unused(blocks):
+            return
+        for index, block in enumerate(blocks):
+            assert self.content[block.page] == (version, tuple(tokens[: (index + 1) * step]))
+        pages = self.memory.prefix.take(blocks, len(tokens))
+        while pool.num_free < wanted:
+            self.memory.evict_one()
+        table = BlockTable(pool, self.memory.prefix, step, pages)
+        table.grow(len(tokens))
+        parent = blocks[-1] if blocks else None
+        for index in range(len(blocks), len(table.pages)):
+            end = (index + 1) * step
+            self.content[table.pages[index]] = (version, tuple(tokens[:end]))
+            if end <= len(tokens) and (parent is not None or index == 0):
+                parent = self.memory.prefix.insert(version, parent, tokens[index * step : end], table.pages[index])
+        self.running.append((version, table))
+
+    @precondition(lambda self: self.running)
+    @rule(data=st.data())
+    def finish(self, data):
+        _, table = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        table.free()
+
+    @precondition(lambda self: len(self.memory.order))
+    @rule()
+    def evict(self):
+        free = self.memory.pool.num_free
+        self.memory.evict_one()
+        assert self.memory.pool.num_free == free + 1
+
+    @rule(version=st.integers(0, 2))
+    def drop(self, version):
+        if not any(running == version for running, _ in self.running):
+            self.memory.prefix.drop_version(version)
+            assert self.memory.matched(version, [0, 0, 0, 0]) == []
+
+    @invariant()
+    def books_add_up(self):
+        memory = self.memory
+        memory.pool.check_integrity([(PageKind.KV, table.pages) for _, table in self.running])
+        assert memory.pool.count(PageKind.CACHED) <= len(memory.prefix)
+
+    def teardown(self):
+        """Every cached page can be had leaf by leaf."""
+        if not hasattr(self, "memory"):
+            return
+        for _, table in self.running:
+            table.free()
+        while len(self.memory.order):
+            self.memory.evict_one()
+        assert self.memory.pool.num_free == self.memory.pool.num_usable
+        assert len(self.memory.prefix) == 0
+
+
+TestPrefixMachine = PrefixMachine.TestCase
+TestPrefixMachine.settings = settings(max_examples=80, stateful_step_count=30)

@@ -1,0 +1,170 @@
+"""Making room: all or nothing, adapters and prefix blocks by one order, and never what is in use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from chorus.memory.adapter_store import AdapterStore
+from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.host_images import HostImages, InlineReads
+from chorus.memory.pages import PageKind, PagePool
+from chorus.memory.prefix import PrefixCache
+from chorus.memory.reclaim import Reclaimer
+
+from .fakes import FakeBackend
+
+
+class FixedCosts(RestoreCosts):
+    """Costs stay what the test says."""
+
+    def observe(self, name, seconds_per_page):
+        pass
+
+
+class Memory:
+    """10 pages, blocks of one token."""
+
+    def __init__(self, **costs):
+        self.pool = PagePool(11)
+        order, costs = EvictionOrder(), FixedCosts(**costs)
+        self.images = HostImages(1000, InlineReads())
+        self.store = AdapterStore(self.pool, FakeBackend(), self.images, order, costs, 10, clock=lambda: 0.0)
+        self.prefix = PrefixCache(self.pool, order, costs, 1)
+        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix)
+
+    def adapter(self, name, size, uses=1):
+        """An idle resident adapter."""
+        adapter = self.store.register(name, Path(size))
+        for _ in range(uses):
+            self.store.acquire(adapter)
+            self.store.release(adapter)
+        return adapter
+
+    def block(self, token, uses=1):
+        """An unused block."""
+        pages = self.pool.allocate(1, PageKind.KV)
+        block = self.prefix.insert(0, None, [token], pages[0])
+        self.prefix.release(pages)
+        for _ in range(uses - 1):
+            self.prefix.release(self.prefix.take([block], 1))
+        return block
+
+    def check(self, kv=()):
+        self.pool.check_integrity([*self.store.holders(), (PageKind.KV, kv)])
+
+    def left(self):
+        """Resident adapters and cached tokens."""
+        adapters = {info.name for info in self.store.describe() if info.num_pages}
+        return adapters | {block.tokens[0] for block in self.prefix._by_page.values()}
+
+
+def test_free_pages_are_used_before_anything_is_evicted():
+    memory = Memory()
+    memory.adapter("a", "four")
+    memory.block(1)
+    assert memory.reclaimer.available == 10
+    assert memory.reclaimer.make_room(0)
+    assert memory.reclaimer.make_room(5)
+    assert memory.left() == {"a", 1}
+
+
+def test_no_more_is_evicted_than_is_needed():
+    memory = Memory(prefix_page=1.0, host_adapter_page=2.0)
+    memory.adapter("a", "four")
+    for token in (1, 2, 3):
+        memory.block(token)
+    for _ in range(2):
+        assert memory.reclaimer.make_room(4)
+        assert memory.left() == {"a", 2, 3}
+    assert memory.reclaimer.make_room(6)
+    assert memory.left() == {"a"}
+    assert memory.pool.num_free == 6
+    assert memory.reclaimer.make_room(7)
+    assert memory.pool.num_free == 10
+
+
+def test_room_is_all_or_nothing():
+    memory = Memory()
+    memory.adapter("a", "three")
+    memory.block(1)
+    kv = memory.pool.allocate(4, PageKind.KV)
+    assert memory.reclaimer.available == 6
+    assert not memory.reclaimer.make_room(7)
+    assert memory.left() == {"a", 1}, "something was given up for nothing"
+    assert memory.reclaimer.make_room(6)
+    assert memory.left() == set()
+    memory.check(kv)
+
+
+@pytest.mark.parametrize(
+    ("costs", "block_uses", "adapter_uses", "first"),
+    [
+        ({"prefix_page": 1.0, "host_adapter_page": 2.0}, 1, 1, "block"),
+        ({"prefix_page": 2.0, "host_adapter_page": 1.0}, 1, 1, "adapter"),
+        ({"prefix_page": 1.0, "host_adapter_page": 2.0}, 3, 1, "adapter"),
+        ({"prefix_page": 3.0, "host_adapter_page": 1.0}, 1, 4, "block"),
+    ],
+)
+def test_adapters_and_blocks_compete_by_cost_and_use(costs, block_uses, adapter_uses, first):
+    """No fixed split: whichever is worth less per page goes, whatever its size."""
+    memory = Memory(**costs)
+    memory.adapter("a", "four", adapter_uses)
+    memory.block(1, block_uses)
+    assert memory.reclaimer.make_room(6)
+    assert memory.left() == ({"a"} if first == "block" else {1})
+
+
+def test_adapter_whose_image_is_gone_costs_a_read_from_disk():
+    memory = Memory(prefix_page=5.0, host_adapter_page=1.0, disk_adapter_page=9.0)
+    adapter = memory.adapter("a", "four")
+    memory.block(1)
+    memory.images.drop(adapter.version)
+    memory.store.acquire(adapter)
+    memory.store.release(adapter)
+    assert memory.reclaimer.make_room(6)
+    assert memory.left() == {"a"}
+
+
+def test_adapter_that_a_waiting_request_wants_goes_last():
+    memory = Memory(prefix_page=5.0, host_adapter_page=1.0)
+    wanted, other = memory.adapter("wanted", "two"), memory.adapter("other", "two")
+    memory.block(1)
+    memory.store.hold(wanted)
+    assert memory.reclaimer.make_room(8)
+    assert memory.left() == {"wanted"}
+    memory.store.acquire(other)
+    memory.store.release(other)
+    memory.store.let_go(wanted)
+    assert memory.reclaimer.make_room(8)
+    assert memory.left() == {"other"}, "nobody waits for it any more"
+
+
+def test_what_is_in_use_is_never_taken():
+    memory = Memory()
+    busy = memory.adapter("busy", "three")
+    memory.store.acquire(busy)
+    pages = memory.prefix.take([memory.block(1)], 1)
+    memory.adapter("idle", "one")
+    memory.block(2)
+    assert memory.reclaimer.available == 6
+    assert memory.reclaimer.reclaim_all() == 2
+    assert memory.left() == {"busy", 1}
+    assert not memory.reclaimer.make_room(7)
+    memory.check(pages)
+
+
+def test_reclaim_all_gives_back_chains_and_adapters():
+    memory = Memory()
+    memory.adapter("a", "three")
+    pages = memory.pool.allocate(4, PageKind.KV)
+    parent = None
+    for token, page in enumerate(pages):
+        parent = memory.prefix.insert(0, parent, [token], page)
+    memory.prefix.release(pages)
+    assert memory.pool.num_free == 3
+    assert memory.reclaimer.reclaim_all() == 7
+    assert memory.reclaimer.reclaim_all() == 0
+    assert memory.pool.num_free == memory.pool.num_usable
+    memory.check()
