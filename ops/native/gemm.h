@@ -9,6 +9,7 @@ namespace chorus {
 
 constexpr int kPanel = 32;    // output columns of a panel
 constexpr int kRows = 12;     // rows of the largest register tile: 12 × 2 accumulators
+constexpr long kPrefetchBytes = 8192;
 constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panels pass
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
@@ -30,6 +31,8 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
     }
     const T* w = panel;
     for (int i = 0; i < k; i += K::pair, w += kPanel * K::pair) {
+        prefetch(w, kPrefetchBytes);
+        prefetch(w, kPrefetchBytes + 64);
         const auto w0 = K::load(w), w1 = K::load(w + kLanes * K::pair);
 #pragma GCC unroll 12
         for (int r = 0; r < ROWS; r++) {

@@ -80,9 +80,9 @@ inline void expand_units(const Segments& segments, const std::vector<Target>& gr
         }
 }
 
-// h[t][i] for TOKENS tokens and RANKS rank-rows.
+// h[t][i] for TOKENS tokens and RANKS rank-rows. next: the rows that come after them, null when there are none.
 template <class T, int TOKENS, int RANKS>
-inline void dots(const T* x, long ldx, const T* const* rows, int k, float scale, T* h, long ldh) {
+inline void dots(const T* x, long ldx, const T* const* rows, const T* const* next, int k, float scale, T* h, long ldh) {
     using K = Kind<T>;
     __m512 acc[16];
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
@@ -91,6 +91,9 @@ inline void dots(const T* x, long ldx, const T* const* rows, int k, float scale,
         typename K::Reg a[RANKS];
 #pragma GCC unroll 8
         for (int r = 0; r < RANKS; r++) a[r] = K::load(rows[r] + i);
+        if (next)
+#pragma GCC unroll 8
+            for (int r = 0; r < RANKS; r++) prefetch(next[r] + i);
 #pragma GCC unroll 4
         for (int t = 0; t < TOKENS; t++) {
             const auto b = K::load(x + t * ldx + i);
@@ -112,10 +115,11 @@ template <class T, int TOKENS>
 inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh) {
     constexpr int most = TOKENS <= 2 ? 8 : 4;
     int r = 0;
-    for (; r + most <= ranks; r += most) dots<T, TOKENS, most>(x, ldx, rows + r, k, scale, h + r, ldh);
-    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, k, scale, h + r, ldh); r += 4; }
-    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, k, scale, h + r, ldh); r += 2; }
-    if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, k, scale, h + r, ldh);
+    for (; r + most <= ranks; r += most)
+        dots<T, TOKENS, most>(x, ldx, rows + r, r + 2 * most <= ranks ? rows + r + most : nullptr, k, scale, h + r, ldh);
+    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 4; }
+    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 2; }
+    if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh);
 }
 
 // h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
@@ -145,6 +149,9 @@ inline void add_rows(const T* const* rows, int rank, const T* h, long ldh, float
         for (int r = 0; r < rank; r++) {
             __m512 factor[TOKENS];
             for (int t = 0; t < TOKENS; t++) factor[t] = _mm512_set1_ps(widen(h[t * ldh + r]));
+            if (r + 4 < rank)
+#pragma GCC unroll 16
+                for (int c = 0; c < COLUMNS; c += 64 / (int)sizeof(T) / kLanes) prefetch(rows[r + 4] + c * kLanes);
 #pragma GCC unroll 16
             for (int c = 0; c < COLUMNS; c++) {
                 const __m512 b = load16(rows[r] + c * kLanes);
