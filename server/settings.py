@@ -42,8 +42,8 @@ class Settings(BaseSettings, EngineConfig):
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
         default=None,
-        description="directories, with ':' between them, below which adapters may be loaded over HTTP; an empty text: "
-        "adapters can't be changed over HTTP; default: the adapters directory",
+        description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
+        "can't be changed over HTTP; default: the adapters directory",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
@@ -51,7 +51,9 @@ class Settings(BaseSettings, EngineConfig):
     @field_validator("adapter_roots", mode="before")
     @classmethod
     def _split_roots(cls, roots: Any) -> Any:
-        return [part for part in roots.split(os.pathsep) if part] if isinstance(roots, str) else roots
+        if not isinstance(roots, str):
+            return roots
+        return [] if roots == "none" else [part for part in roots.split(os.pathsep) if part]
 
     @model_validator(mode="after")
     def _pulled_models_have_names(self) -> Settings:

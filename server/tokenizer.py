@@ -95,9 +95,10 @@ class Tokenizer:
         for word in words:
             bare = word.lstrip() or word
             plain, spaced = map(tuple, self.encode_now([bare, f" {bare}"], add_special_tokens=False))
-            if plain:
-                sequences[plain] = None
-            if spaced and spaced[-len(plain) :] != plain:  # else it is caught already
+            if not plain:  # no token has any of it: it can't be said
+                continue
+            sequences[plain] = None
+            if spaced[-len(plain) :] != plain:  # else it is caught already
                 sequences[spaced] = None
         return tuple(sequences)
 

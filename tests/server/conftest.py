@@ -240,7 +240,7 @@ class Live:
     worker: EngineWorker
     client: httpx.Client = field(repr=False)
 
-    def post(self, path: str = "/v1/completions", **body: object) -> httpx.Response:
+    def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
 
     def wait_until(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
@@ -251,10 +251,12 @@ class Live:
 
 
 @contextmanager
-def live_server(engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 1 << 20) -> Iterator[Live]:
+def live_server(
+    engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 1 << 20, adapter_roots: tuple[Path, ...] = ()
+) -> Iterator[Live]:
     worker = EngineWorker(lambda: engine)
     worker.start()
-    app = create_app(worker, tokenizer, ServedModel("base", "/models/base", max_body_bytes, 8))
+    app = create_app(worker, tokenizer, ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots))
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
@@ -265,7 +267,8 @@ def live_server(engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 
         with httpx.Client(base_url=url, timeout=20) as client:
             yield Live(url, engine, worker, client)
     finally:
-        engine.gate.set()
+        if isinstance(engine, FakeEngine):
+            engine.gate.set()
         server.should_exit = True
         thread.join(10)
 

@@ -75,6 +75,11 @@ def test_version(capsys):
         (["generate"], 2, "--prompt"),
         (["generate", "--prompt", "x", "--temperature", "-1"], 2, "temperature"),
         (["generate", "--prompt", "x", "--model", "/nowhere/model"], 1, "/nowhere/model"),
+        (["generate", "--prompt", "x", "--min-p", "2"], 2, "min_p"),
+        (["generate", "--prompt", "x", "--min-tokens", "200"], 2, "min_tokens"),
+        (["generate", "--prompt", "x", "--frequency-penalty", "3"], 2, "frequency_penalty"),
+        (["pull"], 2, "NAME"),
+        (["pull", "gpt-17"], 1, "smollm2"),
     ],
 )
 def test_mistakes_are_one_line(capsys, arguments, code, words):
@@ -129,6 +134,45 @@ def test_generate_prints_the_answer(capsys, model_dir, monkeypatch, make_engine,
     assert "eve" in capsys.readouterr().err
     assert main(["generate", "--model", str(model_dir), "--prompt", "hi", "--chat", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().out == "user\n"
+
+
+def test_generate_takes_the_sampling_flags(capsys, model_dir, monkeypatch, make_engine, tokenizer):
+    engine = make_engine([])
+
+    def load(settings):
+        worker = EngineWorker(lambda: engine)
+        worker.start()
+        return worker, tokenizer
+
+    monkeypatch.setattr("chorus.server.generate.load", load)
+    flags = "--min-p 0.1 --presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5 --min-tokens 3 --stop l"
+    command = ["generate", "--model", str(model_dir), "--prompt", "hello", "--bad-word", "no", "--bad_word", "x"]
+    assert main([*command, *flags.split()]) == 0
+    assert capsys.readouterr().out == "hel\n", "the first l is within min_tokens"
+    params = engine.asked[0].params
+    assert (params.min_p, params.presence_penalty, params.frequency_penalty) == (0.1, 1.0, -1.0)
+    assert (params.repetition_penalty, params.min_tokens) == (1.5, 3)
+    assert params.bad_words == (tuple(b"no"), tuple(b"x"))
+
+
+def test_pull_and_serve_by_name(capsys, tmp_path, monkeypatch, model_dir):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    assert main(["serve", "--model", "smollm2"]) == 1
+    error = capsys.readouterr().err
+    assert error == "chorus: error: model smollm2 is not here yet; run: chorus pull smollm2\n"
+    pulled = tmp_path / "chorus" / "models" / "smollm2"
+    pulled.parent.mkdir(parents=True)
+    model_dir.rename(pulled)
+    assert main(["pull", "smollm2"]) == 0
+    assert capsys.readouterr().out == f"smollm2 is already in {pulled}\n"
+    settings = parse("--model", "smollm2")
+    assert settings.model == pulled and settings.base_name == "smollm2" and settings.adapters is None
+
+
+def test_adapter_roots_must_be_there(capsys, model_dir, tmp_path):
+    assert main(["serve", "--model", str(model_dir), "--adapter-roots", f"{tmp_path}:/nowhere/else"]) == 1
+    assert "/nowhere/else" in capsys.readouterr().err
 
 
 def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_engine, tokenizer):

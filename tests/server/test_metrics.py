@@ -1,5 +1,15 @@
 """GET /metrics."""
 
+import time
+from dataclasses import replace
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.memory.adapter_store import Tier
+from chorus.server.engine_view import EngineView
+
 
 def test_metrics(start, fake_engine):
     live = start(fake_engine)
@@ -19,3 +29,100 @@ def test_metrics(start, fake_engine):
     assert "chorus_inter_token_latency_seconds_count 4.0" in lines
     assert "chorus_request_seconds_count 2.0" in lines
     assert "nobody" not in text
+
+
+def test_adapters_by_tier(start, fake_engine, monkeypatch):
+    live = start(fake_engine)
+    fake_engine.store.tiers |= {"alice": Tier.DEVICE, "carol": Tier.HOST, "dan": Tier.LOADING}
+    lines = live.client.get("/metrics").text.splitlines()
+    assert [line for line in lines if line.startswith("chorus_adapter_tier{")] == [
+        'chorus_adapter_tier{adapter="alice",tier="device"} 1.0',
+        'chorus_adapter_tier{adapter="dan",tier="loading"} 1.0',
+        'chorus_adapter_tier{adapter="carol",tier="host"} 1.0',
+    ]
+    assert [line for line in lines if line.startswith("chorus_adapters{")] == [
+        f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")
+    ]
+    monkeypatch.setattr("chorus.server.engine_view.MAX_TIER_SERIES", 1)
+    text = live.client.get("/metrics").text
+    assert 'adapter="alice"' in text and 'adapter="dan"' not in text and 'chorus_adapters{tier="host"} 1.0' in text
+
+
+def test_cache_counters(start, fake_engine):
+    stats = fake_engine.stats
+    counts = {
+        "num_cached_pages": 5,
+        "num_adapter_hits": 7,
+        "num_adapter_loads": 8,
+        "num_adapter_evictions": 9,
+        "num_prefix_hit_tokens": 10,
+        "num_prefix_query_tokens": 11,
+    }
+    fake_engine.stats = lambda: replace(stats(), **counts)
+    lines = start(fake_engine).client.get("/metrics").text.splitlines()
+    for line in (
+        'chorus_pages{kind="cached"} 5.0',
+        "chorus_adapter_hits_total 7.0",
+        "chorus_adapter_loads_total 8.0",
+        "chorus_adapter_evictions_total 9.0",
+        "chorus_prefix_hit_tokens_total 10.0",
+        "chorus_prefix_query_tokens_total 11.0",
+    ):
+        assert line in lines
+
+
+def test_lora_requests_info_as_gateways_read_it(start, fake_engine):
+    fake_engine.adapter_load = lambda: (["alice", "bob"], ["carol"])
+    live = start(fake_engine)
+    (line,) = (line for line in live.client.get("/metrics").text.splitlines() if line.startswith("vllm:lora_requests"))
+    labels, _, value = line.rpartition(" ")
+    assert labels == (
+        'vllm:lora_requests_info{max_lora="32",running_lora_adapters="alice,bob",waiting_lora_adapters="carol"}'
+    )
+    assert abs(float(value) - time.time()) < 60
+
+
+def test_a_scrape_does_not_wait_for_a_stuck_engine(start, fake_engine, monkeypatch):
+    monkeypatch.setattr("chorus.server.api.SCRAPE_SECONDS", 0.05)
+    fake_engine.store.tiers["alice"] = Tier.DEVICE
+    live = start(fake_engine)
+    assert 'adapter="alice"' in live.client.get("/metrics").text
+    fake_engine.gate.clear()
+    live.worker.submit(Request("stuck", [97], SamplingParams()), lambda output: None).result(5)
+    live.wait_until(lambda: live.worker.stats.num_steps == 0)
+    assert 'adapter="alice"' in live.client.get("/metrics").text
+    fake_engine.gate.set()
+
+
+def test_a_broken_engine_is_still_scraped(start, fake_engine):
+    live = start(fake_engine)
+    fake_engine.fail_steps, fake_engine.fail_aborts = 1, True
+    live.post(model="base", prompt="a")
+    assert live.client.get("/health").status_code == 503
+    assert "chorus_requests_total" in live.client.get("/metrics").text
+
+
+def test_the_engine_tells_which_adapters_are_in_use(subject):
+    reference = subject("tied")
+    engine = Engine.from_config(
+        EngineConfig(model=reference.model, memory_bytes=4 << 20, threads=1, cpu_kernels="torch", max_num_seqs=2)
+    )
+    names = ["r2-qv", "r3-mlp", "r8-attention"]
+    for name in names:
+        engine.store.register(name, reference.adapters[name])
+    params = SamplingParams(max_tokens=8, temperature=0, ignore_eos=True)
+    for number, name in enumerate([None, *names, names[2]]):
+        engine.add_request(Request(str(number), [5, 6, 7], params, name))
+    assert engine.adapter_load() == ([], names)
+    while engine.stats().num_running < 2:
+        engine.step()
+    running, waiting = engine.adapter_load()
+    view = EngineView.of(engine)
+    assert (view.running, view.waiting, view.max_adapters) == (running, waiting, 2)
+    assert set(running) | set(waiting) == set(names)
+    assert all(view.tiers[name] == "device" for name in running)
+    assert view.tier_counts["device"] == len(running) and sum(view.tier_counts.values()) == 3
+    while engine.has_work():
+        engine.step()
+    assert engine.adapter_load() == ([], [])
+    engine.close()

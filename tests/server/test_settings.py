@@ -80,3 +80,17 @@ def test_every_engine_field_is_a_setting(tmp_path):
 def test_engine_rules_hold_for_settings():
     with pytest.raises(ValidationError, match="max_num_batched_tokens"):
         Settings(max_num_seqs=100, max_num_batched_tokens=10)
+
+
+def test_adapter_roots(tmp_path, monkeypatch):
+    one, two = tmp_path / "one", tmp_path / "two"
+    assert Settings(model=tmp_path).loadable_from == ()
+    assert Settings(model=tmp_path, adapters=one).loadable_from == (one,)
+    assert Settings(model=tmp_path, adapters=one, adapter_roots=f"{one}:{two}").loadable_from == (one, two)
+    assert Settings(model=tmp_path, adapters=one, adapter_roots="none").loadable_from == ()
+    path = write(tmp_path, f'adapter_roots = ["{two}"]\n')
+    assert Settings(model=tmp_path, config=path).loadable_from == (two,)
+    monkeypatch.setenv("CHORUS_ADAPTER_ROOTS", str(one))
+    assert Settings(model=tmp_path, config=path).loadable_from == (one,)
+    monkeypatch.setenv("CHORUS_ADAPTER_ROOTS", "none")
+    assert Settings(model=tmp_path, config=path, adapters=one).loadable_from == ()
