@@ -6,7 +6,7 @@ from collections.abc import Collection
 
 import torch
 
-from ..ops.sampling import apply_penalties, sample, uniform
+from ..ops.sampling import apply_penalties, greedy, sample, uniform
 from .types import ScheduledRow, StepResult, TokenLogprobs
 
 
@@ -30,11 +30,10 @@ def draw(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collecti
         return result
     if last != list(range(len(logits))):
         logits = logits[: len(last)] if last == list(range(len(last))) else logits[last]
-    best, tokens = logits.max(-1)  # NaN anywhere makes the maximum NaN
-    healthy = best.isfinite().tolist()
+    tokens, healthy = greedy(logits)
     if any(row.params.temperature != 0 or row.params.reshapes_logits for row in asking):
-        tokens = _choose(asking, logits, eos_token_ids)
-    for index, (row, token) in enumerate(zip(asking, tokens.tolist(), strict=True)):
+        tokens = _choose(asking, logits, eos_token_ids).tolist()
+    for index, (row, token) in enumerate(zip(asking, tokens, strict=True)):
         if not healthy[index]:
             result.errors[row.request_id] = "the model produced logits that are not finite"
             continue

@@ -43,7 +43,7 @@ class DecodeBuffers:
         self._dummy_page = dummy_page
         self._vectors = torch.zeros(4, largest, dtype=torch.long, device=device)
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long, device=device)
-        self._filled_pages = [0] * largest
+        self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
             size: DecodeViews(*self._vectors[:, :size].unbind(0), self._page_table[:size], [1] * size) for size in sizes
         }
@@ -68,10 +68,15 @@ class DecodeBuffers:
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
-        """Set a row's block table and reset to the dummy page what an earlier step left behind it."""
+        """Copy what is new of a row's block table, and reset to the dummy page what an earlier step left behind it.
+
+        A block table is a list that only ever grows: the same list needs no more than its new pages.
+        """
+        previous, copied = self._filled[row]
         used = len(table)
-        if used:
-            self._page_table[row, :used] = torch.tensor(table, dtype=torch.long)
-        if self._filled_pages[row] > used:
-            self._page_table[row, used : self._filled_pages[row]] = self._dummy_page
-        self._filled_pages[row] = used
+        start = copied if previous is table else 0
+        if used > start:
+            self._page_table[row, start:used] = torch.tensor(table[start:], dtype=torch.long)
+        if copied > used:
+            self._page_table[row, used:copied] = self._dummy_page
+        self._filled[row] = (table, used)

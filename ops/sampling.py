@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 _MASK64 = (1 << 64) - 1
@@ -17,6 +18,20 @@ def uniform(seed: int, position: int) -> float:
         z = ((z ^ (z >> shift)) * multiplier) & _MASK64
     z ^= z >> 31
     return (z >> 11) / (1 << 53)
+
+
+def greedy(logits: torch.Tensor) -> tuple[list[int], list[bool]]:
+    """The most likely token of each row, and whether its logit is finite: it is not if any of the row's is NaN or +inf.
+
+    logits: `[rows, vocab]` float32. On a CPU numpy's vectorised search is ten times faster than torch's.
+    """
+    if logits.device.type == "cpu":
+        values = logits.numpy()
+        tokens = values.argmax(1)
+        return tokens.tolist(), np.isfinite(values[np.arange(len(tokens)), tokens]).tolist()
+    best, tokens = logits.max(-1)
+    tokens, finite = torch.stack((tokens, best.isfinite().long())).tolist()
+    return tokens, [bool(value) for value in finite]
 
 
 def apply_penalties(
