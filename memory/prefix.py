@@ -118,13 +118,6 @@ class PrefixCache:
             self._order.discard(block)
             self._forget(block)
 
-    def clear(self) -> int:
-        """Forget every block; pages in use stay with their requests. Returns how many were known."""
-        known = len(self._by_page)
-        for version in list(self._roots):
-            self.drop_version(version)
-        return known
-
     def _forget(self, block: Block) -> None:
         del self._by_page[block.page]
         self._pool.forget(block.page)
