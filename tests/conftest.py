@@ -161,8 +161,9 @@ class Subject:
 
     def logits(self, adapter: str | None, tokens: list[int]) -> torch.Tensor:
         """Logits `[len(tokens), vocab]`."""
+        model = self._use(adapter)  # loaded outside of inference mode, where its parameters could not be switched
         with torch.inference_mode():
-            return self._use(adapter)(torch.tensor([tokens])).logits[0]
+            return model(torch.tensor([tokens])).logits[0]
 
     def _run(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
         key = (adapter, tuple(prompt), count)

@@ -506,6 +506,48 @@ def test_reload_gives_running_requests_the_old_weights_and_new_ones_the_new(gqa,
     assert driver.engine.stats().num_adapter_pages == len(second.pages)
 
 
+@pytest.mark.parametrize("how", ["reload", "unregister and register", "in place"])
+@pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
+def test_reload_never_serves_the_old_ones_cached_prefix(gqa, drive, tmp_path, how, running):
+    """Same name, same tokens, other weights: nothing of the old version's KV is used, whether or not a request still
+    holds it; who runs on the old version goes on as before."""
+    old, new = copy_adapter(gqa, "r8-attention", tmp_path / "old"), copy_adapter(gqa, "r1-all", tmp_path / "new")
+    seed = 0
+    while not gqa.is_clear("r1-all", prompt := gqa.prompt("r8-attention", 70, 16, seed), 16):
+        seed += 1
+    want_old, want_new = gqa.greedy("r8-attention", prompt, 16), gqa.greedy("r1-all", prompt, 16)
+    assert want_old != want_new
+    driver = drive(gqa, adapters={"voice": old})
+    store = driver.engine.store
+    assert driver.run("first", "voice", prompt, max_tokens=16).tokens == want_old
+    again = driver.run("again", "voice", prompt, max_tokens=16)
+    assert (again.tokens, again.num_cached_tokens) == (want_old, 64), "the prefix was not cached"
+    if running:
+        driver.add("running", "voice", prompt, max_tokens=16)
+        driver.step()
+    if how == "reload":
+        store.register("voice", new)
+    elif how == "unregister and register":
+        store.unregister("voice")
+        store.register("voice", new)
+    else:
+        for file in new.iterdir():
+            shutil.copy(file, old / file.name)
+        store.register("voice", old)
+    if not running:
+        assert driver.engine.stats().num_cached_pages == 0, "nobody can use the old version's KV any more"
+    driver.add("later", "voice", prompt, max_tokens=16)
+    answers = driver.drain()
+    assert (answers["later"].tokens, answers["later"].num_cached_tokens) == (want_new, 0)
+    if running:
+        assert answers["running"].tokens == want_old
+    warm = driver.run("warm", "voice", prompt, max_tokens=16)
+    assert (warm.tokens, warm.num_cached_tokens) == (want_new, 64)
+    assert set(driver.engine._prefix._roots) == {store.get("voice").version}
+    base = driver.run("base", None, prompt, max_tokens=1)
+    assert base.num_cached_tokens == 0, "the base model was served an adapter's KV"
+
+
 def test_reload_while_a_request_waits(gqa, drive, two_versions):
     """A request keeps the version that was current when it was accepted, even when that was not loaded yet."""
     old, new, prompt = two_versions

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import random
+import time
 from dataclasses import dataclass
 
 import pytest
@@ -15,6 +16,7 @@ from chorus.core.engine import Engine
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
 from chorus.core.types import FinishReason
+from chorus.memory.host_images import ThreadReads
 
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 
@@ -38,6 +40,27 @@ def make_cases(subject, count, *, adapters=None, seed=0, longest=40, tokens=(4, 
         adapter, number = names[index % len(names)], rng.randint(*tokens)
         prompt = subject.prompt(adapter, rng.randint(1, longest), number, seed=1000 * seed + index)
         cases.append(Case(f"{seed}-{index}", adapter, prompt, subject.greedy(adapter, prompt, number)))
+    return cases
+
+
+def make_families(subject, *, adapters, stems, seed=0, tokens=(4, 20)):
+    """For every adapter and every length in `stems`, four requests whose prompts begin with the same tokens, which all
+    adapters share: the first 16 tokens of a stem, half of it, all of it, and all of it with more behind."""
+    rng = random.Random(seed)
+    cases = []
+    for number, length in enumerate(stems):
+        stem = [rng.randrange(3, subject.vocab_size) for _ in range(length)]
+        for adapter in adapters:
+            for index, shared in enumerate((16, length // 2, length, length)):
+                count = rng.randint(*tokens)
+                while True:
+                    tail = [rng.randrange(3, subject.vocab_size) for _ in range(rng.randint(1, 30) if index else 1)]
+                    prompt = stem[:shared] + tail
+                    if subject.is_clear(adapter, prompt, count):
+                        break
+                want = subject.greedy(adapter, prompt, count)
+                cases.append(Case(f"{seed}-{number}-{adapter}-{index}", adapter, prompt, want))
+    rng.shuffle(cases)
     return cases
 
 
@@ -148,6 +171,167 @@ def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunk
     assert stats.num_preemptions > 3
     assert stats.num_adapter_evictions > 3
     assert stats.num_adapter_loads > len(it.adapters), "no adapter was loaded twice"
+
+
+FEW = ["r1-all", "r8-attention", "r16-down", None]
+
+
+@pytest.fixture(scope="module")
+def families(subject):
+    """Requests on the gqa model that share beginnings, for three adapters and the base."""
+    return make_families(subject("gqa"), adapters=FEW, stems=(48, 90), seed=60)
+
+
+def arrive(driver, cases, seed, between=lambda: None):
+    """Add a few at a time while steps go on, `between` called before each step; then check all."""
+    rng, waiting = random.Random(seed), list(cases)
+    while waiting or driver.engine.has_work():
+        for _ in range(rng.randint(0, 4)):
+            if waiting:
+                add_all(driver, [waiting.pop()])
+        between()
+        driver.step()
+    check(driver, cases)
+
+
+@pytest.mark.parametrize("block_tokens", [8, 16])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_shared_beginnings_start_from_the_cache(subject, drive, families, chunked, block_tokens):
+    driver = drive(
+        subject("gqa"), chunked_prefill=chunked, block_tokens=block_tokens,
+        max_num_batched_tokens=48 if chunked else 512,
+    )  # fmt: skip
+    arrive(driver, families, seed=1)
+    hits = driver.engine.stats().num_prefix_hit_tokens
+    assert hits > 200
+    for case in families:
+        driver.add(f"again {case.id}", case.adapter, case.prompt, max_tokens=len(case.want))
+    answers = driver.drain()
+    known = full = 0
+    for case in families:
+        answer = answers[f"again {case.id}"]
+        assert answer.tokens == case.want
+        full += (len(case.prompt) - 1) // block_tokens * block_tokens
+        known += answer.num_cached_tokens
+    assert 0.8 * full < known <= full, "only what equal prompts of one step computed twice may be unknown"
+    stats = driver.engine.stats()
+    assert stats.num_prefix_hit_tokens > hits
+    assert stats.num_preemptions == 0
+
+
+def test_without_the_cache_nothing_is_kept(subject, drive, families):
+    driver = drive(subject("gqa"), prefix_cache=False, max_num_batched_tokens=48)
+    arrive(driver, families, seed=1)
+    stats = driver.engine.stats()
+    assert (stats.num_prefix_hit_tokens, stats.num_cached_pages) == (0, 0)
+
+
+def test_conversations_go_on_from_their_answers(subject, drive):
+    """The KV of generated tokens is reused too."""
+    it = subject("mha")
+    driver = drive(it, block_tokens=8)
+    prompts = {adapter: it.prompt(adapter, 12, 12, seed=70) for adapter in ("r2-qv", "r33-all", None)}
+    for turn in range(4):
+        for adapter, prompt in prompts.items():
+            assert it.is_clear(adapter, prompt, 12)
+            driver.add(f"{adapter} {turn}", adapter, prompt, max_tokens=12)
+        answers = driver.drain()
+        for adapter, prompt in prompts.items():
+            answer, want = answers[f"{adapter} {turn}"], it.greedy(adapter, prompt, 12)
+            assert answer.tokens == want
+            if turn:
+                assert answer.num_cached_tokens >= (len(prompt) - 4) // 8 * 8, "the answer was computed again"
+            more = 3
+            while not it.is_clear(adapter, [*prompt, *want, more], 12):
+                more += 1
+            prompts[adapter] = [*prompt, *want, more]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"prefix_cache": False},
+        {"num_pages": 50, "max_num_batched_tokens": 40},
+        {"chunked_prefill": False, "max_num_batched_tokens": 512},
+    ],
+    ids=["cache", "no cache", "small arena", "whole"],
+)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_preemption_at_any_step(subject, drive, families, config, seed):
+    adapters = {name: subject("gqa").adapters[name] for name in FEW if name}
+    driver = drive(subject("gqa"), adapters=adapters, **config)
+    rng, scheduler = random.Random(seed), driver.engine._scheduler
+
+    def preempt():
+        for request in list(scheduler._running):
+            if rng.random() < 0.12:
+                scheduler._preempt(request)
+
+    arrive(driver, families, seed, preempt)
+    assert driver.engine.stats().num_preemptions > 20
+
+
+@pytest.mark.parametrize("what", ["adapters", "everything"])
+@pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
+def test_eviction_before_every_step(subject, drive, families, what, chunked):
+    driver = drive(subject("gqa"), chunked_prefill=chunked, max_num_batched_tokens=48 if chunked else 512)
+    engine = driver.engine
+
+    def evict():
+        if what == "adapters":
+            engine.store.evict_idle()
+        else:
+            engine.reclaim_idle()
+            assert engine.stats().num_cached_pages == 0
+        assert engine.store.num_idle_pages == 0
+
+    waves = [families[i : i + 4] for i in range(0, len(families), 4)]
+    for seed, wave in enumerate(waves):
+        arrive(driver, wave, seed, evict)
+    assert engine.stats().num_adapter_loads > 4 * (len(FEW) - 1), "adapters were not loaded again and again"
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"max_adapters_per_step": 2},
+        {"max_adapters_per_step": 1, "max_overtake_seconds": 0},
+        {"host_cache_bytes": 0},
+        {"host_cache_bytes": 0, "num_pages": 46, "lookahead": 1, "max_num_batched_tokens": 64},
+        {"num_pages": 46, "max_adapters_per_step": 2, "max_overtake_seconds": 0.02},
+    ],
+    ids=["two adapters", "one adapter", "no host cache", "no room at all", "two adapters, small arena"],
+)
+@pytest.mark.parametrize("threads", [False, True], ids=["inline", "threads"])
+def test_limits_and_reads_change_no_token(subject, drive, config, threads):
+    it = subject("gqa")
+    cases = make_cases(it, 27, seed=80, tokens=(8, 16))
+    driver = drive(it, reads=ThreadReads() if threads else None, **config)
+    arrive(driver, cases, seed=3)
+    most = config.get("max_adapters_per_step", len(it.adapters))
+    assert max(plan.num_adapters for plan in driver.plans) <= most
+    assert driver.engine.stats().num_adapter_loads >= len(it.adapters)
+
+
+def test_threads_read_beside_random_preemption_and_eviction(subject, drive, families):
+    """Everything at once, on the real clock."""
+    driver = drive(
+        subject("gqa"), reads=ThreadReads(), clock=time.monotonic, num_pages=60, max_num_batched_tokens=40,
+        host_cache_bytes=0, max_adapters_per_step=2, max_overtake_seconds=0.05, block_tokens=8,
+        adapters={name: subject("gqa").adapters[name] for name in FEW if name},
+    )  # fmt: skip
+    rng, engine = random.Random(5), driver.engine
+
+    def disturb():
+        if rng.random() < 0.2:
+            engine.reclaim_idle()
+        for request in list(engine._scheduler._running):
+            if rng.random() < 0.05:
+                engine._scheduler._preempt(request)
+
+    arrive(driver, families, 5, disturb)
+    assert engine.stats().num_preemptions > 0
 
 
 @pytest.mark.parametrize("block_tokens", [8, 16, 64])

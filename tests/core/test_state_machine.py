@@ -612,9 +612,7 @@ class EngineMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def break_adapter(self, data):
         """Its next read fails; while its bytes are here nobody notices."""
-        self.executor.adapters.broken.add(
-            self.current[data.draw(st.sampled_from(sorted(self.current)))].manifest.path
-        )
+        self.executor.adapters.broken.add(self.current[data.draw(st.sampled_from(sorted(self.current)))].manifest.path)
 
     def _adapters(self):
         """All versions that the store knows."""

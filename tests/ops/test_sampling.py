@@ -8,9 +8,15 @@ import pytest
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
-from chorus.ops.sampling import sample, uniform
+from chorus.ops.sampling import apply_penalties, sample, uniform
 
 #: A grid of draws that reaches every token of a share above 1/4000.
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
@@ -149,3 +155,74 @@ def test_uniform_is_even_and_uncorrelated(numbers):
     correlation = float((centred[1:] * centred[:-1]).mean() / centred.square().mean())
     assert abs(correlation) < 4 / math.sqrt(count)
     assert len(values.unique()) == count
+
+
+# -- min_p, penalties
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    temperature=st.sampled_from([0.5, 1.0, 2.0]),
+    min_p=st.sampled_from([0.01, 0.1, 0.5, 1.0]),
+    top_k=st.sampled_from([0, 3, 8]),
+    top_p=st.sampled_from([0.6, 1.0]),
+)
+def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k, top_p):
+    """min_p over the tempered distribution, then top_k, then top_p of what is left."""
+    logits = torch.randn(20, generator=torch.Generator().manual_seed(seed)) * 2
+    scores = MinPLogitsWarper(min_p)(None, TemperatureLogitsWarper(temperature)(None, logits[None]))
+    if top_k:
+        scores = TopKLogitsWarper(top_k)(None, scores)
+    if top_p < 1.0:
+        scores = TopPLogitsWarper(top_p)(None, scores)
+    share = scores.softmax(-1)[0]
+    drawn = sample(
+        logits.expand(len(GRID), -1),
+        torch.full((len(GRID),), temperature),
+        torch.full((len(GRID),), top_k),
+        torch.full((len(GRID),), top_p),
+        GRID,
+        torch.full((len(GRID),), min_p),
+    ).bincount(minlength=20) / len(GRID)
+    torch.testing.assert_close(drawn, share, rtol=0, atol=2 / len(GRID))
+    assert not drawn[share == 0].any()
+
+
+def test_min_p_of_one_row_does_not_touch_another():
+    logits = torch.tensor([1.0, 2.0, 1.9]).expand(2 * len(GRID), -1)
+    ones = torch.ones(2 * len(GRID))
+    min_p = torch.tensor([0.95, 0.0]).repeat_interleave(len(GRID))
+    tokens = sample(logits, ones, ones.long() * 0, ones, GRID.repeat(2), min_p)
+    assert set(tokens[: len(GRID)].tolist()) == {1}
+    assert tokens[len(GRID) :].tolist() == draw(logits[0], GRID).tolist()
+
+
+TOKENS = st.lists(st.integers(0, 9), max_size=12)
+
+
+@given(seed=st.integers(0, 1000), seen=st.lists(st.integers(0, 9), min_size=1, max_size=12), penalty=st.floats(0.3, 3))
+def test_repetition_penalty_is_that_of_transformers(seed, seen, penalty):
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 3
+    want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
+    apply_penalties(logits, torch.tensor(seen), torch.tensor([], dtype=torch.long), penalty, 0.0, 0.0)
+    torch.testing.assert_close(logits, want)
+
+
+@given(seed=st.integers(0, 1000), output=TOKENS, presence=st.floats(-2, 2), frequency=st.floats(-2, 2))
+def test_presence_and_frequency_penalties_follow_openais_formula(seed, output, presence, frequency):
+    """mu[j] → mu[j] − c[j]·frequency − [c[j] > 0]·presence, c counting generated tokens only."""
+    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
+    want = [
+        mu - output.count(token) * frequency - (output.count(token) > 0) * presence
+        for token, mu in enumerate(logits.tolist())
+    ]
+    apply_penalties(logits, torch.tensor([1, 2, 3, *output]), torch.tensor(output, dtype=torch.long), 1.0, presence,
+                    frequency)  # fmt: skip
+    torch.testing.assert_close(logits, torch.tensor(want), rtol=1e-5, atol=1e-5)
+
+
+def test_penalties_leave_a_forbidden_token_forbidden():
+    logits = torch.tensor([-torch.inf, 1.0])
+    apply_penalties(logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 0.5, -2.0, -2.0)
+    assert logits[0] == -torch.inf
+    assert logits[1] == 2.0 + 4.0

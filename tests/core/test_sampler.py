@@ -1,0 +1,295 @@
+"""From logits to tokens and log-probabilities, each row by its own parameters, as transformers and OpenAI do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+    SequenceBiasLogitsProcessor,
+)
+
+from chorus.core.sampler import draw
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.types import BASE_SLOT, FinishReason, ScheduledRow
+
+VOCAB = 12
+EOS = (0, 1)
+
+
+def row(name, prompt, output=(), *, tokens=None, samples=True, seed=0, **params):
+    """The row that computes the last known token, or the last `tokens`."""
+    known = [*prompt, *output]
+    count = tokens or 1
+    return ScheduledRow(
+        request_id=name, slot=BASE_SLOT, tokens=known[len(known) - count :], start=len(known) - count, pages=[],
+        params=SamplingParams(**{"temperature": 0.0, "max_tokens": 50, **params}), seed=seed, samples=samples,
+        token_ids=known, num_prompt_tokens=len(prompt),
+    )  # fmt: skip
+
+
+def logits_of(seed, rows=1, vocab=VOCAB):
+    return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
+
+
+def tokens_of(rows, logits):
+    result = draw(rows, logits, EOS)
+    assert not result.errors
+    return [result.tokens[row.request_id] for row in rows]
+
+
+prompts = st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=6)
+outputs = st.lists(st.integers(2, VOCAB - 1), max_size=6)
+
+
+@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs, penalty=st.floats(0.5, 3.0))
+def test_repetition_penalty_counts_prompt_and_output(seed, prompt, output, penalty):
+    logits = logits_of(seed)
+    want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits.clone()).argmax(-1)
+    assert tokens_of([row("a", prompt, output, repetition_penalty=penalty)], logits) == want.tolist()
+
+
+@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs, minimum=st.integers(0, 8))
+def test_min_tokens_is_that_of_transformers(seed, prompt, output, minimum):
+    """Counted over new tokens; holds back the model's ends and the request's stop tokens."""
+    logits = logits_of(seed)
+    logits[0, [*EOS, 5]] += 4
+    processor = MinNewTokensLengthLogitsProcessor(len(prompt), minimum, [*EOS, 5], device="cpu")
+    want = processor(torch.tensor([prompt + output]), logits.clone()).argmax(-1)
+    got = tokens_of([row("a", prompt, output, min_tokens=minimum, stop_token_ids=(5,))], logits)
+    assert got == want.tolist()
+
+
+@given(
+    seed=st.integers(0, 10_000),
+    prompt=prompts,
+    output=st.lists(st.integers(2, 4), max_size=6),
+    words=st.lists(st.lists(st.integers(2, 5), min_size=1, max_size=3), min_size=1, max_size=6),
+)
+def test_bad_words_are_those_of_transformers(seed, prompt, output, words):
+    """Over what was generated: a word whose beginning is the prompt's end is no generated word."""
+    logits = logits_of(seed)
+    logits[0, 2:6] += 6
+    generated = torch.tensor([[99, *output]])  # transformers needs a token to look at
+    want = NoBadWordsLogitsProcessor(words, eos_token_id=list(EOS))(generated, logits.clone()).argmax(-1)
+    got = tokens_of([row("a", prompt, output, bad_words=tuple(map(tuple, words)))], logits)
+    assert got == want.tolist()
+
+
+@given(seed=st.integers(0, 10_000), bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100), max_size=5))
+def test_logit_bias_is_that_of_transformers(seed, bias):
+    logits = logits_of(seed)
+    want = logits.argmax(-1)
+    if bias:
+        processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+        want = processor(torch.tensor([[3]]), logits.clone()).argmax(-1)
+    assert tokens_of([row("a", [3], logit_bias=bias)], logits) == want.tolist()
+
+
+@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs, presence=st.floats(-2, 2),
+       frequency=st.floats(-2, 2))  # fmt: skip
+def test_presence_and_frequency_count_generated_tokens_only(seed, prompt, output, presence, frequency):
+    logits = logits_of(seed)
+    counts = torch.tensor([output.count(token) for token in range(VOCAB)])
+    want = (logits[0] - counts * frequency - (counts > 0) * presence).argmax(-1)
+    got = tokens_of([row("a", prompt, output, presence_penalty=presence, frequency_penalty=frequency)], logits)
+    assert got == [int(want)]
+
+
+@given(seed=st.integers(0, 10_000), prompt=prompts, output=outputs)
+def test_everything_at_once_is_applied_in_the_documented_order(seed, prompt, output):
+    logits = logits_of(seed)
+    params = {
+        "min_tokens": 3, "bad_words": ((4,), (3, 6)), "logit_bias": {2: 2.5, 7: -3.0, 0: 9.0},
+        "repetition_penalty": 1.7, "presence_penalty": 0.5, "frequency_penalty": 0.25,
+    }  # fmt: skip
+    ids, scores = torch.tensor([prompt + output]), logits.clone()
+    scores = MinNewTokensLengthLogitsProcessor(len(prompt), 3, list(EOS), device="cpu")(ids, scores)
+    scores = NoBadWordsLogitsProcessor([[4], [3, 6]])(torch.tensor([[99, *output]]), scores)
+    scores = SequenceBiasLogitsProcessor([[[2], 2.5], [[7], -3.0], [[0], 9.0]])(ids, scores)
+    scores = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.7)])(ids, scores)
+    counts = torch.tensor([output.count(token) for token in range(VOCAB)])
+    want = (scores[0] - counts * 0.25 - (counts > 0) * 0.5).argmax(-1)
+    assert tokens_of([row("a", prompt, output, **params)], logits) == [int(want)]
+
+
+WAYS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 3, "top_p": 0.9, "min_p": 0.05},
+    {"temperature": 1.0, "repetition_penalty": 1.5, "presence_penalty": 1.0},
+    {"min_tokens": 9, "logit_bias": {0: 50.0, 3: 4.0}},
+    {"bad_words": ((3,), (4, 5))},
+]
+
+
+def test_rows_do_not_touch_each_other():
+    """A row draws the same token alone and beside rows with other parameters, and the logits stay as they are."""
+    rows = [row(str(i), [2, 3], [4, 4], seed=i, **params) for i, params in enumerate(WAYS * 3)]
+    logits = logits_of(5, len(rows))
+    before = logits.clone()
+    together = tokens_of(rows, logits)
+    assert torch.equal(logits, before), "static buffers were changed"
+    assert together == [tokens_of([one], logits[i : i + 1])[0] for i, one in enumerate(rows)]
+
+
+def test_only_rows_that_ask_draw_and_padding_is_ignored():
+    rows = [row("a", [2, 3], [4]), row("chunk", [2, 3, 4], samples=False), row("b", [2, 3], [5])]
+    logits = logits_of(1, 5)
+    logits[3:] = torch.nan
+    result = draw(rows, logits, EOS)
+    assert result.tokens == {"a": int(logits[0].argmax()), "b": int(logits[2].argmax())}
+    assert not result.errors
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf], ids=str)
+@pytest.mark.parametrize("params", WAYS)
+def test_logits_that_are_not_finite_fail_their_row_alone(bad, params):
+    rows = [row("a", [2], **params), row("sick", [2], **params), row("b", [2], **params)]
+    logits = logits_of(2, 3)
+    healthy = tokens_of([rows[0], rows[2]], logits[[0, 2]])
+    logits[1] = bad
+    result = draw(rows, logits, EOS)
+    assert result.errors == {"sick": "the model produced logits that are not finite"}
+    assert [result.tokens["a"], result.tokens["b"]] == healthy
+
+
+@given(seed=st.integers(0, 1000), count=st.sampled_from([0, 1, 3, VOCAB, 100]))
+def test_logprobs_are_of_the_raw_distribution(seed, count):
+    """Whatever bends the choice: temperature, penalties and bias are not in it."""
+    logits = logits_of(seed)
+    asking = row("a", [2], [3], logprobs=count, temperature=2.0, seed=seed, logit_bias={3: 5.0}, presence_penalty=1.0)
+    result = draw([asking, row("quiet", [2])], logits.expand(2, -1), EOS)
+    assert set(result.logprobs) == {"a"}
+    found, want = result.logprobs["a"], logits[0].log_softmax(-1)
+    assert found.token_id == result.tokens["a"]
+    assert found.logprob == pytest.approx(float(want[found.token_id]), abs=1e-5)
+    order = want.argsort(descending=True)[:count].tolist()
+    assert [token for token, _ in found.top] == order
+    assert [value for _, value in found.top] == pytest.approx(want[order].tolist(), abs=1e-5)
+
+
+def test_prompt_tokens_are_scored_by_the_logits_before_them():
+    prompt = [2, 7, 3, 9, 4]
+    logits = logits_of(3, 6)
+    middle = row("a", prompt, tokens=5, prompt_logprobs=2, samples=True)
+    quiet = row("b", prompt)
+    result = draw([middle, quiet], logits, EOS)
+    want = logits.log_softmax(-1)
+    scored = result.prompt_logprobs["a"]
+    assert [it.token_id for it in scored] == prompt[1:]
+    own = [float(want[i, token]) for i, token in enumerate(prompt[1:])]
+    assert [it.logprob for it in scored] == pytest.approx(own, abs=1e-5)
+    assert all([t for t, _ in it.top] == want[i].topk(2).indices.tolist() for i, it in enumerate(scored))
+    assert result.tokens == {"a": int(logits[4].argmax()), "b": int(logits[5].argmax())}
+
+
+class TestEngine:
+    """Through a whole engine, against transformers and peft."""
+
+    @pytest.fixture
+    def gqa(self, subject):
+        return subject("gqa")
+
+    #: Ways in which a prompt may be computed.
+    CONFIGS = [
+        {},
+        {"max_num_batched_tokens": 33, "max_num_seqs": 8},
+        {"block_tokens": 4, "num_pages": 80, "max_num_batched_tokens": 40},
+        {"prefix_cache": False},
+    ]
+
+    @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache"])
+    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config):
+        """Prompts share beginnings, which the cache knows: scores must come all the same."""
+        driver = drive(gqa, adapters={name: gqa.adapters[name] for name in ("r1-all", "r8-attention")}, **config)
+        stem = torch.randint(3, 160, (40,), generator=torch.Generator().manual_seed(1)).tolist()
+        asked = {}
+        for round_ in range(2):
+            for adapter in (None, "r1-all", "r8-attention"):
+                for scored in (5, 0, None):
+                    name = f"{round_} {adapter} {scored}"
+                    asked[name] = (adapter, [*stem, 9 + round_], scored)
+                    driver.add(name, *asked[name][:2], max_tokens=6, logprobs=3, prompt_logprobs=scored)
+            driver.drain()
+        for name, (adapter, prompt, scored) in asked.items():
+            answer = driver.answers[name]
+            want = gqa.logits(adapter, prompt + answer.tokens[:-1]).log_softmax(-1)
+            self.check(answer.logprobs, answer.tokens, want[len(prompt) - 1 :], 3)
+            if scored is None:
+                assert answer.prompt_logprobs is None
+                hit = answer.num_cached_tokens > 0
+                assert hit == config.get("prefix_cache", True) or name.startswith("0"), "the cache was not in play"
+            else:
+                assert answer.num_cached_tokens == 0
+                self.check(answer.prompt_logprobs, prompt[1:], want[: len(prompt) - 1], scored)
+
+    def check(self, found, tokens, want, count):
+        assert [it.token_id for it in found] == list(tokens)
+        own = want[range(len(tokens)), tokens]
+        torch.testing.assert_close(torch.tensor([it.logprob for it in found]), own, rtol=0, atol=2e-4)
+        for it, scores in zip(found, want, strict=True):
+            assert len(it.top) == count
+            values = torch.tensor([value for _, value in it.top])
+            torch.testing.assert_close(values, scores.topk(count).values, rtol=0, atol=2e-4)
+            for token, value in it.top:
+                assert value == pytest.approx(float(scores[token]), abs=2e-4)
+
+    def test_prompt_of_one_token_has_nothing_to_score(self, gqa, drive):
+        answer = drive(gqa).run("a", None, [5], max_tokens=2, prompt_logprobs=3)
+        assert answer.prompt_logprobs == ()
+
+    @pytest.mark.parametrize("after", [1, 3])
+    def test_preemption_scores_the_prompt_once(self, gqa, drive, after):
+        driver = drive(gqa, max_num_batched_tokens=16, max_num_seqs=4)
+        prompt = gqa.prompt("r1-all", 40, 6, seed=3)
+        request = driver.add("a", "r1-all", prompt, max_tokens=6, prompt_logprobs=1, logprobs=0)
+        for _ in range(after):
+            driver.step()
+        driver.engine._scheduler._preempt(request)
+        answer = driver.drain()["a"]
+        assert answer.tokens == gqa.greedy("r1-all", prompt, 6)
+        want = gqa.logits("r1-all", prompt + answer.tokens[:-1]).log_softmax(-1)
+        self.check(answer.prompt_logprobs, prompt[1:], want[: len(prompt) - 1], 1)
+        self.check(answer.logprobs, answer.tokens, want[len(prompt) - 1 :], 0)
+
+    def test_penalised_greedy_tokens_are_those_of_generate(self, gqa, drive):
+        """transformers' own generation loop with its processors, over adapters and the base."""
+        driver = drive(gqa, max_num_batched_tokens=33)
+        want = {}
+        for adapter in (None, "r1-all", "r33-all"):
+            prompt = gqa.prompt(adapter, 12, 12, seed=21)
+            plain = gqa.greedy(adapter, prompt, 12)
+            words = [[plain[2]], [plain[4], plain[5]]]
+            model = gqa._use(adapter)
+            with torch.inference_mode():
+                output = model.generate(
+                    input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, repetition_penalty=1.3,
+                    bad_words_ids=words, eos_token_id=2, min_new_tokens=12, pad_token_id=0,
+                    attention_mask=torch.ones(1, 12, dtype=torch.long),
+                )  # fmt: skip
+            want[str(adapter)] = output[0, 12:].tolist()
+            assert want[str(adapter)] != plain
+            driver.add(
+                str(adapter), adapter, prompt, max_tokens=12, repetition_penalty=1.3, min_tokens=12, ignore_eos=False,
+                bad_words=tuple(map(tuple, words)),
+            )  # fmt: skip
+        answers = driver.drain()
+        assert {name: answer.tokens for name, answer in answers.items()} == want
+
+    def test_min_tokens_holds_back_every_end(self, gqa, drive):
+        prompt = gqa.prompt(None, 10, 12, seed=2)
+        plain = gqa.greedy(None, prompt, 12)
+        driver = drive(gqa)
+        driver.add("free", None, prompt, max_tokens=12, stop_token_ids=(plain[1],))
+        driver.add("held", None, prompt, max_tokens=12, stop_token_ids=(plain[1],), min_tokens=5)
+        answers = driver.drain()
+        assert answers["free"].finish_reason is FinishReason.STOP
+        assert len(answers["free"].tokens) <= 2
+        assert plain[1] not in answers["held"].tokens[:5]
+        assert len(answers["held"].tokens) >= 5
