@@ -1,0 +1,64 @@
+"""The marks that the CPU benchmark's results are held against."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .rounds import Results
+
+RATE = "rate"
+
+
+@dataclass(frozen=True)
+class Target:
+    """One mark: what was measured and what it should be. value is None when it could not be measured."""
+
+    name: str
+    value: float | None
+    goal: float
+    at_most: bool = False
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.goal if self.at_most else self.value >= self.goal
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "goal": self.goal, "at_most": self.at_most, "met": self.met}
+
+
+def targets(results: Results, peers: list[str]) -> list[Target]:
+    """All marks, in the order of the report. peers: contenders other than chorus that ran."""
+
+    def rate(contender: str, case: str) -> tuple[str, str, str]:
+        return contender, case, RATE
+
+    def against(ours: str, theirs: str, among: list[str]) -> float | None:
+        ratios = [results.ratio(rate("chorus", ours), rate(peer, theirs)) for peer in among]
+        return min((ratio for ratio in ratios if ratio is not None), default=None)
+
+    def own(above: str, below: str) -> float | None:
+        return results.ratio(rate("chorus", above), rate("chorus", below))
+
+    slowest = results.median("chorus", "schedule", "slowest")
+    return [
+        Target("mixed / base", own("mixed", "base"), 0.75),
+        Target("one / base", own("one", "base"), 0.85),
+        Target("base / base_plain", own("base", "base_plain"), 0.99),
+        Target("mixed / best peer's mixed", against("mixed", "mixed", peers), 2.5),
+        Target("mixed / vllm's mixed", against("mixed", "mixed", [peer for peer in peers if peer == "vllm"]), 4.0),
+        Target("base / best peer's base_plain", against("base", "base_plain", peers), 0.95),
+        Target(
+            "TTFT cold / warm",
+            results.ratio(("chorus", "join", "cold"), ("chorus", "join", "warm")),
+            1.15,
+            at_most=True,
+        ),
+        Target("time outside forward, base", results.median("chorus", "overhead base", "outside"), 0.05, at_most=True),
+        Target(
+            "time outside forward, mixed", results.median("chorus", "overhead mixed", "outside"), 0.05, at_most=True
+        ),
+        Target("schedule() ms, slowest state", None if slowest is None else slowest * 1e3, 1.0, at_most=True),
+    ]
