@@ -20,6 +20,7 @@ from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
 from .request import Request
+from .request_memory import RequestMemory
 from .sampling_params import InvalidRequest
 from .scheduler import Scheduler, SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
@@ -87,13 +88,15 @@ class Engine:
             max_model_len=self.model.max_model_len,
             block_tokens=self._block_tokens,
             eos_token_ids=frozenset(self.model.eos_token_ids),
-            prefix_cache=config.prefix_cache,
             lookahead=config.lookahead,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
         )
         buckets = DecodeBuckets(config.max_num_seqs)
-        self._scheduler = Scheduler(limits, self._pool, self.store, self._prefix, self._reclaimer, buckets, clock)
+        memory = RequestMemory(
+            self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache
+        )
+        self._scheduler = Scheduler(limits, self.store, memory, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._num_generated_tokens = 0

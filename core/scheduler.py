@@ -15,12 +15,11 @@ from dataclasses import dataclass
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterFormatError
 from ..memory.adapter_store import Adapter, AdapterStore, Tier
-from ..memory.kv import BlockTable
-from ..memory.pages import PageKind, PagePool
-from ..memory.prefix import BASE_VERSION, Block, PrefixCache
-from ..memory.reclaim import Reclaimer
+from ..memory.pages import PageKind
+from ..memory.prefix import Block
 from .queue_order import queue_order
 from .request import Request
+from .request_memory import RequestMemory
 from .types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -36,30 +35,25 @@ class SchedulerLimits:
     max_model_len: int
     block_tokens: int
     eos_token_ids: frozenset[int]
-    prefix_cache: bool = True
     lookahead: int = 8
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
 
 
 class Scheduler:
-    """Owns the queues and the block tables of running requests."""
+    """Owns the queues; what requests hold is given and taken by `RequestMemory`."""
 
     def __init__(
         self,
         limits: SchedulerLimits,
-        pool: PagePool,
         store: AdapterStore,
-        prefix: PrefixCache,
-        reclaimer: Reclaimer,
+        memory: RequestMemory,
         buckets: DecodeBuckets,
         clock: Callable[[], float],
     ) -> None:
         self._limits = limits
-        self._pool = pool
         self._store = store
-        self._prefix = prefix
-        self._reclaimer = reclaimer
+        self._memory = memory
         self._buckets = buckets
         self._clock = clock
         self._requests: dict[str, Request] = {}
@@ -130,8 +124,7 @@ class Scheduler:
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
                 continue
             request.num_computed_tokens = row.kv_len
-            if request.caching:
-                self._remember(request)
+            self._memory.remember(request)
             request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if row.samples:
                 outputs.append(self._append(request, result, info))
@@ -164,7 +157,7 @@ class Scheduler:
             if request.block_table is None:  # preempted for one before it
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
-            while not self._grow(request, request.num_computed_tokens + count):
+            while not self._memory.grow(request, request.num_computed_tokens + count):
                 preempted = True
                 victim = self._running[-1]
                 self._preempt(victim)
@@ -200,11 +193,11 @@ class Scheduler:
                 if request.arrival_time < overdue_before:
                     break
                 continue
-            blocks = self._match(request)
+            blocks = self._memory.match(request)
             missing = request.num_tokens - len(blocks) * limits.block_tokens
             if missing > budget and not limits.chunked_prefill:
                 break
-            if not self._fits(request, blocks):
+            if not self._memory.fits(request, blocks):
                 if self._running:
                     break
                 self._waiting.remove(request)  # nobody will ever make more room than there is now
@@ -221,12 +214,6 @@ class Scheduler:
                 active.add(adapter)
         return admitted
 
-    def _match(self, request: Request) -> list[Block]:
-        """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
-        if not self._limits.prefix_cache or request.params.prompt_logprobs is not None:
-            return []
-        return self._prefix.match(_version(request.adapter), request.token_ids)
-
     def _is_loadable(self, adapter: Adapter, active: set[Adapter]) -> bool:
         """Whether a request of `adapter` may run now: its bytes are at hand and one more adapter is allowed."""
         most = self._limits.max_adapters_per_step
@@ -234,69 +221,17 @@ class Scheduler:
             return False
         return bool(adapter.pages) or self._store.tier(adapter) is Tier.HOST
 
-    def _fits(self, request: Request, blocks: list[Block]) -> bool:
-        """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
-        wanted = -(-request.num_tokens // self._limits.block_tokens) - len(blocks)
-        available = self._reclaimer.available - self._prefix.unused(blocks)
-        adapter = request.adapter
-        if adapter is not None:
-            if not adapter.pages:
-                wanted += adapter.num_pages
-            elif adapter.references == 0:
-                available -= len(adapter.pages)
-        return wanted <= available
-
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
-        """Take the matched prefix, pin the adapter and take pages for `count` more tokens.
-
-        A broken adapter fails only this request.
-        """
-        pages = self._prefix.take(blocks, request.num_tokens)
-        table = BlockTable(self._pool, self._prefix, self._limits.block_tokens, pages)
-        adapter = request.adapter
-        if adapter is not None:
-            try:
-                if not adapter.pages:
-                    self._reclaimer.make_room(adapter.num_pages)
-                self._store.acquire(adapter)
-            except AdapterFormatError as error:
-                table.free()
-                self._fail(request, str(error))
-                return False
-            except Exception as error:
-                logger.exception("loading %r failed", adapter)
-                table.free()
-                self._fail(request, f"adapter {adapter.name!r} was not loaded: {type(error).__name__}: {error}")
-                return False
-        request.block_table = table
-        request.num_computed_tokens = len(blocks) * self._limits.block_tokens
-        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        request.num_known_blocks = len(blocks)
-        request.last_block = blocks[-1] if blocks else None
-        request.caching = self._limits.prefix_cache
-        self._grow(request, request.num_computed_tokens + count)
-        return True
-
-    def _remember(self, request: Request) -> None:
-        """Make the blocks that the request has completed known to the prefix cache."""
-        step = self._limits.block_tokens
-        while request.num_known_blocks < request.num_computed_tokens // step:
-            index = request.num_known_blocks
-            tokens = request.token_ids[index * step : (index + 1) * step]
-            page = request.block_table.pages[index]
-            block = self._prefix.insert(_version(request.adapter), request.last_block, tokens, page)
-            if block is None:
-                request.caching = False
-                return
-            request.last_block = block
-            request.num_known_blocks += 1
-
-    def _grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the block table cover `num_tokens`, evicting what nobody uses if need be."""
-        table = request.block_table
-        if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
+        """Let a waiting request run; a broken adapter fails only this request."""
+        try:
+            self._memory.start(request, blocks, count)
+        except AdapterFormatError as error:
+            self._fail(request, str(error))
             return False
-        table.grow(num_tokens)
+        except Exception as error:
+            logger.exception("loading %r failed", request.adapter)
+            self._fail(request, f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}")
+            return False
         return True
 
     def _preempt(self, request: Request) -> None:
@@ -304,7 +239,7 @@ class Scheduler:
 
         Draws depend on (seed, position) only, so what it already gave stays true.
         """
-        self._release(request)
+        self._memory.release(request)
         request.num_computed_tokens = 0
         request.prompt_logprobs.clear()
         self._running.remove(request)
@@ -377,20 +312,10 @@ class Scheduler:
             self._waiting.remove(request)
         else:
             self._running.remove(request)
-            self._release(request)
+            self._memory.release(request)
         self._forget(request)
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.id]
         if request.adapter is not None:
             self._store.let_go(request.adapter)
-
-    def _release(self, request: Request) -> None:
-        request.block_table.free()
-        request.block_table = request.last_block = None
-        if request.adapter is not None:
-            self._store.release(request.adapter)
-
-
-def _version(adapter: Adapter | None) -> int:
-    return BASE_VERSION if adapter is None else adapter.version

@@ -1,0 +1,104 @@
+"""What a running request holds: its pages, the prefix it started from, and its adapter's pin."""
+
+from __future__ import annotations
+
+from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.kv import BlockTable
+from ..memory.pages import PagePool
+from ..memory.prefix import BASE_VERSION, Block, PrefixCache
+from ..memory.reclaim import Reclaimer
+from .request import Request
+
+
+class RequestMemory:
+    """Gives requests their pages and takes them back; decides nothing about who goes first."""
+
+    def __init__(
+        self,
+        pool: PagePool,
+        store: AdapterStore,
+        prefix: PrefixCache,
+        reclaimer: Reclaimer,
+        block_tokens: int,
+        use_prefix_cache: bool,
+    ) -> None:
+        self._pool = pool
+        self._store = store
+        self._prefix = prefix
+        self._reclaimer = reclaimer
+        self._block_tokens = block_tokens
+        self._use_prefix_cache = use_prefix_cache
+
+    def match(self, request: Request) -> list[Block]:
+        """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
+        if not self._use_prefix_cache or request.params.prompt_logprobs is not None:
+            return []
+        return self._prefix.match(_version(request.adapter), request.token_ids)
+
+    def fits(self, request: Request, blocks: list[Block]) -> bool:
+        """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
+        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks)
+        available = self._reclaimer.available - self._prefix.unused(blocks)
+        adapter = request.adapter
+        if adapter is not None:
+            if not adapter.pages:
+                wanted += adapter.num_pages
+            elif adapter.references == 0:
+                available -= len(adapter.pages)
+        return wanted <= available
+
+    def start(self, request: Request, blocks: list[Block], count: int) -> None:
+        """Take the matched prefix, pin the adapter and take pages for `count` more tokens; the request `fits`.
+
+        Raises what loading the adapter raises; then nothing is held.
+        """
+        table = BlockTable(self._pool, self._prefix, self._block_tokens, self._prefix.take(blocks, request.num_tokens))
+        adapter = request.adapter
+        if adapter is not None:
+            try:
+                if not adapter.pages:
+                    self._reclaimer.make_room(adapter.num_pages)
+                self._store.acquire(adapter)
+            except Exception:
+                table.free()
+                raise
+        request.block_table = table
+        request.num_computed_tokens = len(blocks) * self._block_tokens
+        request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        request.num_known_blocks = len(blocks)
+        request.last_block = blocks[-1] if blocks else None
+        request.caching = self._use_prefix_cache
+        self.grow(request, request.num_computed_tokens + count)
+
+    def grow(self, request: Request, num_tokens: int) -> bool:
+        """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
+        table = request.block_table
+        if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
+            return False
+        table.grow(num_tokens)
+        return True
+
+    def remember(self, request: Request) -> None:
+        """Make the blocks that the request has completed known to the prefix cache."""
+        step = self._block_tokens
+        while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
+            index = request.num_known_blocks
+            tokens = request.token_ids[index * step : (index + 1) * step]
+            page = request.block_table.pages[index]
+            block = self._prefix.insert(_version(request.adapter), request.last_block, tokens, page)
+            if block is None:
+                request.caching = False
+                return
+            request.last_block = block
+            request.num_known_blocks += 1
+
+    def release(self, request: Request) -> None:
+        """Give back pages and pin."""
+        request.block_table.free()
+        request.block_table = request.last_block = None
+        if request.adapter is not None:
+            self._store.release(request.adapter)
+
+
+def _version(adapter: Adapter | None) -> int:
+    return BASE_VERSION if adapter is None else adapter.version
