@@ -24,6 +24,13 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 MIN_MARGIN = 1e-3
 
 
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """An executor sets the tensor library's threads for the whole process; the next test has one again."""
+    yield
+    torch.set_num_threads(1)
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """Shapes of a tiny Llama checkpoint."""

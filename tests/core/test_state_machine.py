@@ -707,7 +707,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=150, stateful_step_count=30)
+TestEngineMachine.settings = settings(max_examples=500, stateful_step_count=40)
 
 
 def test_the_machine_went_everywhere():
