@@ -99,6 +99,10 @@ class _Runner:
         load = {"running": 8, "waiting": 20, "adapters": 24} if self._args.tiny else {}
         return [
             *(
+                Probe("chorus", f"compare {case}", self._chorus, "compare", {"case": case, "other": other})
+                for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
+            ),
+            *(
                 Probe("chorus", f"overhead {case}", self._chorus, "overhead", {"case": case})
                 for case in ("base", "mixed")
             ),

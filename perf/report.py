@@ -83,7 +83,7 @@ def _case(workload: Workload, results: Results, present: list[str], case: str, l
             value: results.median(name, case, value) for value in ("rate", "decode_rate", "seconds", "prefill_seconds")
         }
         contenders[name] |= {
-            "samples": len(counted),
+            "rates": [sample.values["rate"] for sample in counted],
             "noisy": results.is_noisy(name, case),
             "foreign": max(sample.foreign for sample in counted),
             "agreement": _agreement(own[0].values, counted[0].values) if own else None,

@@ -62,6 +62,11 @@ class Contender:
         ended = time.perf_counter()
         return {"seconds": ended - began, "prefill_seconds": first - began, "tokens": list(tokens.values())}
 
+    def compare(self, case: str, other: str) -> dict[str, float]:
+        """The rate of `case` over that of `other`, from runs in the order A B B A: what drifts slowly cancels out."""
+        seconds = [self.run(name)["seconds"] for name in (case, other, other, case)]
+        return {"ratio": (seconds[1] + seconds[2]) / (seconds[0] + seconds[3])}
+
     def overhead(self, case: str) -> dict[str, float]:
         """Where the time of full decode steps goes; see `StepTimer`."""
         with StepTimer(self._engine) as timer:
