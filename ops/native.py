@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+from array import array
 from collections.abc import Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
@@ -158,8 +159,8 @@ class NativeRows:
 
     def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
         """See `PagedAttention.plan`; rows may come in any order here."""
-        self.qo_indptr = torch.tensor(qo_indptr, dtype=torch.int32)
-        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
+        self.qo_indptr = array("i", qo_indptr)  # int32; making a tensor of a few numbers takes ten times as long
+        self.kv_lens = array("i", kv_lens)
         self.page_table = page_table
 
 
@@ -208,7 +209,8 @@ class NativeDecoder:
         step = _Step(
             tokens=len(token_ids), rows=len(rows.kv_lens), segments=count, logits_wanted=len(logit_tokens),
             token_ids=_pointer(token_ids), positions=_pointer(positions), page=_pointer(page), offset=_pointer(offset),
-            qo_indptr=_pointer(rows.qo_indptr), kv_lens=_pointer(rows.kv_lens), page_table=rows.page_table.data_ptr(),
+            qo_indptr=rows.qo_indptr.buffer_info()[0], kv_lens=rows.kv_lens.buffer_info()[0],
+            page_table=rows.page_table.data_ptr(),
             table_stride=rows.page_table.stride(0), logit_tokens=_pointer(logit_tokens),
             segment_begin=ctypes.addressof(begin), segment_end=ctypes.addressof(end),
             segment_adapters=ctypes.addressof(pointers), logits=_pointer(logits),

@@ -84,9 +84,14 @@ class Decoder {
         for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
         ldh_ = (rank + 2) & ~1;
         grow(h_, 3 * tokens * ldh_);
+        fused_ = false;
+        for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
             expand_units(segments, groups_[g], expand_[g]);
+            auto& units = expand_[g];
+            auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
+            units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
         }
         for (auto& s : scratch_) {
             if ((int)s.rows.size() < rank) s.rows.resize(rank);
@@ -141,7 +146,11 @@ class Decoder {
         });
     }
 
-    // y (+)= x · wᵀ and the step's LoRA products of one group: base product and shrink side by side, then expand.
+    // y (+)= x · wᵀ and the step's LoRA products of one group.
+    //
+    // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
+    // Many: shrink first, then expand onto each tile of the base product while it is still in the cache; segments of few
+    // tokens still expand by themselves.
     void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, int k, const void* w, int n,
                  float* y, int ldy, bool accumulate, const float* bias) {
         const Product<T> product{x, k, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
@@ -149,23 +158,50 @@ class Decoder {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
-        team_.each(phase, base + (int)shrinks.size(), [&](int i) {
-            if (i < base) return product.run(i);
-            const LoraUnit& u = shrinks[i - base];
+        auto run_shrink = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_,
                       scratch_[thread].spare.data());
-        });
-        if (expands.empty()) return;
-        team_.each(phase, (int)expands.size(), [&](int i) {
-            const LoraUnit& u = expands[i];
+        };
+        auto run_expand = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
             expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_,
                       y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
-        });
+        };
+        if (fused_) {
+            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i]); });
+            team_.each(phase, base, [&](int i) {
+                product.run(i);
+                expand_tile(step, g, product.tile_of(i), run_expand);
+            });
+        } else {
+            team_.each(phase, base + (int)shrinks.size(), [&](int i) {
+                if (i < base) product.run(i);
+                else run_shrink(shrinks[i - base]);
+            });
+        }
+        if (!expands.empty()) team_.each(phase, (int)expands.size(), [&](int i) { run_expand(expands[i]); });
+    }
+
+    // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
+    template <class Run>
+    void expand_tile(const StepDesc& step, int g, const Tile& tile, Run run_expand) {
+        for (int s = 0; s < step.segments; s++) {
+            if (step.segment_end[s] - step.segment_begin[s] < kLongSegment) continue;
+            const int begin = std::max(tile.row, step.segment_begin[s]);
+            const int end = std::min(tile.row + tile.rows, step.segment_end[s]);
+            if (begin >= end) continue;
+            for (int m = 0; m < (int)groups_[g].size(); m++) {
+                const Target& target = groups_[g][m];
+                const int first = std::max(tile.column, target.column) - target.column;
+                const int last = std::min(tile.column + tile.columns, target.column + target.width) - target.column;
+                if (first < last && step.segment_adapters[s]->b_offset[target.module] >= 0)
+                    run_expand({s, m, first, last - first, begin, end - begin});
+            }
+        }
     }
 
     // Norm (where the architecture has it) and rotate q and k, then write q to its buffer, k and v to their page.
@@ -197,6 +233,7 @@ class Decoder {
     std::vector<float> x_, y_;
     std::vector<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
+    bool fused_ = false;  // the step has a long segment
 };
 
 struct AnyDecoder {

@@ -65,6 +65,8 @@ inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k,
     }
 }
 
+struct Tile { int row, rows, column, columns; };
+
 // A product as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
 template <class T>
 struct Product {
@@ -76,12 +78,14 @@ struct Product {
 
     int panels() const { return (n + kPanel - 1) / kPanel; }
     int units() const { return rows ? (rows + kRowChunk - 1) / kRowChunk * panels() : 0; }
+    Tile tile_of(int unit) const {
+        const int row = unit / panels() * kRowChunk, column = unit % panels() * kPanel;
+        return {row, rows - row < kRowChunk ? rows - row : kRowChunk, column, n - column < kPanel ? n - column : kPanel};
+    }
     void run(int unit) const {
-        int chunk = unit / panels(), panel = unit % panels();
-        int first = chunk * kRowChunk, count = rows - first < kRowChunk ? rows - first : kRowChunk;
-        int column = panel * kPanel, columns = n - column < kPanel ? n - column : kPanel;
-        panel_product<T>(x + first * ldx, ldx, count, w + panel * panel_elems<T>(k), k, y + first * ldy + column, ldy,
-                         columns, accumulate, bias ? bias + column : nullptr);
+        const Tile t = tile_of(unit);
+        panel_product<T>(x + t.row * ldx, ldx, t.rows, w + unit % panels() * panel_elems<T>(k), k,
+                         y + t.row * ldy + t.column, ldy, t.columns, accumulate, bias ? bias + t.column : nullptr);
     }
 };
 

@@ -13,6 +13,7 @@ namespace chorus {
 
 constexpr int kModules = 7;
 constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 256;
+constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
 struct Adapter {  // mirrors ops/native.py
     const int64_t* pages;
@@ -105,18 +106,18 @@ inline void dots(const T* x, long ldx, const T* const* rows, const T* const* nex
         for (int t = 0; t < TOKENS; t++)
             for (int r = 0; r < RANKS; r++)
                 acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
-    alignas(64) float sums[16];
-    _mm512_store_ps(sums, reduce16(acc));
-    for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < RANKS; r++) narrow(scale * sums[t * RANKS + r], h + t * ldh + r);
+    alignas(64) T sums[16];
+    store16(sums, _mm512_mul_ps(reduce16(acc), _mm512_set1_ps(scale)));
+    for (int t = 0; t < TOKENS; t++) memcpy(h + t * ldh, sums + t * RANKS, RANKS * sizeof(T));
 }
 
 template <class T, int TOKENS>
-inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh) {
+inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh,
+                       bool first) {
     constexpr int most = TOKENS <= 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= ranks; r += most)
-        dots<T, TOKENS, most>(x, ldx, rows + r, r + 2 * most <= ranks ? rows + r + most : nullptr, k, scale, h + r, ldh);
+        dots<T, TOKENS, most>(x, ldx, rows + r, first && r + 2 * most <= ranks ? rows + r + most : nullptr, k, scale, h + r, ldh);
     if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 4; }
     if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 2; }
     if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh);
@@ -132,9 +133,9 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
     for (int i = 0; i < unit.count; i++) rows[i] = arena.row(adapter, first + i * adapter.slab_elems, k, spare + (long)i * k);
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
-    for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
-    for (; t + 2 <= end; t += 2) dots_ranks<T, 2>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
-    if (t < end) dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh);
+    for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
+    for (; t + 2 <= end; t += 2) dots_ranks<T, 2>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
+    if (t < end) dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
     if (last)
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
 }

@@ -20,14 +20,6 @@ inline float widen(bf16 v) {
 }
 inline float widen(float v) { return v; }
 
-inline void narrow(float v, float* out) { *out = v; }
-inline void narrow(float v, bf16* out) {  // round to nearest even; NaN stays NaN
-    uint32_t bits;
-    memcpy(&bits, &v, 4);
-    if ((bits & 0x7FFFFFFF) > 0x7F800000) { *out = (bf16)((bits >> 16) | 0x40); return; }
-    *out = (bf16)((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16);
-}
-
 // Weights are streamed faster than out-of-order execution alone looks ahead: eight rows' products fill its window after
 // some 2 KB. Reading beyond an allocation's end is harmless for a prefetch.
 inline void prefetch(const void* p, long ahead_bytes = 0) { _mm_prefetch((const char*)p + ahead_bytes, _MM_HINT_T0); }
