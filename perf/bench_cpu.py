@@ -122,12 +122,10 @@ class _Runner:
     def _with_rates(self, values: dict[str, Any]) -> dict[str, Any]:
         """Add output tokens per second, of the whole run and of its decode steps."""
         requests, output = self._workload.requests, self._workload.output_tokens
-        decode = values["seconds"] - values["prefill_seconds"]
-        return {
-            **values,
-            "rate": requests * output / values["seconds"],
-            "decode_rate": requests * (output - 1) / decode if decode > 0 else None,
-        }
+        derived = {"rate": requests * output / values["seconds"]}
+        if values["prefill_seconds"] is not None and output > 1:
+            derived["decode_rate"] = requests * (output - 1) / (values["seconds"] - values["prefill_seconds"])
+        return values | derived
 
 
 def _import_path(work_dir: Path) -> Path:
