@@ -1,0 +1,58 @@
+"""Bytes and FLOPs of an SGMV launch, so that a measured time becomes a share of the roofline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .sgmv import Segments
+
+_F32 = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a launch has to move and to compute, every byte once."""
+
+    bytes: int
+    flops: int
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.bytes + other.bytes, self.flops + other.flops)
+
+
+def shrink_cost(
+    segments: Segments, layer: int, modules: Sequence[tuple[int, int, int]], d_in: int, splits: int, itemsize: int
+) -> Cost:
+    """bytes = Σ rank · d_in · size (A) + tokens · d_in · size (x, once) + splits · tokens · rank · 4 (h)
+    flops = Σ 2 · tokens · rank · d_in, over segments and the modules that they target.
+    """
+    moved = flops = 0
+    fed: set[int] = set()
+    for begin, end, rows in segments:
+        count = sum(rows.a_offset[module] >= 0 for module, _, _ in modules)
+        if begin == end or not count or rows.first_elem[layer] < 0:
+            continue
+        fed.update(range(begin, end))
+        moved += count * rows.rank * (d_in * itemsize + splits * (end - begin) * _F32)
+        flops += 2 * count * (end - begin) * rows.rank * d_in
+    return Cost(moved + len(fed) * d_in * itemsize, flops)
+
+
+def expand_cost(
+    segments: Segments, layer: int, modules: Sequence[tuple[int, int, int]], splits: int, itemsize: int
+) -> Cost:
+    """bytes = Σ rank · width · size (Bᵀ) + 2 · tokens · width · size (y, read and written) + splits · tokens · rank · 4
+    flops = Σ 2 · tokens · rank · width, over segments and the modules that they target.
+    """
+    moved = flops = 0
+    for begin, end, rows in segments:
+        tokens = end - begin
+        if not tokens or rows.first_elem[layer] < 0:
+            continue
+        for module, _, width in modules:
+            if rows.b_offset[module] < 0:
+                continue
+            moved += (rows.rank + 2 * tokens) * width * itemsize + splits * tokens * rows.rank * _F32
+            flops += 2 * tokens * rows.rank * width
+    return Cost(moved, flops)

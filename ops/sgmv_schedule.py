@@ -1,0 +1,112 @@
+"""How an SGMV launch is cut into programs. Picked from what a bucket knows, never from what a device holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Sizes of a shrink and an expand launch; all are compile-time constants of the kernels.
+
+    tensor_cores: products of `tile_tokens` tokens at once; otherwise token by token, with the rank-rows of a tile
+    staying in the first-level cache.
+    tile_tokens: most tokens of a segment that a program takes. block_r, expand_r: rank-rows at once, in shrink and in
+    expand. block_k: inputs at once. block_n: outputs of a program. lanes: programs that share a tile's rank-rows in
+    shrink.
+    """
+
+    tensor_cores: bool
+    tile_tokens: int
+    block_r: int
+    expand_r: int
+    block_k: int
+    block_n: int
+    max_splits: int
+    lanes: int
+    warps: int
+    stages: int
+
+    def chunks(self, d_in: int) -> int:
+        """Blocks of inputs that one shrink program goes through."""
+        return -(-d_in // (self.block_k * self.max_splits))
+
+    def splits(self, d_in: int) -> int:
+        """Parts that shrink cuts `d_in` inputs into."""
+        return -(-d_in // (self.block_k * self.chunks(d_in)))
+
+    def options(self) -> dict[str, int | bool]:
+        """What a launch says besides arguments. Multiplications and additions fuse, whatever triton's default."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+    def max_tiles(self, tokens: int, segments: int) -> int:
+        """Tiles that `segments` segments of `tokens` tokens in all may need, however the tokens are shared out."""
+        return min(tokens, tokens // self.tile_tokens + segments)
+
+
+def decode(tokens: int, max_rank: int) -> Schedule:
+    """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them.
+
+    tokens, max_rank: the bucket's, not a step's.
+    """
+    block_r = 16 if max_rank > 8 else 8
+    return Schedule(
+        tensor_cores=False,
+        tile_tokens=8,
+        block_r=block_r,
+        expand_r=block_r,
+        block_k=256,
+        block_n=256 if tokens <= 64 else 512,
+        max_splits=16,
+        lanes=1 if max_rank <= 64 else 4,
+        warps=4,
+        stages=2,
+    )
+
+
+def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
+    """Segments of many tokens: tensor cores multiply tiles of tokens with rank-rows and with columns.
+
+    itemsize: in float32, which tensor cores don't take as it is, tiles are smaller.
+    """
+    block_r = 16 if max_rank <= 16 or itemsize > 2 else 32 if max_rank <= 32 else 64
+    return Schedule(
+        tensor_cores=True,
+        tile_tokens=64,
+        block_r=block_r,
+        expand_r=min(block_r, 32),
+        block_k=64 if itemsize <= 2 else 32,
+        block_n=128 if itemsize <= 2 else 64,
+        max_splits=8 if tokens <= 256 else 4 if tokens <= 1024 else 2,
+        lanes=-(-max_rank // block_r),
+        warps=4,
+        stages=3,
+    )
+
+
+def shrink_constants(
+    schedule: Schedule, modules: Sequence[tuple[int, int, int]], d_in: int, page_elems: int, itemsize: int, rank: int
+) -> dict[str, int]:
+    """Compile-time constants of a shrink launch; rank: the tables' largest."""
+    ids = [module for module, _, _ in modules]
+    constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
+    constants |= {"MODULES": len(ids), "D_IN": d_in, "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
+    constants |= {"MAX_RANK": rank, "CHUNKS": schedule.chunks(d_in), "LANES": schedule.lanes}
+    constants |= {"BLOCK_R": schedule.block_r, "BLOCK_K": schedule.block_k}
+    return constants | ({"BLOCK_T": schedule.tile_tokens} if schedule.tensor_cores else {})
+
+
+def expand_constants(
+    schedule: Schedule, modules: Sequence[tuple[int, int, int]], d_in: int, page_elems: int, itemsize: int, rank: int
+) -> dict[str, int]:
+    """Compile-time constants of an expand launch."""
+    ids, widths = [module for module, _, _ in modules], [width for _, _, width in modules]
+    splits = schedule.splits(d_in)
+    constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
+    constants |= dict(zip(("W0", "W1", "W2"), [*widths, 0, 0], strict=False))
+    constants |= {"MODULES": len(ids), "ROW": max(widths), "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
+    constants |= {"MAX_RANK": rank, "SPLITS": splits, "BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
+    if schedule.tensor_cores:
+        return constants | {"BLOCK_T": schedule.tile_tokens}
+    return constants | {"SPLIT_BLOCK": 1 << (splits - 1).bit_length()}

@@ -1,0 +1,142 @@
+"""Every variant of the Triton kernels compiled for GPUs that need not be there: what it takes, and what is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+from ..ops.sgmv import AdapterRows, Segments
+from ..ops.sgmv_cost import Cost, expand_cost, shrink_cost
+from ..ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
+from ..ops.sgmv_tables import NUM_MODULES
+
+#: Most shared memory of a program: two fit beside each other even on sm_80, which has 164 KiB.
+SHARED_LIMIT = 80 * 1024
+
+#: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
+GROUPS: Mapping[str, tuple[int, Sequence[tuple[int, int, int]]]] = {
+    "qkv": (4096, ((0, 0, 4096), (1, 4096, 1024), (2, 5120, 1024))),
+    "o": (4096, ((3, 0, 4096),)),
+    "gate_up": (4096, ((4, 0, 14336), (5, 14336, 14336))),
+    "down": (14336, ((6, 0, 4096),)),
+}
+PAGE_ELEMS = 1 << 20
+ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+_TABLES = {"tiles": "*i32", "meta": "*i32", "first_elem": "*i64", "pages": "*i32"}
+_COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One specialisation of a kernel: that of a group of projections in a bucket, for adapters up to a rank."""
+
+    kernel: str
+    group: str
+    dtype: str
+    tokens: int
+    max_rank: int
+
+    @property
+    def tensor_cores(self) -> bool:
+        return self.kernel.endswith("prefill")
+
+    def schedule(self) -> Schedule:
+        if self.tensor_cores:
+            return prefill(self.tokens, self.max_rank, ITEMSIZE[self.dtype])
+        return decode(self.tokens, self.max_rank)
+
+    def constants(self) -> dict[str, int]:
+        d_in, modules = GROUPS[self.group]
+        make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
+        return make(self.schedule(), modules, d_in, PAGE_ELEMS, ITEMSIZE[self.dtype], self.max_rank)
+
+    def signature(self) -> dict[str, str]:
+        own = f"*{self.dtype}"
+        if self.kernel.startswith("shrink"):
+            return {"h": "*fp32", "x": own, "arena": own, **_TABLES, **_COUNTS, "x_stride": "i32"}
+        return {"y": own, "h": "*fp32", "arena": own, **_TABLES, "scale": "*fp32", **_COUNTS, "y_stride": "i32"}
+
+    def cost(self) -> Cost:
+        """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
+        d_in, modules = GROUPS[self.group]
+        offsets = [0] * NUM_MODULES
+        segments = Segments()
+        step = self.tokens if self.tensor_cores else 1
+        for begin in range(0, self.tokens, step):
+            segments.add(begin, begin + step, AdapterRows((), self.max_rank, 1.0, 0, offsets, offsets, (0,)))
+        splits, itemsize = self.schedule().splits(d_in), ITEMSIZE[self.dtype]
+        if self.kernel.startswith("shrink"):
+            return shrink_cost(segments, 0, modules, d_in, splits, itemsize)
+        return expand_cost(segments, 0, modules, splits, itemsize)
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What a variant takes on a GPU."""
+
+    variant: Variant
+    arch: str
+    registers: int
+    spill_bytes: int
+    shared_bytes: int
+    matrix: str
+    wide_loads: int
+    cost: Cost
+
+    def problems(self) -> Iterator[str]:
+        if self.spill_bytes:
+            yield f"spills {self.spill_bytes} bytes of registers"
+        if self.shared_bytes > SHARED_LIMIT:
+            yield f"takes {self.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT}"
+        if not self.wide_loads:
+            yield "never loads 16 bytes at once"
+        if self.variant.tensor_cores and self.variant.dtype != "fp32" and not self.matrix:
+            yield "has no matrix instruction"
+
+    def as_dict(self) -> dict[str, Any]:
+        values = asdict(self)
+        return {
+            **values.pop("variant"),
+            **{f"cost_{key}": value for key, value in values.pop("cost").items()},
+            **values,
+        }
+
+
+def variants() -> Iterator[Variant]:
+    """All that serving launches: bf16 in full, f16 and f32 once per kernel and group."""
+    for group in GROUPS:
+        for side in ("shrink", "expand"):
+            for kernel, buckets in ((f"{side}_decode", (64, 256)), (f"{side}_prefill", (256, 8192))):
+                for max_rank in (16, 64, 256):
+                    for tokens in buckets:
+                        yield Variant(kernel, group, "bf16", tokens, max_rank)
+                yield Variant(kernel, group, "fp16", buckets[0], 64)
+                if group == "qkv":
+                    yield Variant(kernel, group, "fp32", buckets[0], 64)
+
+
+def compile_variant(job: tuple[Variant, str]) -> Line:
+    from ..ops import sgmv_triton
+    from ..ops.offline_triton import compile_kernel
+
+    variant, arch = job
+    compiled = compile_kernel(
+        getattr(sgmv_triton, variant.kernel),
+        variant.signature(),
+        variant.constants(),
+        int(arch.removeprefix("sm_")),
+        variant.schedule().options(),
+    )
+    return Line(variant, arch, **asdict(compiled), cost=variant.cost())
+
+
+def compile_all(archs: Sequence[str], workers: int, chosen: Sequence[Variant]) -> list[Line]:
+    jobs = [(variant, arch) for arch in archs for variant in chosen]
+    if workers == 1:
+        return [compile_variant(job) for job in jobs]
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        return list(pool.map(compile_variant, jobs, chunksize=4))

@@ -1,0 +1,124 @@
+"""The tables that SGMV launches read, and what a launch costs."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.ops.sgmv import AdapterRows, Segments
+from chorus.ops.sgmv_cost import expand_cost, shrink_cost
+from chorus.ops.sgmv_schedule import decode, prefill
+from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables
+
+
+def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1)):
+    offsets = [16 * module if module in modules else -1 for module in range(NUM_MODULES)]
+    return AdapterRows(list(pages), rank, 1 / rank, 48, offsets, offsets, list(first))
+
+
+def make_tables(**changes):
+    sizes = {"slots": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
+    return SgmvTables(**{**sizes, **changes})
+
+
+def make_segments(*entries):
+    segments = Segments()
+    for entry in entries:
+        segments.add(*entry)
+    return segments
+
+
+def test_segments_are_cut_into_tiles():
+    tables, one, two = make_tables(), make_rows(), make_rows(rank=2)
+    assert tables.plan(make_segments((0, 5, one), (6, 6, two), (7, 8, two)), tile_tokens=2) == 4
+    tiles = tables.tiles.tolist()
+    assert [tile[:2] for tile in tiles[:4]] == [[0, 2], [2, 4], [4, 5], [7, 8]]
+    slots = [slot for _, _, slot in tiles]
+    assert slots[0] == slots[1] == slots[2] != slots[3]
+    assert slots[4:] == [-1, -1]
+    slot = slots[3]
+    assert tables.meta[slot, [META_RANK, META_SLAB, META_A, META_A + 1]].tolist() == [2, 48, 0, -1]
+    assert tables.scale[slot] == 0.5
+    assert tables.first_elem[slot].tolist() == [7, -1]
+    assert tables.pages[slot, :2].tolist() == [3, 1]
+
+
+def test_nothing_is_left_of_a_step_with_more_tiles():
+    tables, rows = make_tables(), make_rows()
+    tables.plan(make_segments((0, 5, rows)), tile_tokens=1)
+    assert tables.plan(make_segments((2, 3, rows)), tile_tokens=1) == 1
+    assert tables.tiles[:, 2].tolist() == [0, -1, -1, -1, -1, -1]
+    assert tables.plan(Segments(), tile_tokens=1) == 0
+    assert tables.tiles[:, 2].tolist() == [-1] * 6
+
+
+def test_the_longest_unused_slot_is_given_up():
+    tables = make_tables()
+    one, two, three = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3)
+    tables.plan(make_segments((0, 1, one), (1, 2, two)), tile_tokens=1)
+    tables.plan(make_segments((0, 1, one)), tile_tokens=1)
+    tables.plan(make_segments((0, 1, three), (1, 2, one)), tile_tokens=1)
+    used = tables.tiles[:2, 2]
+    assert tables.meta[used, META_RANK].tolist() == [3, 1]
+    assert used[1] == 0, "an adapter that is used stays where it is"
+
+
+def test_buffers_never_move():
+    tables = make_tables()
+    before = [
+        tensor.data_ptr() for tensor in (tables.tiles, tables.meta, tables.scale, tables.first_elem, tables.pages)
+    ]
+    for rank in range(1, 8):
+        tables.plan(make_segments((0, 3, make_rows(rank))), tile_tokens=1)
+    after = [tensor.data_ptr() for tensor in (tables.tiles, tables.meta, tables.scale, tables.first_elem, tables.pages)]
+    assert before == after
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([(0, 7, make_rows())], "7 tiles"),
+        ([(i, i + 1, make_rows()) for i in range(3)], "3 adapter parts"),
+        ([(0, 1, make_rows(rank=9))], "rank 9"),
+        ([(0, 1, make_rows(pages=(0, 1, 2, 3)))], "4 pages"),
+    ],
+)
+def test_a_step_that_does_not_fit_is_refused(entries, message):
+    tables = make_tables()
+    kept = make_rows()
+    tables.plan(make_segments((0, 1, kept)), tile_tokens=1)
+    with pytest.raises(ValueError, match=message):
+        tables.plan(make_segments(*entries), tile_tokens=1)
+    assert tables.plan(make_segments((0, 1, kept)), tile_tokens=1) == 1
+    assert tables.meta[tables.tiles[0, 2], META_RANK] == kept.rank
+
+
+@pytest.mark.parametrize("make", [decode, prefill])
+@pytest.mark.parametrize("d_in", [1, 64, 768, 4096, 14336, 28672])
+def test_splits_cover_the_inputs_once(make, d_in):
+    for tokens in (1, 64, 256, 8192):
+        for max_rank in (8, 16, 64, 256):
+            schedule = make(tokens, max_rank)
+            covered = schedule.splits(d_in) * schedule.chunks(d_in) * schedule.block_k
+            assert covered >= d_in > covered - schedule.chunks(d_in) * schedule.block_k
+            assert schedule.splits(d_in) <= schedule.max_splits
+
+
+def test_tiles_of_a_bucket_suffice():
+    schedule = prefill(256, 16)
+    lengths = [1, 64, 65, 126]
+    needed = sum(-(-length // schedule.tile_tokens) for length in lengths)
+    assert needed <= schedule.max_tiles(sum(lengths), len(lengths))
+    assert decode(8, 16).max_tiles(8, 8) == 8
+
+
+def test_cost_counts_what_a_launch_moves():
+    rows, without, elsewhere = make_rows(modules=(0, 1)), make_rows(modules=(2,)), make_rows(first=(-1, 0))
+    segments = make_segments((0, 3, rows), (3, 4, without), (4, 6, elsewhere), (6, 6, rows))
+    modules = [(0, 0, 24), (1, 24, 8)]
+    shrink = shrink_cost(segments, 0, modules, d_in=32, splits=2, itemsize=2)
+    assert shrink.bytes == 2 * 4 * 32 * 2 + 3 * 32 * 2 + 2 * 2 * 3 * 4 * 4
+    assert shrink.flops == 2 * 2 * 3 * 4 * 32
+    expand = expand_cost(segments, 0, modules, splits=2, itemsize=2)
+    assert expand.bytes == 4 * 32 * 2 + 2 * 3 * 32 * 2 + 2 * 2 * 3 * 4 * 4
+    assert expand.flops == 2 * 3 * 4 * 32
+    assert shrink + expand == type(shrink)(shrink.bytes + expand.bytes, shrink.flops + expand.flops)
