@@ -7,6 +7,7 @@ unless they ask for what we do anyway.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
@@ -148,9 +149,9 @@ class GenerationRequest(BaseModel):
         """Raises an ApiError for fields that don't go together."""
 
     @property
+    @abstractmethod
     def num_logprobs(self) -> int | None:
         """How many alternatives to report with each generated token; None: no log-probabilities."""
-        raise NotImplementedError
 
     @property
     def num_prompt_scores(self) -> int | None:
@@ -166,9 +167,9 @@ class GenerationRequest(BaseModel):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
+    @abstractmethod
     def output_limit(self, room: int) -> int:
         """Most tokens to generate when `room` tokens of the context are left (below 1: the prompt is too long)."""
-        raise NotImplementedError
 
     def sampling_params(self, room: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
         """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -39,7 +40,7 @@ class Extras:
     echoes: Sequence[Echo] = ()
 
 
-class AnswerFormat:
+class AnswerFormat(ABC):
     """Builds the answer, or the chunks of a streamed answer, to one call."""
 
     object: str
@@ -136,11 +137,13 @@ class AnswerFormat:
             body["prompt_logprobs"] = self._scores.prompt(choice.prompt_logprobs or (), extras.prompt_logprobs)
         return body
 
+    @abstractmethod
     def _choice(self, choice: Choice) -> Body:
-        raise NotImplementedError
+        """A choice of a whole answer."""
 
+    @abstractmethod
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
-        raise NotImplementedError
+        """The choices of a stream's chunks that a delta makes."""
 
 
 class CompletionFormat(AnswerFormat):

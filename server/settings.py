@@ -105,7 +105,7 @@ class _ConfigFile(PydanticBaseSettingsSource):
     """The TOML file that the sources before this one name in `config`."""
 
     def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        raise NotImplementedError  # the file is read as a whole
+        return None, field_name, False  # asked for field by field it has nothing: the file is read as a whole
 
     def __call__(self) -> dict[str, Any]:
         path = self.current_state.get("config")
