@@ -29,11 +29,12 @@ class AdapterPart:
 class PartLayout:
     """Where a part lies. Rank-row i of layer l begins at element `first_elem[l] + i · slabs.slab_elems` of the adapter.
 
-    first_elem is -1 for a layer that the part doesn't change.
+    first_elem is -1 for a layer that the part doesn't change. layer_elems: elements of its slabs in one layer.
     """
 
     slabs: SlabLayout
     first_elem: tuple[int, ...]
+    layer_elems: int
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -61,5 +62,10 @@ class AdapterLayout:
             for layer in part.layers:
                 first_elem[layer] = elem
                 elem += part.rank * slabs.slab_elems
-            placed.append(PartLayout(slabs, tuple(first_elem)))
+            placed.append(PartLayout(slabs, tuple(first_elem), part.rank * slabs.slab_elems))
         return cls(tuple(placed), elem, -(-elem // page_elems))
+
+    def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
+        """The runs of elements `begin … end` that hold a layer, one for each part that changes it."""
+        firsts = ((part.first_elem[layer], part.layer_elems) for part in self.parts)
+        return [(first, first + count) for first, count in firsts if first >= 0]

@@ -65,6 +65,14 @@ def test_slabs_lie_end_to_end_and_only_the_last_page_has_room(dims, parts, items
     assert (layout.num_pages - 1) * page_elems < layout.num_elems <= layout.num_pages * page_elems
 
 
+@given(dims_of_a_model, parts_of_an_adapter, itemsizes, st.integers(1, 5_000))
+def test_the_layers_runs_cover_the_adapter_once(dims, parts, itemsize, page_elems):
+    layout = AdapterLayout.build(parts, dims, 4, page_elems, itemsize)
+    runs = sorted(run for layer in range(4) for run in layout.layer_ranges(layer))
+    assert [begin for begin, _ in runs] == [0, *(end for _, end in runs[:-1])]
+    assert runs[-1][1] == layout.num_elems
+
+
 def test_numbers_of_a_known_model():
     """Llama-3.1-8B in bf16: a page of 16 tokens is exactly 2 MiB."""
     hidden, kv, ffn = 4096, 1024, 14336
