@@ -46,6 +46,11 @@ class EngineConfig(BaseModel):
     max_overtake_seconds: float = Field(
         default=1.0, ge=0, description="how long a waiting request may be overtaken by others with resident adapters"
     )
+    max_load_stall_seconds: float = Field(
+        default=0.02,
+        ge=0,
+        description="how long a step may wait for adapters that are still being read",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
 

@@ -13,12 +13,14 @@ from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterManifest, is_adapter_dir
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
 from ..memory.eviction import EvictionOrder, RestoreCosts
+from ..memory.host_image import HostImage
 from ..memory.host_images import HostImages, Reads, ThreadReads
 from ..memory.pages import PageKind, PagePool
 from ..memory.prefix import PrefixCache
 from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
+from .load_policy import LoadPolicy
 from .request import Request
 from .request_memory import RequestMemory
 from .sampling_params import InvalidRequest
@@ -47,6 +49,7 @@ class EngineStats:
     num_generated_tokens: int
     num_adapter_hits: int
     num_adapter_loads: int
+    num_streamed_loads: int
     num_adapter_evictions: int
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
@@ -96,7 +99,8 @@ class Engine:
         memory = RequestMemory(
             self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache
         )
-        self._scheduler = Scheduler(limits, self.store, memory, buckets, clock)
+        loads = LoadPolicy(self.store, costs, self._block_tokens)
+        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._num_generated_tokens = 0
@@ -178,6 +182,7 @@ class Engine:
             num_generated_tokens=self._num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,
+            num_streamed_loads=self.store.num_streamed,
             num_adapter_evictions=self.store.num_evictions,
             num_prefix_hit_tokens=self._prefix.num_hit_tokens,
             num_prefix_query_tokens=self._prefix.num_query_tokens,
@@ -196,7 +201,7 @@ class Engine:
         """
         backend = self._executor.adapters
         manifest = backend.inspect(path)
-        backend.read(manifest, backend.layout(manifest))
+        backend.read(manifest, backend.layout(manifest), HostImage())
         return manifest
 
     def pin_adapter(self, name: str) -> None:

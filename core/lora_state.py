@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Sequence
 from operator import itemgetter
 from weakref import WeakKeyDictionary
@@ -10,7 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ..memory.adapter_layout import AdapterPart, PartLayout
-from ..memory.adapter_store import Adapter
+from ..memory.adapter_store import Adapter, Transfer
 from ..memory.layout import MODULES
 from ..ops.sgmv import AdapterRows, Segments, sgmv
 from .model_config import ModelConfig
@@ -23,9 +24,15 @@ _Resident = tuple[list[int], list[AdapterRows]]
 class LoraState:
     """Applies a step's adapters to the projections of a layer; which segment has which adapter is set once a step."""
 
-    def __init__(self, config: ModelConfig, arena: torch.Tensor) -> None:
+    def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
+        """max_stall: seconds that a step may wait in all for adapters that are still coming."""
         self._arena = arena
+        self.max_stall = max_stall
         self.segments = Segments()
+        self._coming: dict[int, Transfer] = {}  # slot → what its bytes come by
+        self._late: set[int] = set()
+        self._slots: list[int] = []  # of each segment
+        self._deadline: float | None = None
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         widths = {name: out for name, (_, out) in config.module_dims.items()}
         self._qkv = _group(("q_proj", "k_proj", "v_proj"), widths)
@@ -39,15 +46,35 @@ class LoraState:
         Neighbouring rows of one slot become one segment.
         """
         rows = [self._rows_of(adapter) for adapter in adapters]
+        self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
+        self._late.clear()
+        self._deadline = None
+        self._slots = []
         segments = Segments()
         begin = 0
         for slot, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
             end = begin + sum(length for _, length in group)
             if slot != BASE_SLOT:
+                transfer = self._coming.get(slot)
                 for part in rows[slot]:
-                    segments.add(begin, end, part)
+                    segments.add(begin, end, part, 0 if transfer is None else transfer.address)
+                    self._slots.append(slot)
             begin = end
         self.segments = segments
+
+    def wait(self, layer: int) -> None:
+        """Wait for `layer` of the adapters that are still coming; those that don't come in time are late."""
+        for slot, transfer in self._coming.items():
+            if slot not in self._late:
+                now = time.monotonic()
+                if self._deadline is None:
+                    self._deadline = now + self.max_stall
+                if not transfer.wait_layer(layer, max(0.0, self._deadline - now)):
+                    self._late.add(slot)
+
+    def late_slots(self) -> set[int]:
+        """Slots whose rows have been computed without all of their adapter, so in vain."""
+        return self._late.union(self._slots[index] for index in self.segments.late)
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._qkv)

@@ -43,6 +43,8 @@ class DecoderModel:
         x = embedding(batch.token_ids, self._embed)
         cos, sin = self._cos[batch.positions], self._sin[batch.positions]
         for index, layer in enumerate(self._layers):
+            if batch.lora is not None:
+                batch.lora.wait(index)
             x = x + self._attention(
                 rms_norm(x, layer.input_norm, self.config.rms_norm_eps), index, layer, batch, cos, sin
             )

@@ -48,10 +48,12 @@ class NativeDecoderModel:
         """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
         tokens = len(batch.token_ids)
         logit_tokens = torch.arange(tokens) if batch.logit_tokens is None else batch.logit_tokens
-        segments = Segments() if batch.lora is None else batch.lora.segments
+        lora = batch.lora
+        segments = Segments() if lora is None else lora.segments
         return self._decoder.forward(
-            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments
-        )
+            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
+            0.0 if lora is None else lora.max_stall,
+        )  # fmt: skip
 
     def close(self) -> None:
         self._decoder.close()

@@ -43,13 +43,14 @@ class RequestMemory:
         if adapter is not None:
             if not adapter.pages:
                 wanted += adapter.num_pages
-            elif adapter.references == 0:
+            elif adapter.is_idle:
                 available -= len(adapter.pages)
         return wanted <= available
 
     def start(self, request: Request, blocks: list[Block], count: int) -> None:
         """Take the matched prefix, pin the adapter and take pages for `count` more tokens; the request `fits`.
 
+        An adapter that is still being read is taken as it is: its bytes go on coming.
         Raises what loading the adapter raises; then nothing is held.
         """
         table = BlockTable(self._pool, self._prefix, self._block_tokens, self._prefix.take(blocks, request.num_tokens))
@@ -58,7 +59,7 @@ class RequestMemory:
             try:
                 if not adapter.pages:
                     self._reclaimer.make_room(adapter.num_pages)
-                self._store.acquire(adapter)
+                self._store.acquire(adapter, stream=True)
             except Exception:
                 table.free()
                 raise

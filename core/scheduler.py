@@ -14,9 +14,10 @@ from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterFormatError
-from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.adapter_store import Adapter, AdapterStore
 from ..memory.pages import PageKind
 from ..memory.prefix import Block
+from .load_policy import LoadPolicy
 from .queue_order import queue_order
 from .request import Request
 from .request_memory import RequestMemory
@@ -48,18 +49,21 @@ class Scheduler:
         limits: SchedulerLimits,
         store: AdapterStore,
         memory: RequestMemory,
+        loads: LoadPolicy,
         buckets: DecodeBuckets,
         clock: Callable[[], float],
     ) -> None:
         self._limits = limits
         self._store = store
         self._memory = memory
+        self._loads = loads
         self._buckets = buckets
         self._clock = clock
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
         self._failed: list[RequestOutput] = []
+        self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._step_ids = itertools.count(1)
         self.num_preemptions = 0
 
@@ -105,6 +109,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
+        self._settle_loads()
         chosen, budget, preempted = self._schedule_running()
         if not preempted:
             chosen += self._admit(budget)
@@ -118,6 +123,9 @@ class Scheduler:
         for row in plan.rows:
             request = self._requests.get(row.request_id)
             if request is None:
+                continue
+            if request.id in result.unready:
+                self._late.add(request.adapter)
                 continue
             if error := result.errors.get(request.id):
                 self._finish(request, FinishReason.ERROR)
@@ -143,6 +151,18 @@ class Scheduler:
 
     # -- choosing
 
+    def _settle_loads(self) -> None:
+        """End the requests whose adapter will never come; nothing of it stays."""
+        for adapter, error in self._store.poll():
+            for request in [request for request in self._running if request.adapter is adapter]:
+                self._finish(request, FinishReason.ERROR)
+                self._failed.append(
+                    RequestOutput(request.id, (), FinishReason.ERROR, error=_load_error(request, error))
+                )
+            self._store.evict(adapter)
+        if self._late:
+            self._late = {adapter for adapter in self._late if adapter.transfer is not None}
+
     def _schedule_running(self) -> tuple[list[tuple[Request, int]], int, bool]:
         """Running requests with their token counts, the budget left, and whether any had to be preempted.
 
@@ -154,7 +174,7 @@ class Scheduler:
         for request in sorted(self._running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
-            if request.block_table is None:  # preempted for one before it
+            if request.block_table is None or request.adapter in self._late:  # preempted for one before it, or waits
                 continue
             count = min(request.num_tokens - request.num_computed_tokens, budget)
             while not self._memory.grow(request, request.num_computed_tokens + count):
@@ -189,7 +209,7 @@ class Scheduler:
             if budget <= 0 or len(self._running) >= limits.max_num_seqs:
                 break
             adapter = request.adapter
-            if adapter is not None and not self._is_loadable(adapter, active):
+            if adapter is not None and not self._may_run(request, adapter, active, budget):
                 if request.arrival_time < overdue_before:
                     break
                 continue
@@ -198,7 +218,7 @@ class Scheduler:
             if missing > budget and not limits.chunked_prefill:
                 break
             if not self._memory.fits(request, blocks):
-                if self._running:
+                if self._running or self._store.has_transfers:
                     break
                 self._waiting.remove(request)  # nobody will ever make more room than there is now
                 self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
@@ -214,23 +234,19 @@ class Scheduler:
                 active.add(adapter)
         return admitted
 
-    def _is_loadable(self, adapter: Adapter, active: set[Adapter]) -> bool:
-        """Whether a request of `adapter` may run now: its bytes are at hand and one more adapter is allowed."""
+    def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], budget: int) -> bool:
+        """Whether a request may run now: its bytes come in time and one more adapter is allowed."""
         most = self._limits.max_adapters_per_step
         if most is not None and adapter not in active and len(active) >= most:
             return False
-        return bool(adapter.pages) or self._store.tier(adapter) is Tier.HOST
+        return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not self._running)
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Let a waiting request run; a broken adapter fails only this request."""
         try:
             self._memory.start(request, blocks, count)
-        except AdapterFormatError as error:
-            self._fail(request, str(error))
-            return False
         except Exception as error:
-            logger.exception("loading %r failed", request.adapter)
-            self._fail(request, f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}")
+            self._fail(request, _load_error(request, error))
             return False
         return True
 
@@ -319,3 +335,10 @@ class Scheduler:
         del self._requests[request.id]
         if request.adapter is not None:
             self._store.let_go(request.adapter)
+
+
+def _load_error(request: Request, error: BaseException) -> str:
+    if isinstance(error, AdapterFormatError):
+        return str(error)
+    logger.error("loading %r failed", request.adapter, exc_info=error)
+    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}"

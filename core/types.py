@@ -105,12 +105,20 @@ class StepResult:
     logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
+    unready: set[str] = field(default_factory=set)
+
+    def retract(self, request_id: str) -> None:
+        """What was computed for a request is void: its adapter had not come. It is to run again."""
+        for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.errors):
+            found.pop(request_id, None)
+        self.unready.add(request_id)
 
     def merge(self, other: StepResult) -> None:
         self.tokens.update(other.tokens)
         self.logprobs.update(other.logprobs)
         self.prompt_logprobs.update(other.prompt_logprobs)
         self.errors.update(other.errors)
+        self.unready |= other.unready
 
 
 @dataclass(frozen=True, slots=True)

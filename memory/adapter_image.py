@@ -13,49 +13,73 @@ from .layout import MODULES, ModuleDims
 if TYPE_CHECKING:
     import torch
 
+    from .host_image import HostImage
     from .tensor_file import TensorFile
 
 _STALE = "it changed on disk since the adapter was registered; register the adapter again"
 
 
 def read_image(
-    manifest: AdapterManifest, layout: AdapterLayout, dims: ModuleDims, page_elems: int, dtype: torch.dtype
-) -> torch.Tensor:
-    """The adapter's weights: `[layout.num_pages, page_elems]` on the host, cast to the model's dtype.
+    manifest: AdapterManifest,
+    layout: AdapterLayout,
+    dims: ModuleDims,
+    page_elems: int,
+    dtype: torch.dtype,
+    image: HostImage,
+) -> None:
+    """Read the adapter's weights into `image`: `[layout.num_pages, page_elems]`, cast to the model's dtype.
 
-    Each layer passes through a buffer small enough for the caches, so every byte is read from the file once and
-    written to the image once. AdapterFormatError when the file can't be read, is no longer what was inspected, or holds
-    NaN or infinity, before or after the cast.
+    Layers are published as they are read. Each passes through a buffer small enough for the caches, so every byte is
+    read from the file once and written to the image once. AdapterFormatError when the file can't be read, is no longer
+    what was inspected, or holds NaN or infinity, before or after the cast.
     """
-    image = hugepages.zeros((layout.num_pages, page_elems), dtype)
     with open_weights(manifest.path) as file:
         if (file.size, file.mtime_ns) != (manifest.file_size, manifest.mtime_ns):
             raise AdapterFormatError(f"{file.path}: {_STALE}")
-        for part, place in zip(manifest.parts, layout.parts, strict=True):
-            _read_part(file, part, place, image.view(-1), dims)
-        if not file.is_unchanged():
-            raise AdapterFormatError(f"{file.path}: {_STALE}")
-    return image
+        file.read_soon()
+        image.data = hugepages.zeros((layout.num_pages, page_elems), dtype)
+        parts = [
+            _PartReader(file, part, place, image.data.view(-1), dims)
+            for part, place in zip(manifest.parts, layout.parts, strict=True)
+        ]
+        for layer in range(layout.num_layers):
+            for part in parts:
+                part.read(layer)
+            if layer == layout.num_layers - 1 and not file.is_unchanged():
+                raise AdapterFormatError(f"{file.path}: {_STALE}")
+            image.publish(layer + 1)
 
 
-def _read_part(file: TensorFile, part: AdapterPart, place: PartLayout, image: torch.Tensor, dims: ModuleDims) -> None:
-    """Fill a part's slabs, layer by layer. image: `[elems]`, the adapter's run."""
-    import torch
+class _PartReader:
+    """Reads a part's slabs, layer by layer. data: `[elems]`, the adapter's run."""
 
-    slabs = place.slabs
-    widest = max(max(dims[name]) for name in part.targets)
-    buffer = torch.empty(part.rank * widest * 4, dtype=torch.uint8)  # the largest tensor, in the widest element type
-    rows = torch.zeros(part.rank, slabs.slab_elems, dtype=image.dtype)
-    for layer in part.layers:
+    def __init__(
+        self, file: TensorFile, part: AdapterPart, place: PartLayout, data: torch.Tensor, dims: ModuleDims
+    ) -> None:
+        import torch
+
+        self._file = file
+        self._part = part
+        self._place = place
+        self._data = data
+        self._dims = dims
+        widest = max(max(dims[name]) for name in part.targets)
+        self._buffer = torch.empty(part.rank * widest * 4, dtype=torch.uint8)  # the largest tensor in the widest type
+        self._rows = torch.zeros(part.rank, place.slabs.slab_elems, dtype=data.dtype)
+
+    def read(self, layer: int) -> None:
+        part, slabs, rows = self._part, self._place.slabs, self._rows
+        if self._place.first_elem[layer] < 0:
+            return
         for name in part.targets:
             m = MODULES.index(name)
-            d_in, d_out = dims[name]
-            (a, a_shape), (b, b_shape) = tensor_shapes(layer, name, part.rank, dims)
-            rows[:, slabs.a_offset[m] :][:, :d_in] = _read(file, a, a_shape, buffer)
-            rows[:, slabs.b_offset[m] :][:, :d_out] = _read(file, b, b_shape, buffer).T
+            d_in, d_out = self._dims[name]
+            (a, a_shape), (b, b_shape) = tensor_shapes(layer, name, part.rank, self._dims)
+            rows[:, slabs.a_offset[m] :][:, :d_in] = _read(self._file, a, a_shape, self._buffer)
+            rows[:, slabs.b_offset[m] :][:, :d_out] = _read(self._file, b, b_shape, self._buffer).T
         if not _all_finite(rows):
-            raise _not_finite(file, part, layer, dims, image.dtype, buffer)
-        image[place.first_elem[layer] :][: rows.numel()] = rows.view(-1)
+            raise _not_finite(self._file, part, layer, self._dims, rows.dtype, self._buffer)
+        self._data[self._place.first_elem[layer] :][: rows.numel()] = rows.view(-1)
 
 
 def _read(file: TensorFile, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:

@@ -48,12 +48,13 @@ class AdapterLayout:
     parts: tuple[PartLayout, ...]
     num_elems: int
     num_pages: int
+    num_layers: int
 
     @classmethod
     def build(
         cls, parts: Sequence[AdapterPart], dims: ModuleDims, num_layers: int, page_elems: int, itemsize: int
     ) -> AdapterLayout:
-        """Lay out parts one after another, each layer-major."""
+        """Lay out parts one after another, each layer-major. num_layers: the model's."""
         placed = []
         elem = 0
         for part in parts:
@@ -63,7 +64,7 @@ class AdapterLayout:
                 first_elem[layer] = elem
                 elem += part.rank * slabs.slab_elems
             placed.append(PartLayout(slabs, tuple(first_elem), part.rank * slabs.slab_elems))
-        return cls(tuple(placed), elem, -(-elem // page_elems))
+        return cls(tuple(placed), elem, -(-elem // page_elems), num_layers)
 
     def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
         """The runs of elements `begin … end` that hold a layer, one for each part that changes it."""

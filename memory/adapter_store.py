@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 from .adapter_format import AdapterFormatError, AdapterManifest
 from .adapter_layout import AdapterLayout
 from .eviction import EvictionOrder, RestoreCosts
+from .host_image import HostImage
 from .host_images import HostImages
 from .pages import OutOfPages, PageKind, PagePool
 
@@ -36,23 +37,48 @@ class UnknownAdapter(KeyError):
         return str(self.args[0])
 
 
+class Transfer(Protocol):
+    """An adapter's bytes on their way into its pages, in layer order."""
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
+        ...
+
+    def is_done(self) -> bool: ...
+    def has_failed(self) -> bool: ...
+
+    def cancel(self) -> None:
+        """Begin nothing more; the pages are others' once `is_quiet`."""
+        ...
+
+    def is_quiet(self) -> bool: ...
+
+
 class AdapterBackend(Protocol):
     """How adapter bytes are read and moved; the executor brings it, so the store never touches a tensor."""
 
     def inspect(self, path: Path) -> AdapterManifest: ...
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> Any: ...
-    def place(self, image: Any, pages: list[int]) -> None: ...
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        """Read the weights into `image`, publishing every layer; on a thread of its own."""
+        ...
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        """Move an image, whole or still being read, into its pages; None when it already has been."""
+        ...
 
 
 class Adapter:
     """One version of one adapter. `pages` is empty unless it is resident.
 
     requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
+    transfer: the way of its bytes into the pages, until they are all there.
     """
 
     __slots__ = (
-        "__weakref__", "layout", "manifest", "name", "pages", "references", "requests", "uses", "version",
+        "__weakref__", "is_idle", "layout", "manifest", "name", "pages", "references", "requests", "transfer", "uses",
+        "version",
     )  # fmt: skip
 
     def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
@@ -61,6 +87,8 @@ class Adapter:
         self.manifest = manifest
         self.layout = layout
         self.pages: list[int] = []
+        self.transfer: Transfer | None = None
+        self.is_idle = False
         self.references = 0
         self.requests = 0
         self.uses = 0
@@ -115,11 +143,14 @@ class AdapterStore:
         self._current: dict[str, Adapter] = {}
         self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
         self._pinned: set[Adapter] = set()
+        self._in_flight: dict[Adapter, tuple[HostImage, float]] = {}  # with pages; when its transfer began
+        self._leaving: list[tuple[Transfer, list[int]]] = []  # cancelled, still writing
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
         self.num_idle_pages = 0
         self.num_hits = 0
         self.num_loads = 0
+        self.num_streamed = 0
         self.num_evictions = 0
 
     # -- registry
@@ -183,7 +214,7 @@ class AdapterStore:
 
     def tier(self, adapter: Adapter) -> Tier:
         if adapter.pages:
-            return Tier.DEVICE
+            return Tier.DEVICE if adapter.transfer is None else Tier.LOADING
         if self._images.is_ready(adapter.version):
             return Tier.HOST
         return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
@@ -200,6 +231,33 @@ class AdapterStore:
                 if num_bytes > self._images.capacity_bytes and num_bytes > adapter.num_pages * self._page_bytes:
                     return
                 self._request(adapter)
+
+    def seconds_to_read(self, adapter: Adapter) -> float:
+        """How long, by what reads have taken so far, until the rest of an adapter that is being read is here."""
+        left = 1 - max(0, self._images.peek(adapter.version).stream.num_ready) / adapter.layout.num_layers
+        return left * adapter.num_pages * self._costs.disk_adapter_page
+
+    @property
+    def has_transfers(self) -> bool:
+        """Whether pages will become idle or free without anybody's doing."""
+        return bool(self._in_flight or self._leaving)
+
+    def poll(self) -> list[tuple[Adapter, BaseException]]:
+        """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
+
+        Whoever runs with one of those must stop; then it is to be evicted.
+        """
+        self._leaving = [(t, pages) for t, pages in self._leaving if not self._give_back(t, pages)]
+        failed = []
+        for adapter, (image, start) in list(self._in_flight.items()):
+            if adapter.transfer.is_done():
+                self._observe(adapter, "host_adapter_page", start)
+                self._land(adapter)
+            elif adapter.transfer.has_failed():
+                failed.append((adapter, image.error or RuntimeError("its bytes did not come")))
+                self._images.drop(adapter.version)
+                self.unpin(adapter)
+        return failed
 
     def wait_for_reads(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
@@ -222,32 +280,32 @@ class AdapterStore:
             else:
                 self._offer(adapter)
 
-    def acquire(self, adapter: Adapter) -> None:
+    def acquire(self, adapter: Adapter, *, stream: bool = False) -> None:
         """Pin `adapter` for a running request, loading it into free pages when it is not resident.
 
+        stream: don't wait for a read that is under way; the adapter then has a `transfer`.
         Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
         nothing is held.
         """
         if adapter.pages:
             self.num_hits += 1
         else:
-            self._load(adapter)
-        if adapter.references == 0 and adapter in self._order:
-            self._order.discard(adapter)
-            self.num_idle_pages -= len(adapter.pages)
+            self._load(adapter, stream)
+        if adapter.is_idle:
+            self._withdraw(adapter)
         adapter.references += 1
         adapter.uses += 1
 
     def release(self, adapter: Adapter) -> None:
         """Drop a running request's pin. The adapter stays resident until its pages are wanted."""
         adapter.references -= 1
-        if adapter.references == 0:
-            self.num_idle_pages += len(adapter.pages)
-            self._offer(adapter)
+        self._offer(adapter)
 
     def pin(self, adapter: Adapter) -> None:
         """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
         if adapter not in self._pinned:
+            if adapter.transfer is not None:
+                self._wait_for_read(adapter)
             self.acquire(adapter)
             self._pinned.add(adapter)
             adapter.requests += 1
@@ -267,11 +325,17 @@ class AdapterStore:
         return sum(len(adapter.pages) for adapter in self._pinned)
 
     def evict(self, adapter: Adapter) -> None:
-        """Give up an idle adapter's pages; its host image, if there is one, stays."""
-        self._order.discard(adapter)
-        self.num_idle_pages -= len(adapter.pages)
+        """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays."""
+        self._withdraw(adapter)
         pages, adapter.pages = adapter.pages, []
-        self._pool.release(pages)
+        transfer = adapter.transfer
+        if transfer is not None:
+            self._land(adapter)
+            transfer.cancel()
+        if transfer is None:
+            self._pool.release(pages)
+        elif not self._give_back(transfer, pages):
+            self._leaving.append((transfer, pages))
         self.num_evictions += 1
 
     def evict_idle(self) -> int:
@@ -285,47 +349,87 @@ class AdapterStore:
         """What the store holds, for `PagePool.check_integrity`."""
         for adapter in itertools.chain(self._current.values(), self._retired):
             yield PageKind.ADAPTER, adapter.pages
+        for _, pages in self._leaving:
+            yield PageKind.ADAPTER, pages
 
     def close(self) -> None:
         self._images.close()
 
-    def _load(self, adapter: Adapter) -> None:
+    def _load(self, adapter: Adapter, stream: bool) -> None:
         if self._pool.num_free < adapter.num_pages:
             raise OutOfPages(
                 f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
             )
         self._request(adapter)
-        image = self._images.take(adapter.version)
+        stream = stream and not self._images.is_ready(adapter.version)
+        image = self._images.peek(adapter.version) if stream else self._images.take(adapter.version)
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
         start = self._clock()
         try:
-            self._backend.place(image, pages)
+            transfer = self._backend.place(image, adapter.layout, pages)
         except BaseException:
             self._pool.release(pages)
             raise
-        self._costs.observe("host_adapter_page", (self._clock() - start) / adapter.num_pages)
         adapter.pages = pages
         self.num_loads += 1
+        self.num_streamed += stream
+        if transfer is None:
+            self._observe(adapter, "host_adapter_page", start)
+        else:
+            adapter.transfer = transfer
+            self._in_flight[adapter] = (image, start)
 
     def _request(self, adapter: Adapter) -> None:
         manifest, layout = adapter.manifest, adapter.layout
 
-        def read() -> Any:
+        def read(image: HostImage) -> None:
             start = self._clock()
-            image = self._backend.read(manifest, layout)
-            self._costs.observe("disk_adapter_page", (self._clock() - start) / layout.num_pages)
-            return image
+            self._backend.read(manifest, layout, image)
+            self._observe(adapter, "disk_adapter_page", start)
 
         self._images.request(adapter.version, layout.num_pages * self._page_bytes, read)
 
+    def _observe(self, adapter: Adapter, cost: str, start: float) -> None:
+        self._costs.observe(cost, (self._clock() - start) / adapter.num_pages)
+
+    def _wait_for_read(self, adapter: Adapter) -> None:
+        """Sleep until an adapter in flight has been read; raises why it can't be."""
+        image, _ = self._in_flight[adapter]
+        if image.error is None and image.stream.num_ready < adapter.layout.num_layers:
+            self._images.take(adapter.version)
+        if image.error is not None:
+            raise image.error
+
+    def _land(self, adapter: Adapter) -> None:
+        """The adapter's transfer has ended."""
+        adapter.transfer = None
+        del self._in_flight[adapter]
+        self._offer(adapter)
+
+    def _give_back(self, transfer: Transfer, pages: list[int]) -> bool:
+        """Free the pages of a cancelled transfer once nothing writes to them; whether they are."""
+        if quiet := transfer.is_quiet():
+            self._pool.release(pages)
+        return quiet
+
     def _offer(self, adapter: Adapter) -> None:
-        """Let an idle resident adapter compete for its pages."""
-        if not adapter.pages or adapter.references:
+        """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
+        if not adapter.pages or adapter.references or adapter.transfer is not None:
             return
+        if not adapter.is_idle:
+            adapter.is_idle = True
+            self.num_idle_pages += len(adapter.pages)
         on_host = self._images.is_ready(adapter.version)
         cost = self._costs.host_adapter_page if on_host else self._costs.disk_adapter_page
         num_pages = len(adapter.pages)
         self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
+
+    def _withdraw(self, adapter: Adapter) -> None:
+        """The adapter is in use, or gone: it no longer competes."""
+        self._order.discard(adapter)
+        if adapter.is_idle:
+            adapter.is_idle = False
+            self.num_idle_pages -= len(adapter.pages)
 
     def _retire(self, adapter: Adapter | None) -> None:
         if adapter is None:

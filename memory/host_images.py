@@ -11,6 +11,8 @@ from collections.abc import Callable, Hashable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
+from .host_image import HostImage
+
 
 class Reads(Protocol):
     """Runs reads; the simulator injects one that takes virtual time."""
@@ -48,21 +50,30 @@ class InlineReads:
 
 
 class HostImages:
-    """Images by key, read or being read. Used by one thread; only the reads themselves run elsewhere."""
+    """Images by key, whole or being read. Used by one thread; only the reads themselves run elsewhere."""
 
     def __init__(self, capacity_bytes: int, reads: Reads) -> None:
         self.capacity_bytes = capacity_bytes
         self._reads = reads
-        self._entries: OrderedDict[Hashable, tuple[Future, int]] = OrderedDict()
+        self._entries: OrderedDict[Hashable, tuple[Future, int, HostImage]] = OrderedDict()
         self.num_bytes = 0
 
-    def request(self, key: Hashable, num_bytes: int, read: Callable[[], Any]) -> None:
-        """Start reading `key` unless it is here or on its way."""
+    def request(self, key: Hashable, num_bytes: int, read: Callable[[HostImage], None]) -> None:
+        """Start reading `key` unless it is here or on its way. read: fills the image, layer by layer."""
         if key in self._entries:
             self._entries.move_to_end(key)
             return
         self._shrink(self.capacity_bytes - num_bytes)
-        self._entries[key] = (self._reads.submit(read), num_bytes)
+        image = HostImage()
+
+        def run() -> None:
+            try:
+                read(image)
+            except BaseException as error:
+                image.fail(error)
+                raise
+
+        self._entries[key] = (self._reads.submit(run), num_bytes, image)
         self.num_bytes += num_bytes
 
     def is_requested(self, key: Hashable) -> bool:
@@ -73,11 +84,15 @@ class HostImages:
         entry = self._entries.get(key)
         return entry is not None and entry[0].done()
 
-    def take(self, key: Hashable) -> Any:
-        """The image, waiting for its read if need be. A failed read raises its error and is forgotten."""
-        future, _ = self._entries[key]
+    def peek(self, key: Hashable) -> HostImage:
+        """The image as far as it has been read."""
+        return self._entries[key][2]
+
+    def take(self, key: Hashable) -> HostImage:
+        """The whole image, waiting for its read if need be. A failed read raises its error and is forgotten."""
+        future, _, image = self._entries[key]
         try:
-            image = future.result()
+            future.result()
         except BaseException:
             self.drop(key)
             raise
@@ -92,7 +107,7 @@ class HostImages:
 
     def wait(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
-        pending = [future for future, _ in self._entries.values() if not future.done()]
+        pending = [future for future, *_ in self._entries.values() if not future.done()]
         if pending:
             wait(pending, timeout, FIRST_COMPLETED)
 
@@ -103,7 +118,7 @@ class HostImages:
 
     def _shrink(self, capacity: int) -> None:
         """Drop the least recently used images that are read until at most `capacity` bytes are left."""
-        for key in [key for key, (future, _) in self._entries.items() if future.done()]:
+        for key in [key for key, (future, *_) in self._entries.items() if future.done()]:
             if self.num_bytes <= capacity:
                 return
             self.drop(key)

@@ -77,6 +77,11 @@ class TensorFile:
         except OSError as error:
             raise self._unreadable(error) from error
 
+    def read_soon(self) -> None:
+        """Ask the system to fetch the whole file in the background."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
+
     def is_unchanged(self) -> bool:
         """Whether the file still is what was opened, judged by size and time of change."""
         status = os.fstat(self._fd)

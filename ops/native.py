@@ -57,7 +57,9 @@ class _Step(Structure):
         *((name, c_void_p) for name in
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits")),
+        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
+           "segment_ready", "segment_late")),
+        ("max_stall_ns", c_int64),
     ]  # fmt: skip
 
 
@@ -196,15 +198,18 @@ class NativeDecoder:
         rows: NativeRows,
         logit_tokens: torch.Tensor,
         segments: Segments,
+        max_stall: float = 0.0,
     ) -> torch.Tensor:
         """Compute a step and write its KV; logits `[len(logit_tokens), vocab]` float32.
 
         token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
-        to give logits for.
+        to give logits for. max_stall: seconds to wait in all for adapters that are still coming.
         """
         count = len(segments.rows)
         pointers = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
+        late = (c_int32 * count)()
+        ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         logits = torch.empty(len(logit_tokens), self._model.vocab)
         step = _Step(
             tokens=len(token_ids), rows=len(rows.kv_lens), segments=count, logits_wanted=len(logit_tokens),
@@ -214,8 +219,12 @@ class NativeDecoder:
             table_stride=rows.page_table.stride(0), logit_tokens=_pointer(logit_tokens),
             segment_begin=ctypes.addressof(begin), segment_end=ctypes.addressof(end),
             segment_adapters=ctypes.addressof(pointers), logits=_pointer(logits),
+            segment_ready=None if ready is None else ctypes.addressof(ready), segment_late=ctypes.addressof(late),
+            max_stall_ns=int(max_stall * 1e9),
         )  # fmt: skip
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
+        if ready is not None:
+            segments.late = [index for index in range(count) if late[index]]
         return logits
 
     def close(self) -> None:

@@ -81,16 +81,22 @@ class Segments:
 
     An adapter with rows of several ranks or scales has an entry for each; entries of the same tokens have no module of
     a layer in common. Tokens of the base model have none.
+
+    ready: where the number of its layers that have arrived lies, an int32; 0 when all have. late: those that `forward`
+    waited for in vain.
     """
 
     begin: list[int] = field(default_factory=list)
     end: list[int] = field(default_factory=list)
     rows: list[AdapterRows] = field(default_factory=list)
+    ready: list[int] = field(default_factory=list)
+    late: list[int] = field(default_factory=list)
 
-    def add(self, begin: int, end: int, rows: AdapterRows) -> None:
+    def add(self, begin: int, end: int, rows: AdapterRows, ready: int = 0) -> None:
         self.begin.append(begin)
         self.end.append(end)
         self.rows.append(rows)
+        self.ready.append(ready)
 
     def __iter__(self) -> Iterator[tuple[int, int, AdapterRows]]:
         return zip(self.begin, self.end, self.rows, strict=True)

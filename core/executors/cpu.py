@@ -17,8 +17,10 @@ from ...memory.adapter_format import AdapterManifest, inspect_adapter
 from ...memory.adapter_image import read_image
 from ...memory.adapter_layout import AdapterLayout
 from ...memory.arena import Arena
+from ...memory.host_image import HostImage
 from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
+from ...memory.streamed_copy import StreamedCopy
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..lora_state import LoraState
@@ -61,7 +63,7 @@ class CpuExecutor:
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
-        self._lora = LoraState(self.config, self._arena.pages)
+        self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
         self._eager_attention = self._model.new_attention()
         sizes = DecodeBuckets(config.max_num_seqs).sizes
         self._buffers = DecodeBuffers(
@@ -73,7 +75,12 @@ class CpuExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
             logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-            return draw(plan.rows, logits, self.model.eos_token_ids)
+            result = draw(plan.rows, logits, self.model.eos_token_ids)
+            if plan.adapters and (late := self._lora.late_slots()):
+                for row in plan.rows:
+                    if row.slot in late:
+                        result.retract(row.request_id)
+            return result
 
     def close(self) -> None:
         self._model.close()
@@ -113,7 +120,7 @@ class CpuExecutor:
 
 
 class CpuAdapterBackend:
-    """Reads PEFT directories and writes them into the arena, at once."""
+    """Reads PEFT directories and writes them into the arena, layer by layer."""
 
     def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype) -> None:
         self._config = config
@@ -135,11 +142,12 @@ class CpuAdapterBackend:
             )
         return found
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> torch.Tensor:
-        return read_image(manifest, layout, self._config.module_dims, self._arena.layout.page_elems, self._dtype)
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        read_image(manifest, layout, self._config.module_dims, self._arena.layout.page_elems, self._dtype, image)
 
-    def place(self, image: torch.Tensor, pages: list[int]) -> None:
-        self._arena.write_pages(pages, image)
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
+        copy = StreamedCopy(image, layout, pages, self._arena.pages)
+        return None if copy.is_done() else copy
 
 
 def _available_cpus() -> int:

@@ -3,6 +3,7 @@
 // No Python, allocation or dispatch between the products; the step's variable part (rows, block tables, segments) is
 // read from a StepDesc, so that one function serves decode buckets and ragged prefill steps alike.
 #pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2")
+#include <chrono>
 #include <cmath>
 #include <memory>
 #include "attention.h"
@@ -42,6 +43,11 @@ struct StepDesc {
     const int32_t *segment_begin, *segment_end;   // [segments]
     const Adapter* const* segment_adapters;       // [segments]
     float* logits;                                // [logits_wanted, vocab]
+    // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
+    // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
+    const std::atomic<int32_t>* const* segment_ready;
+    int32_t* segment_late;
+    int64_t max_stall_ns;  // of the step
 };
 
 template <class T>
@@ -58,6 +64,7 @@ class Decoder {
 
     void forward(const StepDesc& step) {
         plan(step);
+        deadline_ = {};
         team_.run([&](int thread) { walk(step, thread); });
     }
 
@@ -110,6 +117,7 @@ class Decoder {
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers_[l];
+            if (step.segment_ready) team_.each(phase, 1, [&](int) { wait_for_layer(step, l); });
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
             normalise(phase, tokens, w.input_norm);
@@ -137,6 +145,26 @@ class Decoder {
         const Product<T> head{normed_.data(), hidden, step.logits_wanted, (const T*)m_.lm_head, m_.vocab, hidden,
                               step.logits, m_.vocab, false, nullptr};
         team_.each(phase, head.units(), [&](int i) { head.run(i); });
+    }
+
+    // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
+    void wait_for_layer(const StepDesc& step, int layer) {
+        using Clock = std::chrono::steady_clock;
+        for (int s = 0; s < step.segments; s++) {
+            const auto* ready = step.segment_ready[s];
+            if (!ready || step.segment_late[s]) continue;
+            if (deadline_ == Clock::time_point{}) deadline_ = Clock::now() + std::chrono::nanoseconds(step.max_stall_ns);
+            for (int i = 0;; i++) {
+                const int32_t layers = ready->load(std::memory_order_acquire);
+                if (layers > layer) break;
+                if (layers < 0 || Clock::now() > deadline_) {
+                    step.segment_late[s] = 1;
+                    break;
+                }
+                if (i < 200) _mm_pause();
+                else std::this_thread::sleep_for(std::chrono::microseconds(20));  // the reader may need this core
+            }
+        }
     }
 
     void normalise(int& phase, int tokens, const float* weight) {
@@ -234,6 +262,7 @@ class Decoder {
     std::vector<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
     bool fused_ = false;  // the step has a long segment
+    std::chrono::steady_clock::time_point deadline_;
 };
 
 struct AnyDecoder {

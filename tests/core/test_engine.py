@@ -397,7 +397,7 @@ def test_failing_load_that_is_no_format_error_fails_its_request_alone(gqa, drive
     driver = drive(gqa)
     place = driver.executor.adapters.place
 
-    def failing(image, pages):
+    def failing(image, layout, pages):
         raise RuntimeError("the copy failed")
 
     driver.add("stays", None, [5] * 9, max_tokens=6)

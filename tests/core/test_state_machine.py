@@ -33,10 +33,13 @@ from chorus.graphs.buckets import DecodeBuckets
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.adapter_store import Adapter, UnknownAdapter
+from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import InlineReads
 from chorus.memory.layout import MODULES, PageLayout
 from chorus.memory.pages import PageKind, PagePool
 from chorus.memory.prefix import BASE_VERSION
+
+from ..memory.fakes import FakeTransfer
 
 VOCAB = 48
 EOS = (0, 1)
@@ -103,6 +106,10 @@ class LazyReads:
         pass
 
 
+def is_coming(adapter: Adapter) -> bool:
+    return adapter.transfer is not None and not adapter.transfer.is_done()
+
+
 class FakeAdapters:
     """Adapters are paths with a page count; their images say whose page it is."""
 
@@ -118,18 +125,24 @@ class FakeAdapters:
         return AdapterManifest(path, (AdapterPart(self.num_pages[path], 1.0, (0,), MODULES),))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank)
+        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=1)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> list[object]:
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         self._clock.now += 0.002 * manifest.rank
         if manifest.path in self.broken:
             raise AdapterFormatError(f"{manifest.path}: cannot be read")
-        return [(manifest.path, index) for index in range(manifest.rank)]
+        image.data = [(manifest.path, index) for index in range(manifest.rank)]
+        image.publish(layout.num_layers)
 
-    def place(self, image: list[object], pages: list[int]) -> None:
-        self._clock.now += 0.0005 * len(pages)
-        for page, content in zip(pages, image, strict=True):
-            self._memory[page, 0] = content
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> FakeTransfer | None:
+        def write() -> None:
+            self._clock.now += 0.0005 * len(pages)
+            for page, content in zip(pages, image.data, strict=True):
+                self._memory[page, 0] = content
+
+        transfer = FakeTransfer(image, layout, write)
+        reached["streamed"] += not transfer.is_done()
+        return None if transfer.is_done() else transfer
 
 
 class CheckingExecutor:
@@ -202,7 +215,9 @@ class CheckingExecutor:
             for index, page in enumerate(adapter.pages):
                 assert self.pool.kind(page) is PageKind.ADAPTER
                 assert owner.setdefault(page, adapter.name) == adapter.name
-                assert self.memory[page, 0] == (adapter.manifest.path, index), f"{adapter} was overwritten"
+                assert is_coming(adapter) or self.memory[page, 0] == (adapter.manifest.path, index), (
+                    f"{adapter} was overwritten"
+                )
         for row in plan.rows:
             assert row.tokens
             assert row.kv_len <= len(row.pages) * self.config.block_tokens, "pages do not cover the tokens"
@@ -233,6 +248,12 @@ class CheckingExecutor:
             assert row.token_ids == tokens
             assert row.tokens == tokens[row.start : row.kv_len]
             want = kv_of(expected.version, tokens[: row.kv_len])
+            if adapter is not None and is_coming(adapter):
+                reached["computed in vain"] += 1
+                for position in range(row.start, row.kv_len):
+                    self.memory[self._place(row.pages, position)] = "void"
+                result.retract(row.request_id)
+                continue
             for position in range(row.start, row.kv_len):
                 self.memory[self._place(row.pages, position)] = want[position]
             kv = [self.memory[self._place(row.pages, position)] for position in range(row.kv_len)]
@@ -584,7 +605,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert too_many or (not adapter.pages and held + adapter.num_pages > self.usable)
         except AdapterFormatError:
             assert adapter.manifest.path in self.executor.adapters.broken
-            assert not adapter.pages
+            assert adapter.transfer is not None or not adapter.pages
         else:
             self.pinned.add(adapter)
             assert adapter.pages
@@ -613,7 +634,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.num_free_pages == before.num_free_pages + freed
         assert (stats.num_cached_pages, stats.num_kv_pages) == (0, before.num_kv_pages)
-        assert stats.num_adapter_pages == sum(a.num_pages for a in self._adapters() if a.references)
+        assert stats.num_adapter_pages == sum(len(a.pages) for a in self._adapters() if a.references or a.transfer)
 
     @precondition(lambda self: self.current)
     @rule(data=st.data())
@@ -654,7 +675,7 @@ class EngineMachine(RuleBasedStateMachine):
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
         assert stats.num_free_pages + held == self.usable
         assert stats.num_kv_pages == 0 or stats.num_running > 0
-        idle = [adapter for adapter in self._adapters() if adapter.pages and not adapter.references]
+        idle = [a for a in self._adapters() if a.pages and not a.references and a.transfer is None]
         assert self.engine.store.num_idle_pages == sum(adapter.num_pages for adapter in idle)
         assert all(adapter.pages for adapter in self.pinned), "a pinned adapter was evicted"
         assert self.engine.store.num_pinned_pages == self.num_pinned
@@ -687,7 +708,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def host_images_are_counted(self):
         images = self.engine.store._images
-        entries = [(future.done(), size) for future, size in images._entries.values()]
+        entries = [(future.done(), size) for future, size, _ in images._entries.values()]
         assert images.num_bytes == sum(size for _, size in entries)
 
     def teardown(self):
@@ -722,4 +743,5 @@ def test_the_machine_went_everywhere():
         run_state_machine_as_test(EngineMachine, settings=TestEngineMachine.settings)
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
+    assert reached.keys() >= {"streamed", "computed in vain"}
     assert min(reached.values()) > 0, reached

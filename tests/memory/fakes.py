@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.host_image import HostImage
+from chorus.memory.layer_stream import LayerStream
 
 
 class FakeBackend:
@@ -26,18 +29,54 @@ class FakeBackend:
         return AdapterManifest(path, (AdapterPart(self.SIZES[path.name], 1.0, (0,), ("q_proj",)),))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank)
+        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=1)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> str:
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         self.reads.append(manifest.path.name)
         if manifest.path.name in self.broken:
             raise AdapterFormatError(f"{manifest.path}: cannot be read")
-        return manifest.path.name
+        image.data = manifest.path.name
+        image.publish(layout.num_layers)
 
-    def place(self, image: str, pages: list[int]) -> None:
-        if image in self.stuck:
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> FakeTransfer | None:
+        if image.data in self.stuck:
             raise RuntimeError("no copy")
-        self.placed.append((image, list(pages)))
+        transfer = FakeTransfer(image, layout, lambda: self.placed.append((image.data, list(pages))))
+        return None if transfer.is_done() else transfer
+
+
+class FakeTransfer:
+    """Done when all layers are read. `busy`: something is still written after `cancel`, until a test says no."""
+
+    def __init__(self, image: HostImage, layout: AdapterLayout, write: Callable[[], None]):
+        self._image = image
+        self._num_layers = layout.num_layers
+        self._write = write
+        self._is_done = False
+        self.is_cancelled = False
+        self.busy = False
+        image.follow(self._advance)
+        self._advance()
+
+    def _advance(self) -> None:
+        if self._image.stream.num_ready == self._num_layers and not self.is_cancelled and not self._is_done:
+            self._write()
+            self._is_done = True
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        return self._is_done
+
+    def is_done(self) -> bool:
+        return self._is_done
+
+    def has_failed(self) -> bool:
+        return self._image.stream.num_ready == LayerStream.FAILED
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+
+    def is_quiet(self) -> bool:
+        return not self.busy
 
 
 class SlowReads:

@@ -1,0 +1,29 @@
+"""Whether a request may start while its adapter is still being read (DESIGN §4: wait or stream)."""
+
+from __future__ import annotations
+
+from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.eviction import RestoreCosts
+
+
+class LoadPolicy:
+    """Starts a request when the rest of its adapter will come under the cover of its prefill.
+
+    The prefill waits for each layer when it reaches it, and every request of that step with it. So what is still to be
+    read must take no longer than the prefill itself, unless nobody else is running.
+    """
+
+    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int) -> None:
+        self._store = store
+        self._costs = costs
+        self._block_tokens = block_tokens
+
+    def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
+        """num_tokens: that the request computes in the step. alone: nobody else would have to wait."""
+        if adapter.pages:
+            return True
+        tier = self._store.tier(adapter)
+        if tier is not Tier.LOADING:
+            return tier is Tier.HOST
+        prefill = self._costs.prefix_page * num_tokens / self._block_tokens
+        return alone or self._store.seconds_to_read(adapter) <= prefill

@@ -1,0 +1,43 @@
+"""An adapter's bytes in host memory, in the layout of its pages: whole, or still being read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .layer_stream import LayerStream
+
+
+class HostImage:
+    """`data` is what the backend reads into: it is set before the first layer is published and belongs to the backend.
+
+    stream: how many layers are in `data`; one thread reads, any may look. error: why it failed.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        self.data: Any = None
+        self.stream = LayerStream()
+        self._followers: list[Callable[[], None]] = []
+
+    def publish(self, num_ready: int) -> None:
+        """Say that layers 0 … num_ready-1 are in `data`; on the reading thread."""
+        self.stream.publish(num_ready)
+        self._tell()
+
+    def fail(self, error: BaseException) -> None:
+        """Say that the rest will never come, and why; on the reading thread."""
+        self.error = error
+        self.stream.fail()
+        self._tell()
+
+    def follow(self, follower: Callable[[], None]) -> None:
+        """Have `follower` called on the reading thread after every layer that is read from now on.
+
+        What was published before may not be told: look at `stream` afterwards.
+        """
+        self._followers.append(follower)
+
+    def _tell(self) -> None:
+        for follower in tuple(self._followers):
+            follower()

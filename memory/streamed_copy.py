@@ -1,0 +1,83 @@
+"""An adapter on its way from its host image into its pages, layer by layer, where both are the same memory: a CPU."""
+
+from __future__ import annotations
+
+import threading
+from typing import TYPE_CHECKING
+
+from .adapter_layout import AdapterLayout
+from .host_image import HostImage
+from .layer_stream import LayerStream
+
+if TYPE_CHECKING:
+    import torch
+
+
+class StreamedCopy:
+    """Copies each layer as soon as it is read, on the reading thread; `arrived` says how many are in the pages."""
+
+    def __init__(self, image: HostImage, layout: AdapterLayout, pages: list[int], arena: torch.Tensor) -> None:
+        """pages: of `arena`, `[num_pages, page_elems]`, in the order of the image's."""
+        self.arrived = LayerStream()
+        self._image = image
+        self._layout = layout
+        self._pages = pages
+        self._arena = arena
+        self._lock = threading.Lock()
+        self._cancelled = False
+        self._copied = 0
+        image.follow(self.advance)
+        try:
+            self.advance()
+        except BaseException:
+            self.cancel()
+            raise
+
+    @property
+    def address(self) -> int:
+        """Where the number of layers that have arrived lies, an int32."""
+        return self.arrived.address
+
+    def advance(self) -> None:
+        """Copy the layers that have been read; from any thread."""
+        with self._lock:
+            if self._cancelled:
+                return
+            ready = self._image.stream.num_ready
+            if ready == LayerStream.FAILED:
+                self.arrived.fail()
+                return
+            for layer in range(self._copied, ready):
+                for begin, end in self._layout.layer_ranges(layer):
+                    self._copy(begin, end)
+                self._copied = layer + 1
+                self.arrived.publish(self._copied)
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        """Sleep until `layer` is in its pages, at most `timeout` seconds; whether it is."""
+        return self.arrived.wait(layer, timeout)
+
+    def is_done(self) -> bool:
+        """Whether every layer is in its pages."""
+        return self.arrived.num_ready == self._layout.num_layers
+
+    def has_failed(self) -> bool:
+        return self.arrived.num_ready == LayerStream.FAILED
+
+    def cancel(self) -> None:
+        """Stop; nothing is written to the pages once this has returned."""
+        with self._lock:
+            self._cancelled = True
+
+    def is_quiet(self) -> bool:
+        """Whether the pages may be given to others after `cancel`."""
+        return True
+
+    def _copy(self, begin: int, end: int) -> None:
+        page_elems = self._arena.shape[1]
+        data = self._image.data.view(-1)
+        while begin < end:
+            index, at = divmod(begin, page_elems)
+            count = min(end - begin, page_elems - at)
+            self._arena[self._pages[index], at : at + count] = data[begin : begin + count]
+            begin += count
