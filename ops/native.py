@@ -67,29 +67,32 @@ _DESCRIPTORS = (sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)  
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def library() -> ctypes.CDLL | None:
+    """The compiled library, None where it was not built. `available` says whether this processor can run it."""
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
-            library = ctypes.CDLL(str(path))
-            library.chorus_descriptors.restype = c_int64
-            if library.chorus_descriptors() != _DESCRIPTORS:
+            found = ctypes.CDLL(str(path))
+            found.chorus_descriptors.restype = c_int64
+            if found.chorus_descriptors() != _DESCRIPTORS:
                 raise OSError("its descriptors are not those of this version")
+            found.chorus_read_rows.restype = ctypes.c_int
+            found.chorus_read_rows.argtypes = [ctypes.c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p]
         except (OSError, AttributeError) as error:
             logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue
-        library.chorus_decoder_create.restype = c_void_p
-        library.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
-        library.chorus_decoder_forward.restype = None
-        library.chorus_decoder_forward.argtypes = [c_void_p, c_void_p]
-        library.chorus_decoder_destroy.argtypes = [c_void_p]
-        return library
+        found.chorus_decoder_create.restype = c_void_p
+        found.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
+        found.chorus_decoder_forward.restype = None
+        found.chorus_decoder_forward.argtypes = [c_void_p, c_void_p]
+        found.chorus_decoder_destroy.argtypes = [c_void_p]
+        return found
     return None
 
 
 def available(dtype: torch.dtype) -> bool:
     """Whether the library was built, and this processor can run it in `dtype`."""
-    library = _library()
-    return library is not None and dtype in (torch.bfloat16, torch.float32) and bool(library.chorus_supported())
+    found = library()
+    return found is not None and dtype in (torch.bfloat16, torch.float32) and bool(found.chorus_supported())
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -170,7 +173,7 @@ class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
     def __init__(self, model: NativeModel, threads: int) -> None:
-        self._library = _library()
+        self._library = library()
         self._model = model  # keeps the tensors alive
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
         layers = (_Layer * len(model.layers))()

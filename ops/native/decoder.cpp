@@ -10,6 +10,7 @@
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
+#include "reader.h"
 #include "sgmv.h"
 
 namespace chorus {
@@ -306,4 +307,14 @@ CHORUS_API void* chorus_decoder_create(int element, const ModelDesc* model, int 
 CHORUS_API void chorus_decoder_forward(void* decoder, const StepDesc* step) { ((AnyDecoder*)decoder)->forward(*step); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
+
+// Read jobs one after another into `out`, whose elements are of the kind `element`; stop at the first that fails.
+// Whether all are read; if not, *fault says which is not, and why.
+CHORUS_API int chorus_read_rows(int fd, const ReadJob* jobs, int64_t count, int64_t element, void* out, ReadFault* fault) {
+    RowReader reader(fd, (Element)element, out);
+    *fault = {};
+    for (; fault->job < count; fault->job++)
+        if (!reader.read(jobs[fault->job], *fault)) return 0;
+    return 1;
+}
 }
