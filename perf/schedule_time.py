@@ -22,6 +22,7 @@ from ..core.sampling_params import SamplingParams
 from ..core.types import StepPlan, StepResult
 from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
+from ..memory.host_images import Reads
 from ..memory.layout import MODULES, PageLayout
 
 _DIMS = dict.fromkeys(MODULES, (64, 64))
@@ -134,14 +135,14 @@ class FakeBackend:
     def layout(self, manifest: AdapterManifest | None) -> AdapterLayout:
         return self._layout
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> Any:
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: Any) -> Any:
         return None
 
-    def place(self, image: Any, pages: list[int]) -> None:
+    def place(self, image: Any, layout: AdapterLayout, pages: list[int]) -> None:
         pass
 
 
-class StoppedReads:
+class StoppedReads(Reads):
     """Reads that end at once, until `stopped` is set; from then on they never do."""
 
     def __init__(self) -> None:
