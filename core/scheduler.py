@@ -284,6 +284,8 @@ class Scheduler:
             return 1
         most = limits.max_repeat
         for request in running:
+            if not request.num_output_tokens:
+                return 1  # its first token is told when it is drawn
             left = min(request.num_prompt_tokens + request.params.max_tokens, limits.max_model_len) - request.num_tokens
             most = min(most, left)
         return self._memory.most_steps(running, most, evict=not self._waiting)
