@@ -250,6 +250,8 @@ class Scheduler:
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Let a waiting request run; a broken adapter fails only this request."""
+        if request.start_time is None:
+            request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
