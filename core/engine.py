@@ -262,9 +262,9 @@ class Engine:
         for field, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", [token for word in params.bad_words for token in word]),
+            ("bad_words", params.bad_words and [token for word in params.bad_words for token in word]),
         ):
-            if bad := [token for token in ids if not 0 <= token < vocab]:
+            if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
                 raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
         pages = 0
         if request.adapter_name is not None:
