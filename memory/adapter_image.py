@@ -6,15 +6,17 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from . import hugepages
 from .adapter_error import AdapterFormatError
 from .adapter_format import AdapterManifest, open_weights, tensor_shapes
 from .adapter_layout import AdapterLayout, AdapterPart, PartLayout
+from .file_spans import FileSpans
 from .layout import MODULES, ModuleDims
+from .tensor_file import ITEM_BYTES
 
 if TYPE_CHECKING:
     import torch
 
+    from .host_buffers import HostBuffers
     from .host_image import HostImage
     from .tensor_file import TensorFile, TensorInfo
 
@@ -22,10 +24,10 @@ _STALE = "it changed on disk since the adapter was registered; register the adap
 
 
 class RowTask(NamedTuple):
-    """One module of one layer, from the file to the image; all in elements of the image, but the file's in bytes.
+    """One module of one layer, from the file's bytes to the image.
 
-    A `[rank, d_in]` begins at `a_start`, B `[d_out, rank]` at `b_start`, in the safetensors types `a_dtype`, `b_dtype`.
-    Row i of A goes to `first + i · slab_elems + a_offset`, row i of Bᵀ to `first + i · slab_elems + b_offset`.
+    A `[rank, d_in]` begins at `a_start`, in the file or in memory, B `[d_out, rank]` at `b_start`; a_dtype, b_dtype: as
+    safetensors says it. Row i of A goes to `first + i · slab_elems + a_offset`, row i of Bᵀ there with `b_offset`.
     """
 
     a_start: int
@@ -40,9 +42,24 @@ class RowTask(NamedTuple):
     a_offset: int
     b_offset: int
 
+    @property
+    def spans(self) -> tuple[tuple[int, int], tuple[int, int]]:
+        a_bytes, b_bytes = ITEM_BYTES[self.a_dtype] * self.d_in, ITEM_BYTES[self.b_dtype] * self.d_out
+        return (self.a_start, self.a_start + self.rank * a_bytes), (self.b_start, self.b_start + self.rank * b_bytes)
 
-#: Reads tasks from an open file into a flat image; False when that can't be done, or a value is not finite.
-RowReader = Callable[[int, list[RowTask], "torch.Tensor"], bool]
+    @property
+    def num_bytes(self) -> int:
+        return sum(end - start for start, end in self.spans)
+
+    def moved(self, address: Callable[[int], int]) -> RowTask:
+        """The task with the file's bytes where `address` says they are."""
+        return self._replace(a_start=address(self.a_start), b_start=address(self.b_start))
+
+
+#: Does tasks of a flat image; False when a value is not finite.
+RowReader = Callable[[list[RowTask], "torch.Tensor"], bool]
+
+_READ_BYTES = 8 << 20  # most that is read at once: layers of it wait for each other
 
 
 def read_image(
@@ -52,31 +69,61 @@ def read_image(
     page_elems: int,
     dtype: torch.dtype,
     image: HostImage,
+    buffers: HostBuffers,
     read_rows: RowReader | None = None,
 ) -> None:
     """Read the adapter's weights into `image`: `[layout.num_pages, page_elems]`, cast to the model's dtype.
 
-    Layers are published as they are read. read_rows: a faster way than torch's; what it refuses is read again here, to
-    say why. AdapterFormatError when the file can't be read, is no longer what was inspected, or holds NaN or infinity,
-    before or after the cast.
+    Layers are published as they are read; what lies between rows may be anything. read_rows: a faster way than torch's;
+    what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
+    was inspected, or holds NaN or infinity, before or after the cast.
     """
     with open_weights(manifest.path) as file:
         if (file.size, file.mtime_ns) != (manifest.file_size, manifest.mtime_ns):
             raise AdapterFormatError(f"{file.path}: {_STALE}")
-        file.read_soon()
-        image.data = hugepages.zeros((layout.num_pages, page_elems), dtype)
-        data = image.data.view(-1)
+        image.data = buffers.take((layout.num_pages, page_elems), dtype)
         parts = [
-            _PartReader(file, part, place, data, dims) for part, place in zip(manifest.parts, layout.parts, strict=True)
+            _PartReader(file, part, place, image.data.view(-1), dims)
+            for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
-        for layer in range(layout.num_layers):
-            tasks = [] if read_rows is None else [task for part in parts for task in part.tasks(layer)]
-            if not (tasks and read_rows(file.fd, tasks, data)):
-                for part in parts:
-                    part.read(layer)
-            if layer == layout.num_layers - 1 and not file.is_unchanged():
+        last = layout.num_layers - 1
+        for layer in _read_layers(file, parts, layout.num_layers, read_rows):
+            if layer == last and not file.is_unchanged():
                 raise AdapterFormatError(f"{file.path}: {_STALE}")
             image.publish(layer + 1)
+
+
+def _read_layers(
+    file: TensorFile, parts: list[_PartReader], num_layers: int, read_rows: RowReader | None
+) -> Iterator[int]:
+    """Read layer by layer; yields each that is in the image."""
+    if read_rows is None:
+        for layer in range(num_layers):
+            for part in parts:
+                part.read(layer)
+            yield layer
+        return
+    tasks = [[task for part in parts for task in part.tasks(layer)] for layer in range(num_layers)]
+    with FileSpans(file.fd) as spans:
+        for layers in _groups([sum(task.num_bytes for task in found) for found in tasks]):
+            address = spans.read(span for layer in layers for task in tasks[layer] for span in task.spans)
+            for layer in layers:
+                if address is None or not read_rows([task.moved(address) for task in tasks[layer]], parts[0].data):
+                    for part in parts:
+                        part.read(layer)  # says what is wrong
+                yield layer
+
+
+def _groups(num_bytes: list[int]) -> Iterator[range]:
+    """Layers to read at once: the first alone, so that it comes soon, then ever more, so that the disk is kept busy."""
+    first, most = 0, 1
+    while first < len(num_bytes):
+        last, total = first + 1, num_bytes[first]
+        while last < len(num_bytes) and last - first < most and total + num_bytes[last] <= _READ_BYTES:
+            total += num_bytes[last]
+            last += 1
+        yield range(first, last)
+        first, most = last, max(1, last)
 
 
 class _PartReader:
@@ -88,7 +135,7 @@ class _PartReader:
         self._file = file
         self._part = part
         self._place = place
-        self._data = data
+        self.data = data
         self._dims = dims
 
     def tasks(self, layer: int) -> Iterator[RowTask]:
@@ -117,7 +164,7 @@ class _PartReader:
             rows[:, slabs.b_offset[m] :][:, :d_out] = _read(self._file, b, b_shape, buffer).T
         if not _all_finite(rows):
             raise _not_finite(self._file, part, layer, self._dims, rows.dtype, buffer)
-        self._data[first : first + rows.numel()] = rows.view(-1)
+        self.data[first : first + rows.numel()] = rows.view(-1)
 
     @cached_property
     def _buffers(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,7 +173,7 @@ class _PartReader:
 
         part = self._part
         widest = max(max(self._dims[name]) for name in part.targets)
-        rows = torch.zeros(part.rank, self._place.slabs.slab_elems, dtype=self._data.dtype)
+        rows = torch.zeros(part.rank, self._place.slabs.slab_elems, dtype=self.data.dtype)
         return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
 
 

@@ -21,8 +21,6 @@ MAX_HEADER_BYTES = 16 << 20
 #: Bytes per element of the element types that are served.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
-_FETCH_BYTES = 128 << 10  # a system may fetch no more than its read-ahead at one request
-
 _METADATA = "__metadata__"
 
 
@@ -80,12 +78,6 @@ class TensorFile:
                 done += count
         except OSError as error:
             raise self._unreadable(error) from error
-
-    def read_soon(self) -> None:
-        """Ask the system to fetch the whole file in the background, in the order of its bytes."""
-        if hasattr(os, "posix_fadvise"):
-            for start in range(0, self.size, _FETCH_BYTES):
-                os.posix_fadvise(self.fd, start, _FETCH_BYTES, os.POSIX_FADV_WILLNEED)
 
     def is_unchanged(self) -> bool:
         """Whether the file still is what was opened, judged by size and time of change."""
