@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
-from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
+from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 
 from . import rates
 from .errors import WorkloadError
@@ -71,7 +71,21 @@ class OnOffRate(Strict):
         return rates.on_off(self.on_rate, self.off_rate, self.on_seconds, self.off_seconds, rng)
 
 
-Curve = Annotated[LinearRate | SinusoidRate | OnOffRate, Field(discriminator="curve")]
+def _kind_of_rate(rate: Any) -> Any:
+    return rate.get("curve") if isinstance(rate, dict) else getattr(rate, "curve", "number")
+
+
+Rate = Annotated[
+    Annotated[PositiveFloat, Tag("number")]
+    | Annotated[LinearRate, Tag("linear")]
+    | Annotated[SinusoidRate, Tag("sinusoid")]
+    | Annotated[OnOffRate, Tag("on_off")],
+    Discriminator(
+        _kind_of_rate,
+        custom_error_type="rate",
+        custom_error_message="it must be requests per second, or a table whose curve is linear, sinusoid or on_off",
+    ),
+]
 
 
 class Renewal(Strict):
@@ -80,7 +94,7 @@ class Renewal(Strict):
     So the rate is the curve's at all times, and `cv` is the gaps' coefficient of variation where the rate is constant.
     """
 
-    rate: PositiveFloat | Curve = Field(description="requests per second, or a curve")
+    rate: Rate = Field(description="requests per second, or a curve")
 
     def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
         raise NotImplementedError

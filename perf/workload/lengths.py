@@ -197,9 +197,9 @@ class GivenLengths(IndependentLengths):
 class ShareGPT(IndependentLengths):
     """Like ShareGPT: lognormal, cut at the context of 2048 tokens.
 
-    Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig. 11a. Spread: dLoRA (§2, "Load imbalance across replicas") reports that the longest prompt
-    and answer are 636.7 and 163.9 times the average; of 10⁵ lognormal values the largest is e^(4.265σ − σ²/2) times
-    the mean, which gives σ = 1.97 and 1.44.
+    Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig. 11a. Spread: dLoRA (§2, load imbalance across replicas)
+    reports that the longest prompt and answer are 636.7 and 163.9 times the average; of 10⁵ lognormal values the
+    largest is e^(4.265σ − σ²/2) times the mean, which gives σ = 1.97 and 1.44.
     """
 
     kind: Literal["sharegpt"]

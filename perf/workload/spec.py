@@ -88,7 +88,7 @@ class WorkloadSpec(Strict):
         try:
             return cls.model_validate_json(json.dumps(fields), context={"base": base})
         except ValidationError as error:
-            raise WorkloadError("\n".join(_wrong(origin, each) for each in error.errors())) from None
+            raise WorkloadError("\n".join(_wrong(origin, fields, each) for each in error.errors())) from None
 
     @property
     def expected(self) -> int:
@@ -157,14 +157,35 @@ def _override(fields: Any, name: str, value: str) -> None:
         fields[last] = value
 
 
-def _wrong(origin: str, error: Any) -> str:
+def _wrong(origin: str, fields: Any, error: Any) -> str:
     """One line for an error of pydantic's."""
-    field = ".".join(str(part) for part in error["loc"]) or "workload"
+    field = _name(fields, error) or "workload"
     message = error["msg"].removeprefix("Value error, ")
-    if error["type"] == "value_error":
-        return f"{origin}: {field}: {message}"
-    if error["type"] == "extra_forbidden":
-        return f"{origin}: {field}: no such field here; take it out, or check its spelling"
-    if error["type"] == "missing":
-        return f"{origin}: {field}: is missing; set it"
-    return f"{origin}: {field} is {error['input']!r:.80}: {message}"
+    match error["type"]:
+        case "value_error":
+            return f"{origin}: {field}: {message}"
+        case "extra_forbidden":
+            return f"{origin}: {field}: no such field here; take it out, or check its spelling"
+        case "missing":
+            return f"{origin}: {field}: is missing; set it"
+        case "union_tag_not_found":
+            return f"{origin}: {field}: {error['ctx']['discriminator']} is missing; say which"
+        case "union_tag_invalid":
+            name, known = error["ctx"]["discriminator"].strip("'"), error["ctx"]["expected_tags"]
+            return f"{origin}: {field}.{name} is {error['ctx']['tag']!r}; use one of {known}"
+        case _:
+            return f"{origin}: {field} is {error['input']!r:.80}: {message}"
+
+
+def _name(fields: Any, error: Any) -> str:
+    """The dotted name of the wrong field: pydantic's location without the kinds of unions, which are no fields."""
+    parts, location = [], error["loc"]
+    for place, part in enumerate(location):
+        last = place == len(location) - 1
+        if isinstance(fields, dict) and (part in fields or (last and error["type"] == "missing")):
+            parts.append(part)
+            fields = fields.get(part)
+        elif isinstance(fields, list) and isinstance(part, int):
+            parts.append(part)
+            fields = fields[part] if part < len(fields) else None
+    return ".".join(map(str, parts))

@@ -12,8 +12,6 @@ from typing import Literal
 from .source import Source, TraceRow
 from .text import Check, csv_fields
 
-_EPOCH = datetime(1970, 1, 1)
-
 
 class AzureLLM(Source):
     """Arrivals and lengths of one service; no adapters."""
@@ -23,11 +21,14 @@ class AzureLLM(Source):
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         check = Check(self.path)
+        start: datetime | None = None
         for line, (when, prompt, output) in csv_fields(self.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
             try:
                 # 100 ns of resolution, and an offset in the traces of 2024: more than Python's own parser takes
                 stamp, _, fraction = when.partition("+")[0].partition(".")
-                seconds = (datetime.fromisoformat(stamp) - _EPOCH).total_seconds() + float(f"0.{fraction or 0}")
+                time = datetime.fromisoformat(stamp)
+                start = start or time
+                seconds = (time - start).total_seconds() + float(f"0.{fraction or 0}")
             except (ValueError, TypeError):
                 mend = "it must be a time like 2023-11-16 18:17:03.9799600"
                 raise check.error(line, "TIMESTAMP", when, mend) from None
