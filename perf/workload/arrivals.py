@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Discriminator, Field, NonNegativeFloat, PositiveFloat, Tag, model_validator
 
 from . import rates
-from .errors import WorkloadError
+from .errors import TraceError, WorkloadError
 from .model import Strict
 from .request import NS
 from .seeds import stream
@@ -195,19 +195,23 @@ class ReplayArrivals(Strict):
             yield kept
 
     def _rows(self, seed: int) -> Iterator[np.ndarray]:
-        start, shift, rows = None, 0, 0
+        start: float | None = None
+        shift = 0
         while True:
-            latest = shift
+            rows, latest = 0, shift
             for chunk in self.trace.columns("arrival", seed=seed, size=CHUNK):
                 seconds = np.array(chunk["arrival"])
                 start = float(seconds[0]) if start is None else start
                 times = np.rint((seconds - start) * (self.time_scale * NS)).astype(np.int64) + shift
                 latest, rows = int(times[-1]), rows + len(times)
                 yield times
-            if not self.repeat or not rows:
+            if not self.repeat:
                 return
+            if latest == shift:
+                mend = "leave repeat out, or give a longer trace"
+                raise TraceError(self.trace.path, None, f"{rows} rows at one time cannot be repeated", mend)
             # the next round begins a mean gap after the last row
-            shift = latest + max(1, round(latest / rows))
+            shift = latest + max(1, round((latest - shift) / (rows - 1)))
 
     def _copies(self, rows: np.ndarray, rng: np.random.Generator) -> np.ndarray:
         """Requests for all rows but the last, which only tells where the copies of the one before it end."""
