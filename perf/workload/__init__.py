@@ -1,0 +1,13 @@
+"""Workloads: requests with adapters, arrival times and lengths, from laws or from traces.
+
+    spec = WorkloadSpec.load(Path("hour.toml"))
+    for request in spec: ...  # TraceRequest, in order of arrival; the same every time
+
+`python -m chorus.perf.workload SPEC` describes one. Needs no tensor library.
+"""
+
+from .errors import TraceError, WorkloadError
+from .request import RequestBatch, TraceRequest
+from .spec import WorkloadSpec
+
+__all__ = ["RequestBatch", "TraceError", "TraceRequest", "WorkloadError", "WorkloadSpec"]

@@ -1,0 +1,303 @@
+"""How long prompts and answers are, in tokens."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+
+from .errors import TraceError
+from .model import Strict
+from .seeds import stream
+from .traces import TraceRow, TraceSource
+
+#: (percentile, prompt tokens, output tokens) of Azure's code trace of 2023, measured on the trace.
+_AZURE_CODE: list[tuple[float, int, int]] = [
+    (0.0, 3, 6),
+    (1.0, 17, 6),
+    (2.0, 35, 6),
+    (5.0, 75, 6),
+    (10.0, 147, 7),
+    (20.0, 386, 8),
+    (30.0, 770, 9),
+    (40.0, 1075, 11),
+    (50.0, 1469, 13),
+    (60.0, 1909, 16),
+    (70.0, 2433, 20),
+    (75.0, 2744, 24),
+    (80.0, 3192, 29),
+    (85.0, 3920, 39),
+    (90.0, 5188, 55),
+    (92.0, 5959, 65),
+    (94.0, 6585, 79),
+    (96.0, 7430, 105),
+    (97.0, 7435, 128),
+    (98.0, 7436, 171),
+    (99.0, 7436, 251),
+    (99.5, 7436, 359),
+    (99.9, 7437, 825),
+    (99.97, 7437, 932),
+    (100.0, 7437, 1899),
+]
+
+
+class Taken(NamedTuple):
+    """Lengths of some requests, int64 [n] each; fewer than asked for where a trace ends."""
+
+    prompt: np.ndarray
+    output: np.ndarray
+    hash_ids: list[tuple[int, ...]] | None = None
+    hash_block_tokens: int = 0
+
+
+class ConstantTokens(Strict):
+    """Always `tokens`."""
+
+    law: Literal["constant"]
+    tokens: PositiveInt
+
+    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        return np.full(n, self.tokens, np.int64)
+
+
+class UniformTokens(Strict):
+    """Any number from `low` to `high`, both included."""
+
+    law: Literal["uniform"]
+    low: PositiveInt
+    high: PositiveInt
+
+    @model_validator(mode="after")
+    def _in_order(self) -> UniformTokens:
+        if self.high < self.low:
+            raise ValueError(f"low is {self.low} and high {self.high}; high must not be below low")
+        return self
+
+    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        return self.low + (rng.random(n) * (self.high - self.low + 1)).astype(np.int64)
+
+
+class LognormalTokens(Strict):
+    """A lognormal whose logarithm has standard deviation `sigma`, cut at `most`; `mean` is that after the cut."""
+
+    law: Literal["lognormal"]
+    mean: float = Field(gt=1)
+    sigma: PositiveFloat
+    most: PositiveInt
+
+    @model_validator(mode="after")
+    def _reachable(self) -> LognormalTokens:
+        if self.mean >= 0.95 * self.most:
+            raise ValueError(f"mean is {self.mean:g} and most {self.most}; most must be well above the mean")
+        return self
+
+    @property
+    def mu(self) -> float:
+        """Mean of the logarithm, for which E[min(X, most)] is the mean."""
+        low, high = -math.log(self.most) - 20 * self.sigma, math.log(self.most) + 20 * self.sigma
+        for _ in range(80):
+            middle = (low + high) / 2
+            if self._mean_at(middle) < self.mean:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def _mean_at(self, mu: float) -> float:
+        top = (math.log(self.most) - mu) / self.sigma
+        below = math.exp(mu + self.sigma**2 / 2) * _normal_cdf(top - self.sigma)
+        return below + self.most * (1 - _normal_cdf(top))
+
+    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        tokens = np.exp(self.mu + self.sigma * rng.standard_normal(n))
+        return np.rint(np.clip(tokens, 1, self.most)).astype(np.int64)
+
+
+class QuantileTokens(Strict):
+    """Through (percentile, tokens) points from 0 to 100, straight between them."""
+
+    law: Literal["quantiles"]
+    points: list[tuple[float, PositiveInt]] = Field(min_length=2)
+
+    @model_validator(mode="after")
+    def _rising(self) -> QuantileTokens:
+        shares, tokens = zip(*self.points, strict=True)
+        rising = all(before < after for before, after in itertools.pairwise(shares))
+        if not rising or shares[0] != 0 or shares[-1] != 100 or list(tokens) != sorted(tokens):
+            raise ValueError(f"points are {self.points}; percentiles must rise from 0 to 100 and tokens never fall")
+        return self
+
+    def draw(self, rng: np.random.Generator, n: int) -> np.ndarray:
+        shares, tokens = zip(*self.points, strict=True)
+        return np.rint(np.interp(rng.random(n) * 100, shares, tokens)).astype(np.int64)
+
+
+Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens | QuantileTokens, Field(discriminator="law")]
+
+
+class Lengths(Strict):
+    """scale: multiplies all lengths (dLoRA §7.4). max_prompt, max_output: longer ones are cut to this."""
+
+    scale: PositiveFloat = 1.0
+    max_prompt: PositiveInt | None = None
+    max_output: PositiveInt | None = None
+
+    def take(self, seed: int) -> Callable[[int], Taken]:
+        """A function that gives the lengths of the next n requests."""
+        raw = self._take(seed)
+
+        def take(n: int) -> Taken:
+            taken = raw(n)
+            if self.scale == 1.0 and self.max_prompt is None and self.max_output is None:
+                return taken
+            prompt, output = self._fit(taken.prompt, self.max_prompt), self._fit(taken.output, self.max_output)
+            if taken.hash_ids is None:
+                return Taken(prompt, output)
+            blocks = -(-prompt // taken.hash_block_tokens)
+            ids = [each[:count] for each, count in zip(taken.hash_ids, blocks.tolist(), strict=True)]
+            return Taken(prompt, output, ids, taken.hash_block_tokens)
+
+        return take
+
+    def _take(self, seed: int) -> Callable[[int], Taken]:
+        raise NotImplementedError
+
+    def _fit(self, tokens: np.ndarray, most: int | None) -> np.ndarray:
+        scaled = np.rint(tokens * self.scale).astype(np.int64)
+        return np.clip(scaled, 1, most)
+
+
+class IndependentLengths(Lengths):
+    """Prompt and answer each by a law of its own."""
+
+    def laws(self) -> tuple[Tokens, Tokens]:
+        raise NotImplementedError
+
+    def _take(self, seed: int) -> Callable[[int], Taken]:
+        prompt, output = self.laws()
+        prompts, outputs = stream(seed, "prompt lengths"), stream(seed, "output lengths")
+        return lambda n: Taken(prompt.draw(prompts, n), output.draw(outputs, n))
+
+
+class GivenLengths(IndependentLengths):
+    """Laws of the specification's own."""
+
+    kind: Literal["laws"]
+    prompt: Tokens
+    output: Tokens
+
+    def laws(self) -> tuple[Tokens, Tokens]:
+        return self.prompt, self.output
+
+
+class ShareGPT(IndependentLengths):
+    """Like ShareGPT: lognormal, cut at the context of 2048 tokens.
+
+    Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig. 11a. Spread: dLoRA (§2, load imbalance across replicas)
+    reports that the longest prompt and answer are 636.7 and 163.9 times the average; of 10⁵ lognormal values the
+    largest is e^(4.265σ − σ²/2) times the mean, which gives σ = 1.97 and 1.44.
+    """
+
+    kind: Literal["sharegpt"]
+
+    def laws(self) -> tuple[Tokens, Tokens]:
+        return (
+            LognormalTokens(law="lognormal", mean=161.31, sigma=1.97, most=2048),
+            LognormalTokens(law="lognormal", mean=337.99, sigma=1.44, most=2048),
+        )
+
+
+class Alpaca(IndependentLengths):
+    """Like Alpaca: lognormal, cut at 2048 tokens.
+
+    Means 19.31 and 58.45: the vLLM paper (SOSP 2023), Fig. 11b. Spread: σ = 0.565 and 0.997 are those of 6400
+    instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data of the same kind.
+    """
+
+    kind: Literal["alpaca"]
+
+    def laws(self) -> tuple[Tokens, Tokens]:
+        return (
+            LognormalTokens(law="lognormal", mean=19.31, sigma=0.565, most=2048),
+            LognormalTokens(law="lognormal", mean=58.45, sigma=0.997, most=2048),
+        )
+
+
+class AzureCode(IndependentLengths):
+    """Percentiles of Azure's code trace of 2023 (8,819 requests, CC-BY-4.0), for where the trace itself is not at hand.
+
+    Prompt and answer are drawn independently; to keep the trace's pairs use the kind "trace". The conversation trace
+    has no such table here: its percentiles are published as a figure only, so give the file.
+    """
+
+    kind: Literal["azure_code"]
+
+    def laws(self) -> tuple[Tokens, Tokens]:
+        return (
+            QuantileTokens(law="quantiles", points=[(share, prompt) for share, prompt, _ in _AZURE_CODE]),
+            QuantileTokens(law="quantiles", points=[(share, output) for share, _, output in _AZURE_CODE]),
+        )
+
+
+class TraceLengths(Lengths):
+    """Lengths of a trace: "empirical" draws rows at random, "replay" takes them in order, with their prefix hashes.
+
+    repeat: begin a replay anew when the trace ends.
+    """
+
+    kind: Literal["trace"]
+    trace: TraceSource
+    mode: Literal["empirical", "replay"] = "empirical"
+    repeat: bool = False
+
+    def _take(self, seed: int) -> Callable[[int], Taken]:
+        for field in ("prompt_tokens", "output_tokens"):
+            self.trace.needs(field, "lengths")
+        return self._replayed(seed) if self.mode == "replay" else self._drawn(seed)
+
+    def _drawn(self, seed: int) -> Callable[[int], Taken]:
+        parts = [
+            np.array([chunk["prompt_tokens"], chunk["output_tokens"]], np.int32)
+            for chunk in self.trace.columns("prompt_tokens", "output_tokens", seed=seed)
+        ]
+        if not parts:
+            raise TraceError(self.trace.path, None, "the trace has no rows", "give one with requests")
+        pairs = np.concatenate(parts, axis=1).astype(np.int64)
+        rng = stream(seed, "prompt lengths")
+
+        def take(n: int) -> Taken:
+            rows = (rng.random(n) * pairs.shape[1]).astype(np.int64)
+            return Taken(pairs[0, rows], pairs[1, rows])
+
+        return take
+
+    def _replayed(self, seed: int) -> Callable[[int], Taken]:
+        rows = self._rounds(seed)
+
+        def take(n: int) -> Taken:
+            taken = list(itertools.islice(rows, n))
+            prompt = np.array([row.prompt_tokens for row in taken], np.int64)
+            output = np.array([row.output_tokens for row in taken], np.int64)
+            block = max((row.hash_block_tokens for row in taken), default=0)
+            return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block)
+
+        return take
+
+    def _rounds(self, seed: int) -> Iterator[TraceRow]:
+        while True:
+            row = None
+            for row in self.trace.rows(seed):
+                yield row
+            if not self.repeat or row is None:
+                return
+
+
+AnyLengths = Annotated[GivenLengths | ShareGPT | Alpaca | AzureCode | TraceLengths, Field(discriminator="kind")]
+
+
+def _normal_cdf(x: float) -> float:
+    return math.erfc(-x / math.sqrt(2)) / 2

@@ -1,0 +1,266 @@
+"""Which adapter a request is for: laws by which requests are spread over adapters.
+
+`distinct`, `uniform`, `zipf` and `identical` are the four workloads of Punica (§7, "Workloads"). Adapter 0 is the most
+popular one. A law names the probability of each adapter, or goes by the requests of a trace.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
+
+from .errors import WorkloadError
+from .model import Strict
+from .request import BASE
+from .seeds import stream
+from .traces import TraceSource
+
+
+class Chosen(NamedTuple):
+    """Adapters of the coming requests.
+
+    take: indices of the next n, int64; fewer where a trace ends. count: how many adapters there are, None: not known.
+    name: of an index, None: the workload numbers them.
+    """
+
+    take: Callable[[int], np.ndarray]
+    count: int | None
+    name: Callable[[int], str] | None = None
+
+
+class Law(Strict):
+    """A law of popularity. `expected`: requests of the workload, asked for only where a law depends on it."""
+
+    def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        """count: of adapters, where the specification sets it."""
+        raise NotImplementedError
+
+
+class Distinct(Law):
+    """Each request is for an adapter of its own; with a `count`, by turns."""
+
+    kind: Literal["distinct"]
+
+    def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        taken = 0
+
+        def take(n: int) -> np.ndarray:
+            nonlocal taken
+            index = np.arange(taken, taken + n, dtype=np.int64)
+            taken += n
+            return index if count is None else index % count
+
+        return Chosen(take, count)
+
+
+class Identical(Law):
+    """All requests are for the same adapter."""
+
+    kind: Literal["identical"]
+
+    def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        return Chosen(lambda n: np.zeros(n, np.int64), 1)
+
+
+class Weighted(Law):
+    """Laws with a weight per adapter.
+
+    exact: instead of independent draws, deal out the very shares (`counts`) in random order, as Punica's benchmark
+    does; needs the number of requests.
+    """
+
+    exact: bool = False
+
+    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
+        """Weight of each adapter, most popular first, float64; need not sum to 1."""
+        raise NotImplementedError
+
+    def counts(self, requests: int, count: int | None) -> np.ndarray:
+        """Requests of each adapter when `requests` are dealt out exactly: the weights' shares by largest remainder."""
+        weights = self.weights(count, lambda: requests)
+        shares = weights / weights.sum() * requests
+        counts = np.floor(shares).astype(np.int64)
+        left = requests - int(counts.sum())
+        counts[np.argsort(counts - shares, kind="stable")[:left]] += 1
+        return counts
+
+    def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        rng = stream(seed, "popularity")
+        if self.exact:
+            counts = self.counts(expected(), count)
+            order = rng.permutation(np.repeat(np.arange(len(counts), dtype=np.int32), counts))
+            return Chosen(_rechunk(iter([order])), len(counts))
+        weights = self.weights(count, expected)
+        return Chosen(_independent(weights, rng), len(weights))
+
+
+class Uniform(Weighted):
+    """All adapters are equally popular: `adapters.count` of them, or ⌈√n⌉ for n requests (Punica §7)."""
+
+    kind: Literal["uniform"]
+
+    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
+        return np.ones(count or math.isqrt(max(expected(), 1) - 1) + 1)
+
+
+class Zipf(Weighted):
+    """Zipf-α as Punica defines it (§7): the i-th most popular adapter has α times the requests of the i+1-th.
+
+    So shares fall geometrically, which is not the power law that others call Zipf: that one is `power_law`. Punica's
+    Skewed workload is α = 1.5. Without `adapters.count` there are as many adapters as Punica's benchmark makes for n
+    requests, and `exact` deals them out as it does: runs of ⌊α^k⌋ requests, k = 0, 1, …, and the rest as one more.
+    """
+
+    kind: Literal["zipf"]
+    alpha: float = Field(default=1.5, gt=1.0)
+
+    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
+        return self.alpha ** -np.arange(count or len(self._lengths(expected())), dtype=np.float64)
+
+    def counts(self, requests: int, count: int | None) -> np.ndarray:
+        if count is not None:
+            return super().counts(requests, count)
+        return np.array(self._lengths(requests), np.int64)
+
+    def _lengths(self, requests: int) -> list[int]:
+        lengths: list[int] = []
+        run, total = 1.0, 0
+        while total + math.floor(run) < requests:
+            lengths.append(math.floor(run))
+            total += lengths[-1]
+            run *= self.alpha
+        return sorted([*lengths, requests - total], reverse=True)
+
+
+class PowerLaw(Weighted):
+    """The i-th most popular of `adapters.count` adapters has a weight of i^−exponent: the usual Zipf's law."""
+
+    kind: Literal["power_law"]
+    exponent: NonNegativeFloat = 1.0
+
+    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
+        if count is None:
+            raise WorkloadError("popularity: a power_law needs the number of adapters; set `adapters.count`")
+        return np.arange(1, count + 1, dtype=np.float64) ** -self.exponent
+
+
+class Given(Weighted):
+    """The weights themselves, most popular first."""
+
+    kind: Literal["weights"]
+    given: list[PositiveFloat] = Field(alias="weights", min_length=1)
+
+    @model_validator(mode="after")
+    def _most_popular_first(self) -> Given:
+        if self.given != sorted(self.given, reverse=True):
+            raise ValueError(f"weights are {self.given}; put the largest first")
+        return self
+
+    def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
+        if count is not None and count != len(self.given):
+            raise WorkloadError(
+                f"adapters.count is {count}, but popularity has {len(self.given)} weights; leave it out"
+            )
+        return np.array(self.given)
+
+
+class FromTrace(Law):
+    """Adapters of a trace.
+
+    mode "counts": independent draws with the trace's own shares, its base-model requests included. "replay": the
+    trace's sequence itself. names: "trace" keeps the adapters' names, "numbers" numbers them by popularity (counts) or
+    by first use (replay). skewness: dLoRA's mapping (§7.1) of a trace's many functions onto `adapters.count` adapters:
+    functions sorted by their number of requests, `skewness` at a time to the first adapter, as many to the second, and
+    so on by turns. The larger, the more skewed. rate and time are the arrivals' concern.
+    """
+
+    kind: Literal["trace"]
+    trace: TraceSource
+    mode: Literal["counts", "replay"] = "counts"
+    names: Literal["trace", "numbers"] = "trace"
+    skewness: PositiveInt | None = None
+    repeat: bool = False
+
+    def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
+        self.trace.needs("adapter", "popularity")
+        if self.skewness is not None:
+            return self._mapped(seed, count)
+        if count is not None:
+            raise WorkloadError(
+                f"adapters.count is {count}, but popularity takes its adapters from a trace; leave it out, or set "
+                "popularity.skewness to map them"
+            )
+        if self.mode == "replay":
+            return self._replayed(seed)
+        counts = self.trace.adapter_counts(seed)
+        table = [name for name, _ in counts if name is not None]
+        numbers = itertools.count()
+        index = np.array([BASE if name is None else next(numbers) for name, _ in counts])
+        take = _independent(np.array([number for _, number in counts], np.float64), stream(seed, "popularity"))
+        return Chosen(lambda n: index[take(n)], len(table), table.__getitem__ if self.names == "trace" else None)
+
+    def _mapped(self, seed: int, count: int | None) -> Chosen:
+        if count is None:
+            raise WorkloadError("popularity: skewness maps functions onto adapters; set `adapters.count`")
+        counts = [each for each in self.trace.adapter_counts(seed) if each[0] is not None]
+        adapter = {name: place // self.skewness % count for place, (name, _) in enumerate(counts)}
+        if self.mode == "replay":
+            return Chosen(_rechunk(self._indices(seed, lambda name: BASE if name is None else adapter[name])), count)
+        weights = np.bincount(list(adapter.values()), [number for _, number in counts], minlength=count)
+        return Chosen(_independent(weights, stream(seed, "popularity")), count)
+
+    def _replayed(self, seed: int) -> Chosen:
+        table: dict[str, int] = {}
+        names: list[str] = []
+
+        def index(name: str | None) -> int:
+            if name is None:
+                return BASE
+            if name not in table:
+                table[name] = len(names)
+                names.append(name)
+            return table[name]
+
+        take = _rechunk(self._indices(seed, index))
+        return Chosen(take, None, names.__getitem__ if self.names == "trace" else None)
+
+    def _indices(self, seed: int, index: Callable[[str | None], int]) -> Iterator[np.ndarray]:
+        while True:
+            rows = 0
+            for chunk in self.trace.columns("adapter", seed=seed):
+                rows += len(chunk["adapter"])
+                yield np.array([index(name) for name in chunk["adapter"]], np.int64)
+            if not self.repeat or not rows:
+                return
+
+
+def _independent(weights: np.ndarray, rng: np.random.Generator) -> Callable[[int], np.ndarray]:
+    """Draws of an index by weight."""
+    cumulated = np.cumsum(weights / weights.sum())[:-1]
+    return lambda n: np.searchsorted(cumulated, rng.random(n), side="right")
+
+
+def _rechunk(chunks: Iterator[np.ndarray]) -> Callable[[int], np.ndarray]:
+    """Hands out the chunks' elements n at a time, int64, fewer at the end."""
+    left = np.empty(0, np.int64)
+
+    def take(n: int) -> np.ndarray:
+        nonlocal left
+        held = [left]
+        while sum(map(len, held)) < n and (chunk := next(chunks, None)) is not None:
+            held.append(chunk)
+        joined = np.concatenate(held) if len(held) > 1 else left
+        left = joined[n:]
+        return joined[:n].astype(np.int64)
+
+    return take
+
+
+Popularity = Annotated[
+    Distinct | Identical | Uniform | Zipf | PowerLaw | Given | FromTrace, Field(discriminator="kind")
+]

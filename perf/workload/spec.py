@@ -1,0 +1,191 @@
+"""A workload as data: arrivals × popularity × lengths × adapters × duration × seed, from TOML or JSON."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import tomllib
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+
+from .adapters import Adapters
+from .arrivals import Arrivals, ReplayArrivals
+from .errors import WorkloadError
+from .lengths import AnyLengths, Taken
+from .model import Strict
+from .popularity import Popularity
+from .request import BASE, RequestBatch, TraceRequest
+from .seeds import stream
+
+
+class WorkloadSpec(Strict):
+    """Everything that decides the requests; the same specification gives the same ones, bit for bit.
+
+    Each part draws from a random stream of its own, so changing one leaves the others as they are, and a longer
+    workload begins with the requests of a shorter one. Iterating a specification gives its requests in order of
+    arrival, and iterating it again the same ones.
+
+    duration: seconds; requests that would come later are left out. requests: how many there are at most. One of the two
+    ends the workload, unless a replayed trace does. slo: service classes and their weights; default: none.
+    """
+
+    seed: int = Field(default=0, ge=0)
+    duration: PositiveFloat | None = None
+    requests: PositiveInt | None = None
+    arrivals: Arrivals
+    popularity: Popularity
+    lengths: AnyLengths
+    adapters: Adapters = Adapters()
+    slo: dict[str, PositiveFloat] | None = None
+
+    @field_validator("slo")
+    @classmethod
+    def _has_classes(cls, slo: dict[str, float] | None) -> dict[str, float] | None:
+        if slo is not None and not 0 < len(slo) <= 127:
+            raise ValueError(f"slo has {len(slo)} classes; give 1 to 127, or leave slo out")
+        return slo
+
+    @model_validator(mode="after")
+    def _ends(self) -> WorkloadSpec:
+        replay = self.arrivals if isinstance(self.arrivals, ReplayArrivals) else None
+        if replay:
+            replay.trace.needs("arrival", "arrivals")
+        if self.duration is None and self.requests is None and (replay is None or replay.repeat):
+            raise ValueError("the workload never ends; set duration (seconds), requests, or both")
+        return self
+
+    @classmethod
+    def load(cls, path: Path, overrides: Mapping[str, str] | None = None) -> WorkloadSpec:
+        """Reads a .toml or .json file. overrides: dotted field → JSON value (or a plain word), in place of the file's.
+
+        Raises:
+            WorkloadError: for a file that cannot be read or a field that is wrong; names the file and the field.
+        """
+        try:
+            text = path.read_text("utf-8")
+            fields = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
+        except (OSError, UnicodeDecodeError) as error:
+            raise WorkloadError(f"{path}: the specification cannot be read ({error}); check the path") from None
+        except ValueError as error:
+            kind = "TOML" if path.suffix == ".toml" else "JSON"
+            raise WorkloadError(f"{path}: not {kind} ({error}); mend it, or name the file .toml or .json") from None
+        for name, value in (overrides or {}).items():
+            _override(fields, name, value)
+        return cls.parse(fields, path.parent, str(path))
+
+    @classmethod
+    def parse(cls, fields: Any, base: Path | None = None, origin: str = "workload") -> WorkloadSpec:
+        """From plain values, as a file has them. base: what relative paths of traces count from.
+
+        Raises:
+            WorkloadError: names every wrong field, its value and the mend.
+        """
+        try:
+            return cls.model_validate_json(json.dumps(fields), context={"base": base})
+        except ValidationError as error:
+            raise WorkloadError("\n".join(_wrong(origin, fields, each) for each in error.errors())) from None
+
+    @property
+    def expected(self) -> int:
+        """Requests to expect, for laws that depend on it."""
+        if self.requests is not None:
+            return self.requests
+        if self.duration is None:
+            raise WorkloadError("popularity: depends on the number of requests; set `requests`, or `adapters.count`")
+        return max(1, round(self.arrivals.expected(self.duration)))
+
+    def batches(self) -> Iterator[RequestBatch]:
+        """The requests as columns, some thousands at a time."""
+        chosen = self.popularity.choose(self.seed, self.adapters.count, lambda: self.expected)
+        lengths = self.lengths.take(self.seed)
+        name = chosen.name or self.adapters.numbered
+        to_base, slo = stream(self.seed, "base share"), stream(self.seed, "slo")
+        classes = tuple(self.slo or ())
+        weights = np.cumsum(list((self.slo or {}).values()))
+        bounds = weights[:-1] / weights[-1] if classes else weights
+        first = 0
+        duration = math.inf if self.duration is None else self.duration
+        for times in self.arrivals.times(self.seed, duration):
+            wanted = len(times) if self.requests is None else min(len(times), self.requests - first)
+            index, taken = chosen.take(wanted), lengths(wanted)
+            n = min(wanted, len(index), len(taken.prompt))
+            index = index[:n]
+            if self.adapters.base_share:
+                index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
+            if n:
+                yield RequestBatch(
+                    first_id=first,
+                    arrival_ns=times[:n],
+                    adapter=index,
+                    rank=self.adapters.ranks_of(index, chosen.count, self.seed),
+                    name=name,
+                    slo=np.searchsorted(bounds, slo.random(n), side="right").astype(np.int8) if classes else None,
+                    slo_names=classes,
+                    **_cut(taken, n),
+                )
+            first += n
+            if n < len(times) or first == self.requests:
+                return
+
+    def __iter__(self) -> Iterator[TraceRequest]:  # type: ignore[override]
+        return itertools.chain.from_iterable(self.batches())
+
+
+def _cut(taken: Taken, n: int) -> dict[str, Any]:
+    return {
+        "prompt_tokens": taken.prompt[:n],
+        "output_tokens": taken.output[:n],
+        "hash_ids": None if taken.hash_ids is None else taken.hash_ids[:n],
+        "hash_block_tokens": taken.hash_block_tokens,
+    }
+
+
+def _override(fields: Any, name: str, value: str) -> None:
+    *tables, last = name.split(".")
+    for table in tables:
+        fields = fields.setdefault(table, {}) if isinstance(fields, dict) else None
+    if not isinstance(fields, dict):
+        raise WorkloadError(f"{name}: no such field; give the dotted name of one, like popularity.alpha")
+    try:
+        fields[last] = json.loads(value)
+    except json.JSONDecodeError:
+        fields[last] = value
+
+
+def _wrong(origin: str, fields: Any, error: Any) -> str:
+    """One line for an error of pydantic's."""
+    field = _name(fields, error) or "workload"
+    message = error["msg"].removeprefix("Value error, ")
+    match error["type"]:
+        case "value_error":
+            return f"{origin}: {field}: {message}"
+        case "extra_forbidden":
+            return f"{origin}: {field}: no such field here; take it out, or check its spelling"
+        case "missing":
+            return f"{origin}: {field}: is missing; set it"
+        case "union_tag_not_found":
+            return f"{origin}: {field}: {error['ctx']['discriminator']} is missing; say which"
+        case "union_tag_invalid":
+            name, known = error["ctx"]["discriminator"].strip("'"), error["ctx"]["expected_tags"]
+            return f"{origin}: {field}.{name} is {error['ctx']['tag']!r}; use one of {known}"
+        case _:
+            return f"{origin}: {field} is {error['input']!r:.80}: {message}"
+
+
+def _name(fields: Any, error: Any) -> str:
+    """The dotted name of the wrong field: pydantic's location without the kinds of unions, which are no fields."""
+    parts, location = [], error["loc"]
+    for place, part in enumerate(location):
+        last = place == len(location) - 1
+        if isinstance(fields, dict) and (part in fields or (last and error["type"] == "missing")):
+            parts.append(part)
+            fields = fields.get(part)
+        elif isinstance(fields, list) and isinstance(part, int):
+            parts.append(part)
+            fields = fields[part] if part < len(fields) else None
+    return ".".join(map(str, parts))

@@ -1,0 +1,166 @@
+"""Arrival times: rates and burstiness, in order, the same again, and a longer workload begins like a shorter one."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.perf.workload import TraceError, WorkloadSpec
+from chorus.perf.workload.rates import Clock, Piece, integral, linear
+
+from .traces_on_disk import azure_llm, mooncake
+
+RISE_AND_FALL = {"curve": "linear", "points": [[0, 1], [1800, 39], [3600, 1]]}
+
+
+def spec(arrivals: dict, **fields: object) -> WorkloadSpec:
+    fields = {"popularity": {"kind": "identical"}, "lengths": {"kind": "alpaca"}, **fields}
+    return WorkloadSpec.parse({"arrivals": arrivals, **fields})
+
+
+def times(arrivals: dict, **fields: object) -> np.ndarray:
+    return np.array([request.arrival for request in spec(arrivals, **fields)])
+
+
+def cv(gaps: np.ndarray) -> float:
+    return float(gaps.std() / gaps.mean())
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "want"),
+    [({"process": "poisson"}, 1.0), ({"process": "gamma", "cv": 4.0}, 4.0), ({"process": "gamma", "cv": 0.5}, 0.5)],
+)
+def test_rate_and_burstiness(arrivals, want):
+    gaps = np.diff(times({"rate": 50, **arrivals}, requests=40_000))
+    assert 1 / gaps.mean() == pytest.approx(50, rel=0.1)
+    assert cv(gaps) == pytest.approx(want, rel=0.1)
+
+
+def test_constant_gaps():
+    assert times({"process": "constant", "rate": 4}, duration=1.1).tolist() == [0.25, 0.5, 0.75, 1.0]
+
+
+def test_rise_and_fall_hour():
+    found = times({"process": "poisson", "rate": RISE_AND_FALL}, duration=3600)
+    assert len(found) == pytest.approx(20 * 3600, rel=0.05)
+    counts, _ = np.histogram(found, bins=6, range=(0, 3600))
+    want = [(1 + 13.67) / 2, (13.67 + 26.33) / 2, (26.33 + 39) / 2]
+    np.testing.assert_allclose(counts / 600, want + want[::-1], rtol=0.1)
+
+
+def test_sinusoid():
+    rate = {"curve": "sinusoid", "mean": 20, "amplitude": 15, "period": 1000, "phase": -0.25}
+    found = times({"process": "constant", "rate": rate}, duration=2000)
+    assert len(found) == pytest.approx(40_000, abs=2)
+    for share, want in ((0.0, 5), (0.25, 20), (0.5, 35), (0.75, 20)):
+        near = np.abs(found % 1000 - share * 1000) < 5
+        near |= np.abs(found % 1000 - 1000 - share * 1000) < 5
+        assert near.sum() / 20 == pytest.approx(want, rel=0.05)
+
+
+def test_on_off_is_quiet_when_off():
+    rate = {"curve": "on_off", "on_rate": 100, "off_rate": 0, "on_seconds": 1, "off_seconds": 9}
+    found = times({"process": "poisson", "rate": rate}, duration=4000)
+    assert len(found) / 4000 == pytest.approx(10, rel=0.25)
+    pauses = np.diff(found)
+    pauses = pauses[pauses > 0.5]
+    assert pauses.mean() == pytest.approx(9.0, rel=0.25)
+    assert cv(np.diff(found)) > 3
+
+
+def test_expected_requests():
+    assert spec({"process": "poisson", "rate": 3}, duration=100).expected == 300
+    assert spec({"process": "poisson", "rate": RISE_AND_FALL}, duration=3600).expected == 72_000
+    on_off = {"curve": "on_off", "on_rate": 10, "off_rate": 2, "on_seconds": 1, "off_seconds": 3}
+    assert spec({"process": "gamma", "cv": 2, "rate": on_off}, duration=100).expected == 400
+
+
+@given(
+    points=st.lists(st.tuples(st.integers(0, 1000), st.just(0) | st.floats(0.01, 50)), min_size=1, max_size=6),
+    due=st.lists(st.floats(1e-3, 2000), min_size=1, max_size=30),
+)
+def test_clock_inverts_the_integral(points, due):
+    points = sorted(points)
+    found = Clock(linear(points)).seconds(np.array(sorted(due)), math.inf)
+    assert (np.diff(found) >= 0).all()
+    for second, want in zip(found, sorted(due), strict=False):
+        assert integral(linear(points), float(second)) == pytest.approx(want, rel=1e-6, abs=1e-6)
+    if points[-1][1] > 0:
+        assert len(found) == len(due)
+
+
+@given(chunks=st.lists(st.integers(1, 40), min_size=1, max_size=8))
+def test_clock_does_not_depend_on_chunks(chunks):
+    pieces = [Piece(0.5, 1, 30), Piece(2.0, 30, 0), Piece(1.0, 0, 0), Piece(math.inf, 9, 9)]
+    due = np.cumsum(np.linspace(0.1, 1.5, sum(chunks)))
+    whole = Clock(iter(pieces)).seconds(due, math.inf)
+    clock = Clock(iter(pieces))
+    ends = list(itertools.accumulate(chunks))
+    parts = [clock.seconds(due[end - n : end], math.inf) for n, end in zip(chunks, ends, strict=True)]
+    np.testing.assert_allclose(np.concatenate(parts), whole, rtol=1e-12)
+
+
+PROCESSES = st.one_of(
+    st.just({"process": "poisson"}),
+    st.builds(lambda cv: {"process": "gamma", "cv": cv}, st.floats(0.2, 6)),
+    st.just({"process": "constant"}),
+)
+RATES = st.one_of(
+    st.floats(1, 500),
+    st.builds(
+        lambda rates: {"curve": "linear", "points": [[2.0 * i, rate] for i, rate in enumerate(rates)]},
+        st.lists(st.floats(0.5, 300), min_size=1, max_size=5),
+    ),
+    st.just({"curve": "on_off", "on_rate": 200, "off_rate": 1, "on_seconds": 1, "off_seconds": 2}),
+    st.just({"curve": "sinusoid", "mean": 40, "amplitude": 60, "period": 7}),
+)
+
+
+@given(process=PROCESSES, rate=RATES, seed=st.integers(0, 2**32), short=st.floats(0.5, 10))
+def test_ordered_restartable_and_prefix_of_longer(process, rate, seed, short):
+    arrivals = {**process, "rate": rate}
+    long = spec(arrivals, duration=20, seed=seed)
+    requests = list(long)
+    assert requests == list(long)
+    assert [request.id for request in requests] == list(range(len(requests)))
+    assert all(a.arrival <= b.arrival for a, b in itertools.pairwise(requests))
+    assert all(0 <= request.arrival < 20 for request in requests)
+    shorter = list(spec(arrivals, duration=short, seed=seed))
+    assert shorter == [request for request in requests if request.arrival < short]
+    few = len(requests) // 2 + 1
+    assert list(spec(arrivals, duration=20, requests=few, seed=seed)) == requests[:few]
+
+
+def test_replay(tmp_path):
+    trace = azure_llm(tmp_path)
+    assert times({"process": "replay", "trace": trace}) == pytest.approx([0, 0.75, 3.7500001])
+    assert times({"process": "replay", "trace": trace, "time_scale": 2}) == pytest.approx([0, 1.5, 7.5000002])
+    assert times({"process": "replay", "trace": trace}, duration=3).tolist() == [0, 0.75]
+    assert times({"process": "replay", "trace": mooncake(tmp_path)}).tolist() == [0, 0.25, 1.0]
+
+
+def test_replay_repeats_a_mean_gap_later(tmp_path):
+    found = times({"process": "replay", "trace": mooncake(tmp_path), "repeat": True}, requests=7)
+    assert found.tolist() == [0, 0.25, 1, 1.5, 1.75, 2.5, 3.0]
+    once = azure_llm(tmp_path, "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-01-01 00:00:00.0,5,3\n")
+    with pytest.raises(TraceError, match="1 rows at one time cannot be repeated; leave repeat out"):
+        times({"process": "replay", "trace": once, "repeat": True}, requests=7)
+
+
+def test_replay_scales_the_rate_without_the_course_of_time(tmp_path):
+    lines = [f"2023-01-01 00:{second // 60:02d}:{second % 60:02d}.0,10,10" for second in range(0, 3600, 2)]
+    trace = azure_llm(tmp_path, "\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *lines]))
+    for scale in (0.25, 2.5):
+        found = times({"process": "replay", "trace": trace, "rate_scale": scale})
+        assert len(found) == pytest.approx(1800 * scale, rel=0.1)
+        assert (np.diff(found) >= 0).all()
+        assert found[-1] <= 3598
+        first, _ = np.histogram(found, bins=2, range=(0, 3600))
+        assert first[0] == pytest.approx(first[1], rel=0.15)
+    tripled = times({"process": "replay", "trace": trace, "rate_scale": 3})
+    assert np.isin(np.arange(0, 3600, 2.0), tripled).all()

@@ -1,0 +1,110 @@
+"""Lengths: published means, laws, and traces."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.perf.workload import WorkloadError, WorkloadSpec
+from chorus.perf.workload.lengths import LognormalTokens
+
+from .traces_on_disk import azure_llm, lora_sequence, mooncake
+
+
+def spec(lengths: dict, requests: int = 40_000, **fields: object) -> WorkloadSpec:
+    fields = {"arrivals": {"process": "poisson", "rate": 10}, "popularity": {"kind": "identical"}, **fields}
+    return WorkloadSpec.parse({"lengths": lengths, "requests": requests, **fields})
+
+
+def columns(lengths: dict, **fields: object) -> tuple[np.ndarray, np.ndarray]:
+    found = [(request.prompt_tokens, request.output_tokens) for request in spec(lengths, **fields)]
+    prompt, output = zip(*found, strict=True)
+    return np.array(prompt), np.array(output)
+
+
+@pytest.mark.parametrize(
+    ("kind", "prompt", "output"),
+    [("sharegpt", 161.31, 337.99), ("alpaca", 19.31, 58.45), ("azure_code", 2047.8, 27.9)],
+)
+def test_published_means(kind, prompt, output):
+    prompts, outputs = columns({"kind": kind})
+    assert prompts.mean() == pytest.approx(prompt, rel=0.08)
+    assert outputs.mean() == pytest.approx(output, rel=0.08)
+    assert min(prompts.min(), outputs.min()) >= 1
+
+
+def test_azure_code_has_the_traces_percentiles():
+    prompts, outputs = columns({"kind": "azure_code"})
+    np.testing.assert_allclose(np.percentile(prompts, [10, 50, 90]), [147, 1469, 5188], rtol=0.1)
+    np.testing.assert_allclose(np.percentile(outputs, [10, 50, 90]), [7, 13, 55], rtol=0.15)
+
+
+@given(mean=st.floats(5, 500), sigma=st.floats(0.1, 2), room=st.floats(4, 100))
+def test_lognormal_keeps_its_mean_after_the_cut(mean, sigma, room):
+    law = LognormalTokens(law="lognormal", mean=mean, sigma=sigma, most=int(mean * room))
+    assert law._mean_at(law.mu) == pytest.approx(mean, rel=1e-6)
+    drawn = law.draw(np.random.Generator(np.random.PCG64(0)), 2000)
+    assert drawn.min() >= 1 and drawn.max() <= law.most
+
+
+def test_laws():
+    prompts, outputs = columns(
+        {
+            "kind": "laws",
+            "prompt": {"law": "uniform", "low": 5, "high": 8},
+            "output": {"law": "quantiles", "points": [[0, 10], [50, 10], [100, 20]]},
+        }
+    )
+    assert np.bincount(prompts)[5:].tolist() == pytest.approx([10_000] * 4, rel=0.1)
+    assert (outputs == 10).mean() == pytest.approx(0.525, rel=0.1)
+    prompts, outputs = columns(
+        {"kind": "laws", "prompt": {"law": "constant", "tokens": 7}, "output": {"law": "constant", "tokens": 1}}
+    )
+    assert set(prompts) == {7} and set(outputs) == {1}
+
+
+def test_scale_and_limits():
+    given_ = {"law": "constant", "tokens": 100}
+    kind = {"kind": "laws", "prompt": given_, "output": given_}
+    prompts, outputs = columns({**kind, "scale": 2.5, "max_output": 200}, requests=10)
+    assert set(prompts) == {250} and set(outputs) == {200}
+
+
+def test_empirical_keeps_pairs(tmp_path):
+    prompts, outputs = columns({"kind": "trace", "trace": azure_llm(tmp_path)})
+    pairs, counts = np.unique(np.stack([prompts, outputs]), axis=1, return_counts=True)
+    assert pairs.T.tolist() == [[40, 1], [100, 7], [2000, 31]]
+    assert counts.tolist() == pytest.approx([40_000 / 3] * 3, rel=0.1)
+
+
+def test_replay_with_prefixes(tmp_path):
+    lengths = {"kind": "trace", "mode": "replay", "trace": mooncake(tmp_path)}
+    found = list(spec(lengths))
+    assert [request.prompt_tokens for request in found] == [1024, 1300, 10]
+    assert [request.hash_ids for request in found] == [(0, 1), (0, 1, 2), (3,)]
+    assert {request.hash_block_tokens for request in found} == {512}
+    cut = list(spec({**lengths, "max_prompt": 600, "repeat": True}, requests=4))
+    assert [request.prompt_tokens for request in cut] == [600, 600, 10, 600]
+    assert [request.hash_ids for request in cut] == [(0, 1), (0, 1), (3,), (0, 1)]
+
+
+def test_a_trace_without_tokens_is_refused(tmp_path):
+    with pytest.raises(WorkloadError, match=r"lengths: a trace of this format \(LoraSequence, .*has no prompt_tokens"):
+        columns({"kind": "trace", "trace": lora_sequence(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("law", "message"),
+    [
+        ({"law": "uniform", "low": 5, "high": 4}, "high must not be below low"),
+        ({"law": "lognormal", "mean": 100, "sigma": 1, "most": 100}, "most must be well above the mean"),
+        ({"law": "quantiles", "points": [[0, 10], [50, 20]]}, "rise from 0 to 100"),
+        ({"law": "quantiles", "points": [[0, 10], [100, 5]]}, "tokens never fall"),
+        ({"law": "constant", "tokens": 0}, r"lengths\.prompt\.tokens is 0"),
+    ],
+)
+def test_wrong_laws(law, message):
+    with pytest.raises(WorkloadError, match=message):
+        spec({"kind": "laws", "prompt": law, "output": {"law": "constant", "tokens": 1}})

@@ -1,0 +1,167 @@
+"""Laws of popularity, by the definitions of the papers, and the ranks of adapters."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.perf.workload import WorkloadError, WorkloadSpec
+from chorus.perf.workload.popularity import Given, PowerLaw, Uniform, Zipf
+
+from .traces_on_disk import azure_functions, lora_sequence
+
+
+def spec(popularity: dict, requests: int = 20_000, **fields: object) -> WorkloadSpec:
+    fields = {"arrivals": {"process": "poisson", "rate": 100}, "lengths": {"kind": "alpaca"}, **fields}
+    return WorkloadSpec.parse({"popularity": popularity, "requests": requests, **fields})
+
+
+def counts(popularity: dict, requests: int = 20_000, **fields: object) -> Counter:
+    return Counter(request.adapter for request in spec(popularity, requests, **fields))
+
+
+def no_requests() -> int:
+    raise AssertionError("the law does not depend on the number of requests")
+
+
+def test_zipf_is_the_ratio_of_neighbours():
+    weights = Zipf(kind="zipf", alpha=1.5).weights(12, no_requests)
+    np.testing.assert_allclose(weights[:-1] / weights[1:], 1.5, rtol=1e-12)
+    found = counts({"kind": "zipf", "alpha": 2.0}, 50_000, adapters={"count": 5})
+    shares = [found[f"adapter-{i:05d}"] / 50_000 for i in range(5)]
+    np.testing.assert_allclose(shares, np.array([16, 8, 4, 2, 1]) / 31, rtol=0.1)
+
+
+@given(requests=st.integers(1, 5000), alpha=st.floats(1.1, 4))
+def test_exact_zipf_deals_out_runs_of_powers(requests, alpha):
+    lengths = Zipf(kind="zipf", alpha=alpha).counts(requests, None)
+    assert lengths.sum() == requests
+    assert (np.diff(lengths) <= 0).all() and (lengths > 0).all()
+    powers = Counter(int(alpha**k + 1e-9) for k in range(len(lengths) - 1))
+    # one run holds what is left over; powers next to a whole number may fall on either side of it
+    if all(abs(alpha**k - round(alpha**k)) > 1e-6 for k in range(1, len(lengths))):
+        assert (powers - Counter(lengths.tolist())).total() == 0
+
+
+def test_exact_zipf_of_a_hundred_by_hand():
+    # 1.5^k: 1, 1.5, 2.25, 3.375, 5.06, 7.59, 11.39, 17.09, 25.63; 26 are left of 100 after the 17
+    lengths = Zipf(kind="zipf", alpha=1.5).counts(100, None)
+    assert lengths.tolist() == [28, 25, 17, 11, 7, 5, 3, 2, 1, 1]
+    found = counts({"kind": "zipf", "alpha": 1.5, "exact": True}, 100)
+    assert [found[f"adapter-{i:05d}"] for i in range(10)] == lengths.tolist()
+
+
+def test_distinct_and_identical():
+    assert max(counts({"kind": "distinct"}, 500).values()) == 1
+    assert counts({"kind": "distinct"}, 500, adapters={"count": 50}) == {f"adapter-{i:05d}": 10 for i in range(50)}
+    assert counts({"kind": "identical"}, 500) == {"adapter-00000": 500}
+
+
+@pytest.mark.parametrize(("requests", "adapters"), [(1, 1), (2, 2), (4, 2), (5, 3), (100, 10), (101, 11)])
+def test_uniform_has_the_root_of_the_requests(requests, adapters):
+    assert len(Uniform(kind="uniform").weights(None, lambda: requests)) == adapters
+    exact = counts({"kind": "uniform", "exact": True}, requests)
+    assert sum(exact.values()) == requests
+    assert max(exact.values()) - min(exact.values()) <= 1
+
+
+def test_uniform_counts_on_expected_requests():
+    made = spec({"kind": "uniform"}, None, duration=100)
+    assert len(Counter(request.adapter for request in made)) == 100
+
+
+def test_power_law():
+    weights = PowerLaw(kind="power_law", exponent=1.5).weights(8, no_requests)
+    np.testing.assert_allclose(weights, np.arange(1, 9) ** -1.5)
+    with pytest.raises(WorkloadError, match=r"set `adapters\.count`"):
+        counts({"kind": "power_law"})
+
+
+def test_given_weights():
+    law = Given(kind="weights", weights=[6.0, 3.0, 1.0])
+    assert law.counts(10, None).tolist() == [6, 3, 1]
+    with pytest.raises(WorkloadError, match=r"count is 5, but popularity has 3 weights"):
+        counts({"kind": "weights", "weights": [6.0, 3.0, 1.0]}, adapters={"count": 5})
+    with pytest.raises(WorkloadError, match="put the largest first"):
+        counts({"kind": "weights", "weights": [1.0, 2.0]})
+
+
+@given(weights=st.lists(st.floats(0.01, 10), min_size=1, max_size=20), requests=st.integers(1, 500))
+def test_exact_shares_are_within_one(weights, requests):
+    law = Given(kind="weights", weights=sorted(weights, reverse=True))
+    found = law.counts(requests, None)
+    shares = np.array(law.given) / sum(weights) * requests
+    assert found.sum() == requests
+    assert (np.abs(found - shares) < 1 + 1e-9).all()
+
+
+def test_trace_counts(tmp_path):
+    found = counts({"kind": "trace", "trace": lora_sequence(tmp_path)})
+    assert found["L2"] / 20_000 == pytest.approx(0.5, rel=0.1)
+    assert found["L1"] / 20_000 == pytest.approx(0.25, rel=0.1)
+    assert found[None] / 20_000 == pytest.approx(0.25, rel=0.1)
+    numbered = counts({"kind": "trace", "trace": lora_sequence(tmp_path), "names": "numbers"})
+    assert numbered["adapter-00000"] == found["L2"]
+
+
+def test_trace_replay_ends_or_repeats(tmp_path):
+    popularity = {"kind": "trace", "mode": "replay", "trace": lora_sequence(tmp_path)}
+    assert [request.adapter for request in spec(popularity)] == [None, "L2", "L1", "L2"]
+    names = [request.adapter for request in spec({**popularity, "repeat": True, "names": "numbers"}, 6)]
+    assert names == [None, "adapter-00000", "adapter-00001", "adapter-00000", None, "adapter-00000"]
+
+
+def test_dlora_maps_functions_in_order_of_frequency(tmp_path):
+    rows = [(f"f{function}", count) for function, count in enumerate([8, 4, 2, 1])]
+    lines = [f"a,{name},{2 + i},1" for name, count in rows for i in range(count)]
+    lines.sort(key=lambda line: float(line.split(",")[2]))
+    trace = azure_functions(tmp_path, "\n".join(["app,func,end_timestamp,duration", *lines]))
+    for skewness, want in ((1, [10, 5]), (2, [12, 3]), (4, [15])):
+        popularity = {"kind": "trace", "trace": trace, "mode": "replay", "skewness": skewness}
+        found = counts(popularity, adapters={"count": 2})
+        assert [found[f"adapter-{i:05d}"] for i in range(len(want))] == want
+        drawn = counts({**popularity, "mode": "counts"}, adapters={"count": 2})
+        assert drawn["adapter-00000"] / 20_000 == pytest.approx(want[0] / 15, rel=0.1)
+    with pytest.raises(WorkloadError, match=r"set `adapters\.count`"):
+        counts(popularity)
+
+
+def test_trace_of_names_refuses_a_count(tmp_path):
+    with pytest.raises(WorkloadError, match=r"adapters\.count is 7"):
+        counts({"kind": "trace", "trace": lora_sequence(tmp_path)}, adapters={"count": 7})
+
+
+def test_base_share():
+    found = counts({"kind": "identical"}, adapters={"base_share": 0.3})
+    assert found[None] / 20_000 == pytest.approx(0.3, rel=0.1)
+
+
+def ranks(kind: dict, count: int | None, **fields: object) -> dict[str | None, int]:
+    made = spec({"kind": "distinct"}, 4000, adapters={"count": count, "ranks": kind, **fields})
+    found: dict = {}
+    for request in made:
+        assert found.setdefault(request.adapter, request.rank) == request.rank, "an adapter keeps its rank"
+    return found
+
+
+def test_fixed_and_unknown_ranks():
+    assert set(ranks({"kind": "fixed", "rank": 64}, 10).values()) == {64}
+    assert set(ranks(None, 10, base_share=0.5).items()) >= {(None, 0), ("adapter-00000", None)}
+
+
+def test_chosen_ranks_have_their_weights():
+    found = Counter(ranks({"kind": "choice", "ranks": [8, 16, 64], "weights": [1, 2, 1]}, None).values())
+    assert found[16] / 4000 == pytest.approx(0.5, rel=0.1)
+    assert found[8] / 4000 == pytest.approx(0.25, rel=0.15)
+    assert found.keys() == {8, 16, 64}
+
+
+def test_ranks_by_popularity():
+    found = ranks({"kind": "popularity", "ranks": [8, 64]}, 10)
+    assert [found[f"adapter-{i:05d}"] for i in range(10)] == [8] * 5 + [64] * 5
+    with pytest.raises(WorkloadError, match=r"set `adapters\.count`"):
+        ranks({"kind": "popularity", "ranks": [8, 64]}, None)

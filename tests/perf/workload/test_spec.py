@@ -1,0 +1,252 @@
+"""Specifications: the same requests always, parts that do not disturb each other, errors, files, the command line."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chorus.perf.workload import WorkloadError, WorkloadSpec
+from chorus.perf.workload.__main__ import main
+from chorus.perf.workload.summary import Summary
+from chorus.perf.workload.traces.jsonl import read, write
+
+from . import traces_on_disk as disk
+
+FIELDS = {
+    "seed": 11,
+    "duration": 30,
+    "arrivals": {"process": "gamma", "cv": 2, "rate": {"curve": "linear", "points": [[0, 10], [20, 200]]}},
+    "popularity": {"kind": "zipf"},
+    "adapters": {"count": 20, "base_share": 0.1, "ranks": {"kind": "choice", "ranks": [8, 16, 32, 64]}},
+    "lengths": {"kind": "sharegpt"},
+    "slo": {"interactive": 0.8, "batch": 0.2},
+}
+KNOWN = [
+    (0, 0.007550766, "adapter-00004", 293, 44, 32, "interactive"),
+    (1, 0.035316928, "adapter-00003", 2, 150, 64, "batch"),
+    (2, 0.045675266, "adapter-00000", 40, 57, 64, "interactive"),
+]
+TOML = """
+seed = 3
+requests = 200
+[arrivals]
+process = "poisson"
+rate = 7
+[popularity]
+kind = "uniform"
+[lengths]
+kind = "alpaca"
+"""
+
+
+def test_same_specification_same_requests_in_another_process():
+    code = (
+        "import json, sys, hashlib; sys.modules['torch'] = None; from chorus.perf.workload import WorkloadSpec; "
+        "print(hashlib.sha256(repr(list(WorkloadSpec.parse(json.loads(sys.argv[1])))).encode()).hexdigest())"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(FIELDS)], capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 0, result.stderr
+    mine = hashlib.sha256(repr(list(WorkloadSpec.parse(FIELDS))).encode()).hexdigest()
+    assert result.stdout.strip() == mine
+
+
+def test_first_requests_of_a_known_workload():
+    """A change here is a change of every workload: benchmarks before and after it do not compare."""
+    first = [request[:7] for _, request in zip(range(3), WorkloadSpec.parse(FIELDS), strict=False)]
+    assert first == KNOWN
+
+
+def test_another_seed_is_another_workload():
+    assert list(WorkloadSpec.parse(FIELDS)) != list(WorkloadSpec.parse({**FIELDS, "seed": 12}))
+
+
+@pytest.mark.parametrize(
+    ("change", "columns"),
+    [
+        ({"lengths": {"kind": "alpaca"}}, (0, 1, 2, 5, 6)),
+        ({"popularity": {"kind": "uniform"}}, (0, 1, 3, 4, 6)),
+        ({"arrivals": {"process": "poisson", "rate": 100}}, (0, 2, 3, 4, 5, 6)),
+        ({"adapters": {"count": 20, "base_share": 0.1}}, (0, 1, 2, 3, 4, 6)),
+        ({"slo": None}, (0, 1, 2, 3, 4, 5)),
+    ],
+)
+def test_parts_do_not_disturb_each_other(change, columns):
+    before, after = list(WorkloadSpec.parse(FIELDS)), list(WorkloadSpec.parse({**FIELDS, **change}))
+    assert before != after
+    for one, other in zip(before, after, strict=False):
+        assert [one[column] for column in columns] == [other[column] for column in columns]
+
+
+def test_batches_are_the_requests():
+    spec = WorkloadSpec.parse({**FIELDS, "duration": 200})
+    batches = list(spec.batches())
+    assert len(batches) > 2
+    assert [request for batch in batches for request in batch] == list(spec)
+    assert batches[1].first_id == len(batches[0])
+
+
+def test_service_classes():
+    found = [request.slo for request in WorkloadSpec.parse({**FIELDS, "duration": 100})]
+    assert found.count("batch") / len(found) == pytest.approx(0.2, rel=0.15)
+
+
+def test_written_requests_read_back(tmp_path):
+    spec = WorkloadSpec.parse(FIELDS)
+    prefixes = {"kind": "trace", "mode": "replay", "trace": disk.mooncake(tmp_path)}
+    for made in (spec, WorkloadSpec.parse({**FIELDS, "lengths": prefixes})):
+        path = tmp_path / "requests.jsonl"
+        with path.open("w") as file:
+            count = write(made, file)
+        assert list(read(path)) == list(made)
+        assert count == len(list(made))
+
+
+def test_files(tmp_path):
+    toml, as_json = tmp_path / "w.toml", tmp_path / "w.json"
+    toml.write_text(TOML)
+    as_json.write_text(WorkloadSpec.load(toml).model_dump_json(by_alias=True))
+    assert WorkloadSpec.load(as_json) == WorkloadSpec.load(toml)
+    assert list(WorkloadSpec.load(as_json)) == list(WorkloadSpec.load(toml))
+    changed = WorkloadSpec.load(toml, {"seed": "5", "arrivals.rate": "9", "popularity.kind": "distinct"})
+    assert (changed.seed, changed.arrivals.rate, changed.popularity.kind) == (5, 9.0, "distinct")
+
+
+def test_traces_lie_beside_the_specification(tmp_path):
+    disk.azure_llm(tmp_path)
+    path = tmp_path / "w.toml"
+    trace = '{format = "azure_llm", path = "azure.csv"}'
+    path.write_text(
+        f'[arrivals]\nprocess = "replay"\ntrace = {trace}\n[popularity]\nkind = "distinct"\n'
+        f'[lengths]\nkind = "trace"\nmode = "replay"\ntrace = {trace}\n'
+    )
+    assert [request.prompt_tokens for request in WorkloadSpec.load(path)] == [100, 2000, 40]
+
+
+WRONG = {
+    "endless": ({"duration": None}, "the workload never ends; set duration"),
+    "unknown": ({"colour": 1}, "workload: colour: no such field here"),
+    "inner unknown": ({"adapters": {"number": 3}}, r"adapters\.number: no such field here"),
+    "missing": ({"arrivals": {"process": "gamma", "rate": 3}}, r"arrivals\.cv: is missing; set it"),
+    "no kind": ({"lengths": {}}, "lengths: 'kind' is missing; say which"),
+    "unknown kind": ({"lengths": {"kind": "azure_conv"}}, r"lengths\.kind is 'azure_conv'; use one of 'laws', "),
+    "text": ({"duration": "long"}, "duration is 'long': Input should be a valid number"),
+    "negative": ({"seed": -1}, "seed is -1: "),
+    "no rate": ({"arrivals": {"process": "poisson", "rate": 0}}, r"arrivals\.rate is 0: "),
+    "rate": ({"arrivals": {"process": "poisson", "rate": {"curve": "square"}}}, r"arrivals\.rate.*linear, sinusoid"),
+    "points": (
+        {"arrivals": {"process": "poisson", "rate": {"curve": "linear", "points": [[5, 1], [0, 1]]}}},
+        "put them in order of time",
+    ),
+    "no requests ever": (
+        {"arrivals": {"process": "poisson", "rate": {"curve": "linear", "points": [[0, 0]]}}},
+        "give at least one a positive rate",
+    ),
+    "name": ({"adapters": {"name": "a"}}, r"name is 'a'; it must hold the number as \{i\}"),
+    "weights": (
+        {"adapters": {"ranks": {"kind": "choice", "ranks": [8, 16], "weights": [1]}}},
+        "1 weights for 2 ranks; give one for each",
+    ),
+    "alpha": ({"popularity": {"kind": "zipf", "alpha": 1}}, r"popularity\.alpha is 1: "),
+    "no classes": ({"slo": {}}, "slo has 0 classes"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_specifications(case):
+    change, message = WRONG[case]
+    with pytest.raises(WorkloadError, match=message):
+        WorkloadSpec.parse({**FIELDS, **change})
+
+
+def test_all_errors_at_once():
+    with pytest.raises(WorkloadError) as caught:
+        WorkloadSpec.parse({"seed": "x", "popularity": {"kind": "zipf", "alpha": 0}})
+    lines = str(caught.value).splitlines()
+    assert len(lines) == 4  # seed, alpha, arrivals, lengths
+
+
+def test_uses_that_a_trace_has_no_column_for(tmp_path):
+    replay = {"process": "replay", "trace": disk.lora_sequence(tmp_path)}
+    with pytest.raises(WorkloadError, match=r"arrivals: a trace of this format.*has no arrival, only adapter"):
+        WorkloadSpec.parse({**FIELDS, "arrivals": replay})
+    popularity = {"kind": "trace", "trace": disk.mooncake(tmp_path)}
+    with pytest.raises(WorkloadError, match=r"popularity: a trace of this format.*has no adapter"):
+        list(WorkloadSpec.parse({**FIELDS, "popularity": popularity}))
+
+
+def test_laws_that_need_a_number_of_requests(tmp_path):
+    replay = {"process": "replay", "trace": disk.azure_llm(tmp_path)}
+    with pytest.raises(WorkloadError, match=r"set `requests`, or `adapters\.count`"):
+        list(WorkloadSpec.parse({**FIELDS, "adapters": {}, "arrivals": replay}))
+
+
+def test_summary():
+    spec = WorkloadSpec.parse({**FIELDS, "duration": 300})
+    summary = Summary(window=10)
+    requests = list(summary.watch(spec))
+    assert requests == list(spec)
+    found = summary.result()
+    assert found["requests"] == len(requests)
+    assert found["rate"] == pytest.approx((len(requests) - 1) / (requests[-1].arrival - requests[0].arrival))
+    prompts = sorted(request.prompt_tokens for request in requests)
+    assert found["prompt_tokens"]["p50"] == prompts[(len(prompts) + 1) // 2 - 1]
+    assert found["prompt_tokens"]["most"] == prompts[-1]
+    assert found["prompt_tokens"]["mean"] == pytest.approx(sum(prompts) / len(prompts))
+    names = [request.adapter for request in requests]
+    assert found["adapters"] == len(set(names) - {None})
+    assert found["base_share"] == names.count(None) / len(names)
+    assert next(iter(found["top_adapters"])) == "adapter-00000"
+    assert found["top_adapters"]["adapter-00000"] == names.count("adapter-00000") / len(names)
+    windows = [{r.adapter for r in requests if r.adapter and r.arrival // 10 == index} for index in range(30)]
+    assert found["distinct_adapters_per_window"]["most"] == max(map(len, windows))
+    assert found["distinct_adapters_per_window"]["mean"] == pytest.approx(sum(map(len, windows)) / 30)
+    assert sum(found["ranks"].values()) == pytest.approx(1)
+    json.dumps(found)
+
+
+def test_summary_of_nothing():
+    summary = Summary()
+    assert list(summary.watch([])) == []
+    assert summary.result()["requests"] == 0
+
+
+def test_command_line(tmp_path, capsys):
+    path, written = tmp_path / "w.toml", tmp_path / "out.jsonl"
+    path.write_text(TOML)
+    assert main([str(path), "--json", "--write", str(written)]) == 0
+    first = json.loads(capsys.readouterr().out)
+    assert first["requests"] == 200
+    assert list(read(written)) == list(WorkloadSpec.load(path))
+    assert main([str(written), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == first
+    assert main([str(path), "--set", "requests=5"]) == 0
+    assert "requests       5 in " in capsys.readouterr().out
+    for arguments in (
+        [str(path), "--set", "seed"],
+        [str(path), "--set", "seed=x"],
+        [str(written), "--set", "seed=1"],
+        [str(tmp_path / "nowhere.toml")],
+    ):
+        assert main(arguments) == 2
+        assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_command_line_on_broken_files(tmp_path, capsys):
+    path = tmp_path / "w.toml"
+    path.write_text("seed =")
+    assert main([str(path)]) == 2
+    assert "w.toml: not TOML (" in capsys.readouterr().err
+    assert main([str(path.rename(tmp_path / "w.json"))]) == 2
+    assert "w.json: not JSON (" in capsys.readouterr().err
+
+
+def test_no_trace_is_part_of_the_package():
+    package = Path(sys.modules["chorus.perf.workload"].__file__).parent
+    assert {path.suffix for path in package.rglob("*") if path.is_file() and "__pycache__" not in path.parts} == {".py"}

@@ -1,0 +1,259 @@
+"""Trace readers: what they read, and what they say of a file that is wrong."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import itertools
+import tarfile
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from chorus.perf.workload import TraceError, WorkloadSpec
+from chorus.perf.workload.traces.azure_functions import AzureFunctions
+from chorus.perf.workload.traces.azure_llm import AzureLLM
+from chorus.perf.workload.traces.jsonl import Jsonl, read
+from chorus.perf.workload.traces.lora_requests import LoraRequests, LoraSequence
+from chorus.perf.workload.traces.mooncake import Mooncake
+from chorus.perf.workload.traces.servegen import ServeGen
+
+from . import traces_on_disk as disk
+
+
+def rows(kind, trace: dict) -> list:
+    return list(kind(format=trace["format"], path=Path(trace["path"])).rows())
+
+
+def test_azure_llm(tmp_path):
+    found = rows(AzureLLM, disk.azure_llm(tmp_path))
+    assert [row.arrival for row in found] == pytest.approx([0.5, 1.25, 4.2500001], abs=1e-9)
+    assert [(row.prompt_tokens, row.output_tokens) for row in found] == [(100, 7), (2000, 31), (40, 1)]
+
+
+def test_azure_llm_of_2024(tmp_path):
+    text = "TIMESTAMP,ContextTokens,GeneratedTokens\n2024-05-10 00:00:00.009930+00:00,2162,5\n"
+    assert rows(AzureLLM, disk.azure_llm(tmp_path, text))[0].arrival == pytest.approx(0.00993)
+
+
+def test_compressed(tmp_path):
+    path = tmp_path / "azure.csv.gz"
+    path.write_bytes(gzip.compress(disk.AZURE_LLM.encode()))
+    assert len(rows(AzureLLM, {"format": "azure_llm", "path": path})) == 3
+    path.write_bytes(gzip.compress(disk.AZURE_LLM.encode())[:-12])
+    with pytest.raises(TraceError, match="give an intact file"):
+        rows(AzureLLM, {"format": "azure_llm", "path": path})
+
+
+def test_azure_functions(tmp_path):
+    found = rows(AzureFunctions, disk.azure_functions(tmp_path))
+    assert [row.arrival for row in found] == [1.0, 1.5, 2.0, 2.5]
+    assert [row.adapter for row in found] == ["f0123456789a", "ffffffffffff", "f0123456789a", "eeeeeeeeeeee"]
+
+
+def test_lora_traces(tmp_path):
+    assert [row.adapter for row in rows(LoraSequence, disk.lora_sequence(tmp_path))] == [None, "L2", "L1", "L2"]
+    times = [row.arrival for row in rows(LoraRequests, disk.lora_requests(tmp_path))]
+    assert [time - times[0] for time in times] == [0, 0, 90]
+
+
+def test_mooncake(tmp_path):
+    found = rows(Mooncake, disk.mooncake(tmp_path))
+    assert [row.arrival for row in found] == [0, 0.25, 1]
+    assert found[1].hash_ids == (0, 1, 2) and found[1].hash_block_tokens == 512
+
+
+def servegen(trace: dict, **fields: object) -> ServeGen:
+    return ServeGen(format="servegen", path=Path(trace["path"]), **fields)
+
+
+def test_servegen(tmp_path):
+    source = servegen(disk.servegen(tmp_path))
+    found = list(source.rows(seed=1))
+    assert found == list(source.rows(seed=1)) != list(source.rows(seed=2))
+    assert all(a.arrival <= b.arrival for a, b in itertools.pairwise(found))
+    spans = [[row for row in found if start <= row.arrival < start + 600] for start in (0, 600, 1200)]
+    assert sum(map(len, spans)) == len(found)
+    # client 5 has no tokens, and client 3 none in the first span
+    assert {row.adapter for row in spans[0]} == {"client-000"}
+    assert {row.adapter for row in spans[1]} == {"client-003"}
+    assert len(spans[0]) == pytest.approx(2400, rel=0.1)
+    assert len(spans[1]) == pytest.approx(600, rel=0.3)
+    assert len(spans[2]) == pytest.approx(1200, rel=0.15)
+    assert Counter(row.prompt_tokens for row in spans[0])[10] == pytest.approx(1200, rel=0.15)
+    assert {(row.prompt_tokens, row.output_tokens) for row in spans[1]} == {(1, 9)}
+    assert Counter(row.output_tokens for row in spans[2])[8] == pytest.approx(900, rel=0.15)
+
+
+def test_servegen_from_a_tar_file_later_on_and_faster(tmp_path):
+    trace = disk.servegen(tmp_path)
+    path = tmp_path / "data.tar.xz"
+    with tarfile.open(path, "w:xz") as archive:
+        archive.add(trace["path"], "servegen/m")
+    packed = servegen({"path": path})
+    assert list(packed.rows()) == list(servegen(trace).rows())
+    later = list(servegen(trace, start=900.0, rate_scale=2.0).rows())
+    assert 0 <= later[0].arrival < 5 and later[-1].arrival < 900
+    assert len(later) == pytest.approx(2 * (300 + 1200), rel=0.15)
+
+
+def test_one_servegen_trace_feeds_all_parts(tmp_path):
+    trace = disk.servegen(tmp_path)
+    fields = {
+        "seed": 4,
+        "arrivals": {"process": "replay", "trace": trace},
+        "popularity": {"kind": "trace", "mode": "replay", "trace": trace},
+        "lengths": {"kind": "trace", "mode": "replay", "trace": trace},
+    }
+    want = list(servegen(trace).rows(seed=4))
+    found = list(WorkloadSpec.parse(fields))
+    assert [request[2:5] for request in found] == [row[1:4] for row in want]
+    assert [each.arrival for each in found] == pytest.approx([row.arrival - want[0].arrival for row in want], abs=1e-8)
+
+
+HEADER = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+WRONG_AZURE = {
+    "no column": ("TIMESTAMP,GeneratedTokens\n", r"azure\.csv:1: no column 'ContextTokens' \(the header has TIMESTAMP"),
+    "no header": ("", r"azure\.csv:1: no column 'TIMESTAMP' \(the header has nothing\)"),
+    "no number": (
+        HEADER + "2023-01-01 00:00:00.0,12,3\n2023-01-01 00:00:00.0,x,3\n",
+        r"azure\.csv:3: ContextTokens is 'x'; it must be a whole number of at least 1",
+    ),
+    "zero": (HEADER + "2023-01-01 00:00:00.0,0,3\n", "ContextTokens is '0'"),
+    "fraction": (HEADER + "2023-01-01 00:00:00.0,1.5,3\n", "ContextTokens is '1.5'"),
+    "no time": (HEADER + "yesterday,5,3\n", "TIMESTAMP is 'yesterday'; it must be a time like"),
+    "no fraction": (HEADER + "2023-01-01 00:00:00.1x,5,3\n", "TIMESTAMP is"),
+    "back in time": (
+        HEADER + "2023-01-01 00:00:01.0,5,3\n2023-01-01 00:00:00.9,5,3\n",
+        r"azure\.csv:3: TIMESTAMP is .*before the row above; sort the file by time",
+    ),
+    "short line": (HEADER + "2023-01-01 00:00:01.0,5\n", r"azure\.csv:2: 2 fields, the header has 3; mend or drop"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_AZURE)
+def test_wrong_csv(tmp_path, case):
+    text, message = WRONG_AZURE[case]
+    with pytest.raises(TraceError, match=message):
+        rows(AzureLLM, disk.azure_llm(tmp_path, text))
+
+
+def test_no_file(tmp_path):
+    with pytest.raises(TraceError, match=r"nowhere\.csv: the trace cannot be opened \(No such file"):
+        rows(AzureLLM, {"format": "azure_llm", "path": tmp_path / "nowhere.csv"})
+
+
+def test_wrong_functions(tmp_path):
+    head = "app,func,end_timestamp,duration\n"
+    for line, message in (
+        ("a,f,1,nan", "duration is 'nan'"),
+        ("a,f,1,-1", "duration is '-1'; it must be a finite number of at least 0"),
+        ("a,,1,1", "func is ''"),
+        ("a,f,9,1\na,f,5,1", r"functions\.csv:3: end_timestamp - duration is 4\.0; it is before"),
+    ):
+        with pytest.raises(TraceError, match=message):
+            rows(AzureFunctions, disk.azure_functions(tmp_path, head + line + "\n"))
+
+
+def test_wrong_lora_traces(tmp_path):
+    with pytest.raises(TraceError, match=r"sequence\.csv:3: row is '4'; it is before"):
+        rows(LoraSequence, disk.lora_sequence(tmp_path, "row,lora_ids\n5,\n4,L1\n"))
+    with pytest.raises(TraceError, match=r"requests\.csv:2: gmt_create is 'soon'"):
+        rows(LoraRequests, disk.lora_requests(tmp_path, "gmt_create\nsoon\n"))
+
+
+GOOD = disk.MOONCAKE[0]
+WRONG_MOONCAKE = {
+    "no object": ([3], "an? int, not an object"),
+    "no field": ([{"timestamp": 0}], r"mooncake\.jsonl:1: no field 'input_length' \(it has timestamp\)"),
+    "no time": ([{**GOOD, "timestamp": None}], "timestamp is None; it must be a finite number"),
+    "true": ([{**GOOD, "output_length": True}], "output_length is True"),
+    "too few ids": ([{**GOOD, "hash_ids": [1]}], "1024 tokens have 2 blocks of 512; give one id for each"),
+    "no ids": ([{**GOOD, "hash_ids": ["a", "b"]}], "must be a list of whole numbers"),
+    "back in time": ([{**GOOD, "timestamp": 5}, GOOD], r"mooncake\.jsonl:2: timestamp is 0; it is before"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_MOONCAKE)
+def test_wrong_mooncake(tmp_path, case):
+    lines, message = WRONG_MOONCAKE[case]
+    with pytest.raises(TraceError, match=message):
+        rows(Mooncake, disk.mooncake(tmp_path, lines))
+
+
+def test_wrong_json(tmp_path):
+    path = tmp_path / "x.jsonl"
+    path.write_text('{"timestamp": 0,\n')
+    with pytest.raises(TraceError, match=r"x\.jsonl:1: not JSON \("):
+        rows(Mooncake, {"format": "mooncake", "path": path})
+
+
+def test_wrong_servegen(tmp_path):
+    trace = disk.servegen(tmp_path)
+    folder = Path(trace["path"])
+    cases = {
+        "chunk-0-trace.csv": (
+            ("0,1,1,Gamma,1\n", r"chunk-0-trace\.csv:1: 5 fields, not 6"),
+            ("0,1,1,Pareto,1,1\n", r"pattern is 'Pareto'; it must be empty or one of Gamma, Weibull"),
+            ("0,1,1,Gamma,0,1\n", "shape is '0'; it must be above 0"),
+            ("0,-1,1,Gamma,1,1\n", "rate is '-1'"),
+            ("600,1,1,Gamma,1,1\n0,1,1,Gamma,1,1\n", r"trace\.csv:2: start is '0'; it is before"),
+        ),
+        "chunk-3-dataset.json": (
+            ("{", r"chunk-3-dataset\.json:1: not JSON"),
+            ('{"0": {"input_tokens": "{1: 1.0}"}}', "output_tokens of span 0 is None"),
+            ('{"0": {"input_tokens": "print(1)", "output_tokens": "{}"}}', "input_tokens of span 0 is 'print"),
+            ('{"0": {"input_tokens": "{1: -1.0}", "output_tokens": "{}"}}', "probabilities, as a string"),
+        ),
+    }
+    for name, wrong in cases.items():
+        right = (folder / name).read_text()
+        for text, message in wrong:
+            (folder / name).write_text(text)
+            with pytest.raises(TraceError, match=message):
+                list(servegen(trace).rows())
+        (folder / name).write_text(right)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(TraceError, match=r"no pair of chunk-N-trace\.csv"):
+        list(servegen({"path": tmp_path / "empty"}).rows())
+    (tmp_path / "no.tar").write_text("no archive")
+    with pytest.raises(TraceError, match=r"no\.tar: not readable"):
+        list(servegen({"path": tmp_path / "no.tar"}).rows())
+
+
+def test_wrong_requests(tmp_path):
+    path = tmp_path / "requests.jsonl"
+    good = '{"arrival":0.5,"adapter":null,"prompt_tokens":3,"output_tokens":4}\n'
+    for line, message in (
+        ('{"arrival":0.5}', "no field 'adapter'"),
+        (good.replace("null", "7"), "adapter is 7; it must be a name, or null"),
+        (good.replace("}", ',"colour":1}'), "colour is 1; no such field"),
+        (good.replace("}", ',"hash_ids":[1]}'), "hash_block_tokens is None"),
+        (good + good.replace("0.5", "0.4"), r"jsonl:2: arrival is 0\.4; it is before"),
+    ):
+        path.write_text(line)
+        with pytest.raises(TraceError, match=message):
+            list(read(path))
+
+
+def test_reading_holds_a_row_at_a_time(tmp_path, monkeypatch):
+    """The first rows of an endless file can be had."""
+
+    class Endless(io.StringIO):
+        def __init__(self) -> None:
+            super().__init__()
+            self.lines = itertools.chain([HEADER], itertools.repeat("2023-01-01 00:00:00.0,5,3\n"))
+
+        def __next__(self) -> str:
+            return next(self.lines)
+
+    monkeypatch.setattr("chorus.perf.workload.traces.text.open_text", lambda path: Endless())
+    source = AzureLLM(format="azure_llm", path=tmp_path)
+    assert len(list(itertools.islice(source.rows(), 1000))) == 1000
+
+
+def test_jsonl_is_a_source(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('{"arrival":0.5,"adapter":"a","prompt_tokens":3,"output_tokens":4,"rank":8,"slo":"fast"}\n')
+    assert rows(Jsonl, {"format": "jsonl", "path": path})[0][:6] == (0.5, "a", 3, 4, 8, "fast")

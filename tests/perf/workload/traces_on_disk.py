@@ -1,0 +1,83 @@
+"""Made-up rows in the formats of the published traces, as files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+AZURE_LLM = """TIMESTAMP,ContextTokens,GeneratedTokens
+2023-01-01 23:59:59.5000000,100,7
+2023-01-02 00:00:00.2500000,2000,31
+2023-01-02 00:00:03.2500001,40,1
+"""
+AZURE_FUNCTIONS = """app,func,end_timestamp,duration
+a1,f0123456789abcdef,1.5,0.5
+a1,ffffffffffffffff,1.75,0.25
+a1,f0123456789abcdef,3.0,1.0
+a2,eeeeeeeeeeeeeeee,62.5,60.0
+"""
+LORA_REQUESTS = """gmt_create,predict_type,num_lora
+2024-01-01 10:00:00,TXT_2_IMG,0
+2024-01-01 10:00:00,TXT_2_IMG,1
+2024-01-01 10:01:30,IMG_2_IMG,2
+"""
+LORA_SEQUENCE = """row,base_model,lora_ids,exec_time_seconds,prompt_length_chars
+0,b0,,22.0,54.0
+1,b0,L2,18.0,54.0
+2,b1,L1 L2,28.0,14.0
+3,b1,L2,21.0,61.0
+"""
+MOONCAKE = [
+    {"timestamp": 0, "input_length": 1024, "output_length": 6, "hash_ids": [0, 1]},
+    {"timestamp": 250, "input_length": 1300, "output_length": 4, "hash_ids": [0, 1, 2]},
+    {"timestamp": 1000, "input_length": 10, "output_length": 9, "hash_ids": [3]},
+]
+SERVEGEN_TRACE = {
+    0: "0,4.0,1.0,Gamma,1.0,0.25\n600,0,0,,0,0\n1200,2.0,1.0,Gamma,1.0,0.5\n",
+    3: "0,1.0,2.0,Weibull,0.6,0.7\n600,1.0,2.0,Weibull,0.6,0.7\n1200,0,0,,0,0\n",
+    5: "0,9.0,1.0,Gamma,1.0,0.1\n600,0,0,,0,0\n1200,0,0,,0,0\n",
+}
+SERVEGEN_TOKENS = {
+    0: {"0": ["{10: 0.5, 20: 0.5}", "{5: 1.0}"], "1200": ["{30: 1.0}", "{7: 0.25, 8: 0.75}"]},
+    3: {"0": ["{}", "{}"], "600": ["{0: 1.0}", "{9: 1.0}"]},
+}
+
+
+def azure_llm(folder: Path, text: str = AZURE_LLM) -> dict[str, Any]:
+    return _file(folder, "azure_llm", "azure.csv", text)
+
+
+def azure_functions(folder: Path, text: str = AZURE_FUNCTIONS) -> dict[str, Any]:
+    return _file(folder, "azure_functions", "functions.csv", text)
+
+
+def lora_requests(folder: Path, text: str = LORA_REQUESTS) -> dict[str, Any]:
+    return _file(folder, "lora_requests", "requests.csv", text)
+
+
+def lora_sequence(folder: Path, text: str = LORA_SEQUENCE) -> dict[str, Any]:
+    return _file(folder, "lora_sequence", "sequence.csv", text)
+
+
+def mooncake(folder: Path, rows: list[Any] | None = None) -> dict[str, Any]:
+    lines = [json.dumps(row) + "\n" for row in (MOONCAKE if rows is None else rows)]
+    return _file(folder, "mooncake", "mooncake.jsonl", "".join(lines))
+
+
+def servegen(folder: Path) -> dict[str, Any]:
+    data = folder / "servegen"
+    data.mkdir()
+    for number, text in SERVEGEN_TRACE.items():
+        (data / f"chunk-{number}-trace.csv").write_text(text)
+    for number, spans in SERVEGEN_TOKENS.items():
+        fields = {
+            start: dict(zip(("input_tokens", "output_tokens"), laws, strict=True)) for start, laws in spans.items()
+        }
+        (data / f"chunk-{number}-dataset.json").write_text(json.dumps(fields))
+    return {"format": "servegen", "path": str(data)}
+
+
+def _file(folder: Path, form: str, name: str, text: str) -> dict[str, Any]:
+    (folder / name).write_text(text)
+    return {"format": form, "path": str(folder / name)}
