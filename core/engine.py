@@ -99,7 +99,7 @@ class Engine:
         memory = RequestMemory(
             self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache
         )
-        loads = LoadPolicy(self.store, costs, self._block_tokens)
+        loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
         self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0

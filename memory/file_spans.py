@@ -6,10 +6,14 @@ and push out what others need. What is in the page cache already is taken from t
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import threading
 from collections.abc import Iterable
+from functools import cache
+
+import numpy as np
 
 #: O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's sector.
 _ALIGNMENT = 4096
@@ -53,8 +57,9 @@ class FileSpans:
 
     def _read(self, target: memoryview, start: int) -> int:
         """Fill `target` from the aligned `start`; returns how many bytes the file had."""
-        done = self._read_cached(target, start)
-        fd = self._fd if self._direct is None else self._direct
+        direct = self._direct is not None and not _is_cached(self._fd, start, len(target))
+        fd = self._direct if direct else self._fd
+        done = 0
         while done < len(target):
             at = _down(done)
             count = os.preadv(fd, [target[at:]], start + at)
@@ -63,22 +68,12 @@ class FileSpans:
             done = at + count
         return done
 
-    def _read_cached(self, target: memoryview, start: int) -> int:
-        if not hasattr(os, "RWF_NOWAIT"):
-            return 0
-        try:
-            return os.preadv(self._fd, [target], start, os.RWF_NOWAIT)
-        except OSError:  # not cached, or the file system can't tell
-            return 0
-
 
 class SpanAddresses:
     """Where in memory the bytes of spans are, until the next read."""
 
     def __init__(self, buffer: mmap.mmap, places: list[tuple[int, int, int]]) -> None:
-        import numpy as np
-
-        self._base = np.frombuffer(buffer, dtype=np.uint8).ctypes.data
+        self._base = _address(buffer)
         self._places = places
 
     def __call__(self, offset: int) -> int:
@@ -95,6 +90,31 @@ def _open_direct(fd: int) -> int | None:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (AttributeError, OSError):
         return None
+
+
+def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
+    """Whether the page cache holds these bytes; a guess costs nothing but time."""
+    libc = _libc()
+    num_bytes = min(num_bytes, os.fstat(fd).st_size - start)
+    if libc is None or num_bytes <= 0:
+        return False
+    with mmap.mmap(fd, num_bytes, offset=start, access=mmap.ACCESS_READ) as view:  # never touched, only asked about
+        pages = np.zeros(-(-num_bytes // mmap.PAGESIZE), dtype=np.uint8)
+        return libc.mincore(_address(view), num_bytes, pages.ctypes.data) == 0 and bool((pages & 1).all())
+
+
+@cache
+def _libc() -> ctypes.CDLL | None:
+    try:
+        libc = ctypes.CDLL(None)
+        libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p]
+    except (OSError, AttributeError):
+        return None
+    return libc
+
+
+def _address(buffer: mmap.mmap) -> int:
+    return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
 
 
 def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -174,13 +174,13 @@ class FakeAdapter:
     [
         (Tier.DISK, 0.0, True, False),
         (Tier.HOST, 9.0, False, True),
-        (Tier.LOADING, 0.3, False, False),
-        (Tier.LOADING, 0.2, False, True),
-        (Tier.LOADING, 0.3, True, True),
+        (Tier.LOADING, 0.23, False, False),
+        (Tier.LOADING, 0.21, False, True),
+        (Tier.LOADING, 0.23, True, True),
     ],
 )
-def test_a_request_starts_when_the_rest_comes_under_cover_of_its_prefill(tier, seconds, alone, may):
+def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, alone, may):
     costs = RestoreCosts(prefix_page=0.1)
-    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16)
+    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.04)
     assert policy.may_start(FakeAdapter(), 32, alone=alone) is may
     assert policy.may_start(FakeAdapter([3]), 1, alone=False)
