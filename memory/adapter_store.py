@@ -219,6 +219,10 @@ class AdapterStore:
             return Tier.HOST
         return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
 
+    def is_requested(self, adapter: Adapter) -> bool:
+        """Whether its bytes are in host memory or being read."""
+        return self._images.is_requested(adapter.version)
+
     def read_ahead(self, adapters: Iterable[Adapter]) -> None:
         """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
 
