@@ -175,6 +175,7 @@ class FakeEngine:
             num_generated_tokens=self._generated,
             num_adapter_hits=0,
             num_adapter_loads=0,
+            num_streamed_loads=0,
             num_adapter_evictions=0,
             num_prefix_hit_tokens=0,
             num_prefix_query_tokens=0,
