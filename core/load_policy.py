@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.adapter import Adapter, Tier
+from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import RestoreCosts
 
 

@@ -9,8 +9,8 @@ import pytest
 
 from chorus.core.load_policy import LoadPolicy
 from chorus.core.types import FinishReason
+from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import Tier
 from chorus.memory.eviction import RestoreCosts
 from chorus.memory.host_images import ThreadReads
 
