@@ -100,7 +100,7 @@ class Engine:
         memory = RequestMemory(
             self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache
         )
-        loads = LoadPolicy(self.store, costs, self._block_tokens)
+        loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
         self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
@@ -121,6 +121,11 @@ class Engine:
             for path in adapter_directories(config.adapters):
                 engine.store.register(path.name, path)
         return engine
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps, for whoever measures it while nothing is served."""
+        return self._executor
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""

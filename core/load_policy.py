@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.adapter import Adapter, Tier
+from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import RestoreCosts
 
 
 class LoadPolicy:
-    """Starts a request when the rest of its adapter will come under the cover of its prefill.
+    """Starts a request when the rest of its adapter will come under the cover of its prefill, or little later.
 
     The prefill waits for each layer when it reaches it, and every request of that step with it. So what is still to be
-    read must take no longer than the prefill itself, unless nobody else is running.
+    read must not take much longer than the prefill itself, unless nobody else is running.
     """
 
-    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int) -> None:
+    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
+        """max_stall: seconds that a step waits for adapters at most, else it is computed in vain."""
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens
+        self._tolerated = max_stall / 2  # estimates err
 
     def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
         """num_tokens: that the request computes in the step. alone: nobody else would have to wait."""
@@ -26,4 +29,4 @@ class LoadPolicy:
         if tier is not Tier.LOADING:
             return tier is Tier.HOST
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.seconds_to_read(adapter) <= prefill
+        return alone or self._store.seconds_to_read(adapter) <= prefill + self._tolerated

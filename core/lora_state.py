@@ -10,8 +10,9 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from ..memory.adapter import Adapter
+from ..memory.adapter_backend import Transfer
 from ..memory.adapter_layout import AdapterPart, PartLayout
-from ..memory.adapter_store import Adapter, Transfer
 from ..memory.layout import MODULES
 from ..ops.sgmv import AdapterRows, Segments, sgmv
 from .model_config import ModelConfig

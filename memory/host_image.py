@@ -38,6 +38,10 @@ class HostImage:
         """
         self._followers.append(follower)
 
+    def unfollow(self, follower: Callable[[], None]) -> None:
+        """`follower` needs to know no more. Nothing happens when it didn't follow."""
+        self._followers = [other for other in self._followers if other != follower]
+
     def _tell(self) -> None:
         for follower in tuple(self._followers):
             follower()

@@ -12,6 +12,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from typing import Any, Protocol
 
 from .host_image import HostImage
+from .short_slices import ask_for_short_slices
 
 
 class Reads(Protocol):
@@ -30,7 +31,7 @@ class ThreadReads(Reads):
     """Reads in threads of their own, so that the engine's thread never waits for a disk."""
 
     def __init__(self, threads: int = 2) -> None:
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="adapter-read")
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="adapter-read", initializer=ask_for_short_slices)
 
     def submit(self, read: Callable[[], Any]) -> Future:
         return self._pool.submit(read)

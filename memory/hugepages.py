@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 _WORTH_IT_BYTES = 4 << 20
+_PRIVATE = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -19,9 +20,15 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     num_bytes = math.prod(shape) * dtype.itemsize
     if not _is_mapped(num_bytes):
         return torch.empty(*shape, dtype=dtype)
-    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    mapping.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(mapping, dtype=dtype).view(*shape)
+    return torch.frombuffer(map_memory(num_bytes), dtype=dtype).view(*shape)
+
+
+def map_memory(num_bytes: int) -> mmap.mmap:
+    """Zeroed memory of its own; when it is large, with a plea for huge pages."""
+    mapping = mmap.mmap(-1, num_bytes, **_PRIVATE)
+    if _is_mapped(num_bytes):
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    return mapping
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:

@@ -52,6 +52,8 @@ class StreamedCopy:
                     self._copy(begin, end)
                 self._copied = layer + 1
                 self.arrived.publish(self._copied)
+            if self.is_done():
+                self._image.unfollow(self.advance)
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         """Sleep until `layer` is in its pages, at most `timeout` seconds; whether it is."""

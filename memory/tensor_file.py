@@ -37,54 +37,51 @@ class TensorInfo:
 class TensorFile:
     """An open safetensors file. `tensors`: what its header lists; `size`, `mtime_ns`: which state of it was opened.
 
+    fd: the file, while it is open.
+
     AdapterFormatError when it can't be opened, is no regular file, or its header doesn't add up.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except (OSError, ValueError) as error:
             raise self._unreadable(error) from error
         try:
-            status = os.fstat(self._fd)
+            status = os.fstat(self.fd)
             if not stat.S_ISREG(status.st_mode):
                 raise self._refuse("not a regular file; a safetensors file is needed")
             self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
             self.tensors = self._read_header()
         except OSError as error:
-            os.close(self._fd)
+            os.close(self.fd)
             raise self._unreadable(error) from error
         except BaseException:
-            os.close(self._fd)
+            os.close(self.fd)
             raise
 
     def __enter__(self) -> TensorFile:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        os.close(self._fd)
+        os.close(self.fd)
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes) from `offset`. AdapterFormatError when the file ends before, or can't be read."""
         done = 0
         try:
             while done < len(target):
-                count = os.preadv(self._fd, [target[done:]], offset + done)
+                count = os.preadv(self.fd, [target[done:]], offset + done)
                 if count == 0:
                     raise self._refuse("ends before its last tensor; it was cut while it was read. Register it again")
                 done += count
         except OSError as error:
             raise self._unreadable(error) from error
 
-    def read_soon(self) -> None:
-        """Ask the system to fetch the whole file in the background."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_WILLNEED)
-
     def is_unchanged(self) -> bool:
         """Whether the file still is what was opened, judged by size and time of change."""
-        status = os.fstat(self._fd)
+        status = os.fstat(self.fd)
         return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
 
     def _read_header(self) -> dict[str, TensorInfo]:

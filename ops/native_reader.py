@@ -28,7 +28,8 @@ _ENDS, _UNREADABLE, _NOT_FINITE, _BEYOND_RANGE = 1, 2, 3, 4
 class ReadJob(NamedTuple):
     """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
 
-    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `ELEMENTS`. Row i of A is written at
+    a_start, b_start: bytes from the file's beginning, addresses when there is no file; a_element, b_element: of
+    `ELEMENTS`. Row i of A is written at
     element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
     """
 
@@ -100,7 +101,8 @@ def read_layer(fd: int, jobs: ReadJobs, out: torch.Tensor) -> ReadFault | None:
 
     Returns the fault of the first that fails; None when all are done.
 
-    fd: a file that allows `pread`; its position stays. out: contiguous, of `jobs.out_elems` elements. What lies between
+    fd: a file that allows `pread`, its position stays; -1: what is to be read lies in memory.
+    out: contiguous, of `jobs.out_elems` elements. What lies between
     the rows is not written; a failed job's rows are left in any state.
     """
     if out.numel() != jobs.out_elems or not out.is_contiguous() or out.dtype not in _DTYPES:

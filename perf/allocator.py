@@ -18,9 +18,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..memory.adapter import Adapter
 from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
-from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import EvictionOrder, RestoreCosts
 from ..memory.host_images import HostImages, InlineReads
 from ..memory.kv import BlockTable

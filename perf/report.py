@@ -150,10 +150,12 @@ def _inner_lines(summary: dict[str, Any]) -> list[str]:
             lines.append(f"decode step, {case}, µs: {shown}; outside forward {stages['outside']:.1%}")
     if join := summary["join"]:
         cache = "dropped from" if join["uncached"] else "possibly in"
-        ms = {name: f"{value * 1e3:.1f} ms" for name, value in join.items() if name != "uncached"}
+        ms = {name: f"{join[name] * 1e3:.1f} ms" for name in ("warm", "cold", "warm_stall", "cold_stall")}
+        ranks = ", ".join(f"{name} {value:.2f}" for name, value in join.items() if name[1:].isdigit())
         lines.append(
             f"request joining running ones, first token: warm {ms['warm']}, cold {ms['cold']} (file {cache} the page "
-            f"cache); longest step meanwhile {ms['warm_stall']} and {ms['cold_stall']}"
+            f"cache); longest step meanwhile {ms['warm_stall']} and {ms['cold_stall']}; "
+            f"cold / warm by rank: {ranks}"
         )
     if schedule := summary["schedule"]:
         lines.append("schedule() µs: " + ", ".join(f"{name} {value * 1e6:.0f}" for name, value in schedule.items()))

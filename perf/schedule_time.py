@@ -22,6 +22,7 @@ from ..core.sampling_params import SamplingParams
 from ..core.types import StepPlan, StepResult
 from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
+from ..memory.host_image import HostImage
 from ..memory.host_images import Reads
 from ..memory.layout import MODULES, PageLayout
 
@@ -87,6 +88,8 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     while engine._scheduler.num_running < load.running:
         engine.step()
     reads.stopped = state == "reads"
+    if reads.stopped:
+        engine._costs.disk_adapter_page = 1.0  # too long for a prefill to cover
     fresh = load.adapters - load.running
     available = engine._reclaimer.available
     for index in range(load.waiting):
@@ -135,10 +138,10 @@ class FakeBackend:
     def layout(self, manifest: AdapterManifest | None) -> AdapterLayout:
         return self._layout
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: Any) -> Any:
-        return None
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
 
-    def place(self, image: Any, layout: AdapterLayout, pages: list[int]) -> None:
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         pass
 
 

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import time
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from ..core.engine import Engine
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
+from ..memory.adapter import Adapter, Tier
 from ..memory.adapter_format import WEIGHTS_FILE
-from ..memory.adapter_store import Adapter, Tier
 from .cpu_workload import Job
 
 #: Decode steps that the running requests take before one joins.
@@ -26,52 +27,61 @@ _DROP_TRIES = 10
 class JoinProbe:
     """Joins one request to `requests - 1` running ones, over and over. The engine must be idle.
 
-    The joining request uses the last adapter, the running ones all the others in turn.
+    The joining request uses one adapter of each rank in turn, the running ones all the others.
     """
 
     def __init__(self, engine: Engine, job: Job) -> None:
         self._engine = engine
         self._job = job
-        *self._others, self._joiner = job.adapters
+        self._joiners = dict(zip(job.workload.ranks, job.adapters, strict=True))  # the last of each rank
         self._serial = 0
         self._uncached = True
-        self._path = Path(job.adapters[self._joiner])
 
     def measure(self, samples: int) -> dict[str, Any]:
-        """Medians over `samples` warm and as many cold joins, in turn, in seconds.
+        """Medians over `samples` warm and as many cold joins of each rank, in turn, in seconds; then their means.
 
-        stall: the longest step that the running requests saw meanwhile. uncached: whether the system's page cache was
-        seen to hold nothing of the adapter's file before each cold join.
+        stall: the longest step that the running requests saw meanwhile. r8 …: cold over warm of each rank.
+        uncached: whether the system's page cache was seen to hold nothing of the adapter's file before each cold join.
         """
+        found = {rank: self._measure(name, samples) for rank, name in self._joiners.items()}
+        names = ("warm", "cold", "warm_stall", "cold_stall")
+        means = {name: mean(medians[name] for medians in found.values()) for name in names}
+        ratios = {f"r{rank}": medians["cold"] / medians["warm"] for rank, medians in found.items()}
+        return {**means, **ratios, "uncached": self._uncached}
+
+    def _measure(self, joiner: str, samples: int) -> dict[str, float]:
         found: dict[str, list[tuple[float, float]]] = {"warm": [], "cold": []}
-        with TemporaryDirectory(dir=self._path.parents[1]) as copy:  # others may have the original mapped, so cached
-            path = Path(shutil.copytree(self._path, Path(copy) / self._joiner))
-            self._register(path)
-            self._join()
+        original = Path(self._job.adapters[joiner])
+        with TemporaryDirectory(dir=original.parents[1]) as copy:  # others may have the original mapped, so cached
+            path = Path(shutil.copytree(original, Path(copy) / joiner))
+            self._register(joiner, path)
+            self._join(joiner)
             for _ in range(samples):
-                found["warm"].append(self._join())
-                self._put_on_disk(path)
-                found["cold"].append(self._join())
-            self._register(self._path)
-        result: dict[str, Any] = {"uncached": self._uncached}
+                found["warm"].append(self._join(joiner))
+                self._put_on_disk(joiner, path)
+                found["cold"].append(self._join(joiner))
+            self._register(joiner, original)
+        result = {}
         for name, pairs in found.items():
             result[name] = median(first for first, _ in pairs)
             result[f"{name}_stall"] = median(stall for _, stall in pairs)
         return result
 
-    def _join(self) -> tuple[float, float]:
+    def _join(self, joiner: str) -> tuple[float, float]:
         """(time to first token, longest step meanwhile) of one join."""
         engine, workload = self._engine, self._job.workload
         prompts = workload.prompts()
+        names = itertools.cycle(name for name in self._job.adapters if name != joiner)
         others = [
-            self._request(prompts[index], LEAD_STEPS + _RUNNING_TOKENS, self._others[index % len(self._others)])
+            self._request(prompts[index], LEAD_STEPS + _RUNNING_TOKENS, next(names))
             for index in range(workload.requests - 1)
         ]
         for request in others:
             engine.add_request(request)
         while any(request.num_output_tokens < LEAD_STEPS for request in others):
-            engine.step()
-        joining = self._request(prompts[-1], 1, self._joiner)
+            if failed := [output.error for output in engine.step() if output.error]:
+                raise RuntimeError(f"a running request failed: {failed[0]}")
+        joining = self._request(prompts[-1], 1, joiner)
         longest = 0.0
         began = last = time.perf_counter()
         engine.add_request(joining)
@@ -83,13 +93,13 @@ class JoinProbe:
             engine.abort(request.id)
         return last - began, longest
 
-    def _register(self, path: Path) -> Adapter:
-        """Forget the joining adapter and register it anew, so that neither a page nor the host has anything of it."""
-        self._engine.store.unregister(self._joiner)
-        return self._engine.store.register(self._joiner, path)
+    def _register(self, name: str, path: Path) -> Adapter:
+        """Forget an adapter and register it anew, so that neither a page nor the host has anything of it."""
+        self._engine.store.unregister(name)
+        return self._engine.store.register(name, path)
 
-    def _put_on_disk(self, path: Path) -> None:
-        adapter = self._register(path)
+    def _put_on_disk(self, name: str, path: Path) -> None:
+        adapter = self._register(name, path)
         self._uncached &= drop_file_cache(path / WEIGHTS_FILE)
         tier = self._engine.store.tier(adapter)
         if tier is not Tier.DISK:

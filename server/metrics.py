@@ -106,6 +106,9 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily("chorus_preemptions", "Requests put back to make room", stats.num_preemptions)
         yield CounterMetricFamily("chorus_adapter_hits", "Admissions that found their adapter", stats.num_adapter_hits)
         yield CounterMetricFamily("chorus_adapter_loads", "Adapters brought to the device", stats.num_adapter_loads)
+        yield CounterMetricFamily(
+            "chorus_adapter_streamed_loads", "Loads that a request followed layer by layer", stats.num_streamed_loads
+        )
         yield CounterMetricFamily("chorus_adapter_evictions", "Adapters evicted", stats.num_adapter_evictions)
         yield CounterMetricFamily(
             "chorus_prefix_query_tokens", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens

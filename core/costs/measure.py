@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import median
 
 from ...graphs.buckets import DecodeBuckets
+from ...memory.adapter import Adapter
 from ...memory.adapter_format import WEIGHTS_FILE
-from ...memory.adapter_store import Adapter
 from ...memory.host_image import HostImage
 from ...memory.pages import PageKind, PagePool
 from ..executors.base import Executor

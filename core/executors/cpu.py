@@ -14,13 +14,15 @@ from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapter_format import AdapterManifest, inspect_adapter
-from ...memory.adapter_image import read_image
+from ...memory.adapter_image import RowTask, read_image
 from ...memory.adapter_layout import AdapterLayout
 from ...memory.arena import Arena
+from ...memory.host_buffers import HostBuffers
 from ...memory.host_image import HostImage
 from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
 from ...memory.streamed_copy import StreamedCopy
+from ...ops import native_reader
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..lora_state import LoraState
@@ -126,6 +128,8 @@ class CpuAdapterBackend:
         self._config = config
         self._arena = arena
         self._dtype = dtype
+        self._buffers = HostBuffers()
+        self._read_rows = read_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path) -> AdapterManifest:
@@ -143,11 +147,22 @@ class CpuAdapterBackend:
         return found
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        read_image(manifest, layout, self._config.module_dims, self._arena.layout.page_elems, self._dtype, image)
+        dims, page_elems = self._config.module_dims, self._arena.layout.page_elems
+        read_image(manifest, layout, dims, page_elems, self._dtype, image, self._buffers, self._read_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
         copy = StreamedCopy(image, layout, pages, self._arena.pages)
         return None if copy.is_done() else copy
+
+
+def read_rows(tasks: list[RowTask], data: torch.Tensor) -> bool:
+    """Lay out adapter rows with the native library; whether all are finite."""
+    elements = native_reader.ELEMENTS
+    jobs = [
+        native_reader.ReadJob(*task._replace(a_dtype=elements[task.a_dtype], b_dtype=elements[task.b_dtype]))
+        for task in tasks
+    ]
+    return native_reader.read_layer(-1, native_reader.ReadJobs(jobs, data.numel()), data) is None
 
 
 def _available_cpus() -> int:

@@ -16,7 +16,7 @@ enum Fault : int64_t { kNone = 0, kEnds = 1, kUnreadable = 2, kNotFinite = 3, kB
 
 // One module of one layer; mirrors ReadJob in ops/native_reader.py.
 struct ReadJob {
-    int64_t a_start, b_start;        // bytes from the file's beginning
+    int64_t a_start, b_start;        // bytes from the file's beginning; addresses when there is no file
     int64_t a_element, b_element;    // Element of the file's tensors
     int64_t rank, d_in, d_out;       // A: [rank, d_in], B: [d_out, rank]
     int64_t first, slab_elems;       // rank-row i's slab begins at element first + i·slab_elems of the output
@@ -186,15 +186,16 @@ class RowReader {
         const long most = std::max<long>(16, kReadBytes / row_bytes / 16 * 16);
         thread_local std::vector<char> read_buffer, converted_buffer;  // kept: the system clears fresh pages at some cost
         const size_t values = (size_t)std::min(most, rows) * width;
-        if (read_buffer.size() < values * sizeof(In)) read_buffer.resize(values * sizeof(In));
+        if (fd_ >= 0 && read_buffer.size() < values * sizeof(In)) read_buffer.resize(values * sizeof(In));
         if (converted_buffer.size() < values * sizeof(Out)) converted_buffer.resize(values * sizeof(Out));
-        const In* in = (const In*)read_buffer.data();
         Out* converted = (Out*)converted_buffer.data();
         Out* out = (Out*)data_ + job.first + (side ? job.b_offset : job.a_offset);
         uint32_t top = 0;
         for (long row = 0; row < rows; row += most) {
             const long count = std::min(most, rows - row);
-            if (!fill(read_buffer.data(), count * row_bytes, (side ? job.b_start : job.a_start) + row * row_bytes, fault)) return false;
+            const int64_t start = (side ? job.b_start : job.a_start) + row * row_bytes;
+            if (fd_ >= 0 && !fill(read_buffer.data(), count * row_bytes, start, fault)) return false;
+            const In* in = fd_ >= 0 ? (const In*)read_buffer.data() : (const In*)start;
             if (side == 0) {
                 for (long r = 0; r < count; r++)
                     convert_values<S, D>(in + r * width, width, out + (row + r) * job.slab_elems, top);

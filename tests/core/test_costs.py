@@ -19,9 +19,9 @@ from chorus.core.costs.profile import ProfileError, load_profile, parse_profile,
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
 from chorus.core.sampling_params import SamplingParams
 from chorus.core.types import ScheduledRow, StepPlan
+from chorus.memory.adapter import Adapter
 from chorus.memory.adapter_format import AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.adapter_store import Adapter
 
 PAPERS = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv", "a100-llama2-7b", "h100-llama-70b-int4", "h200-llama3.1-8b"]
 
@@ -33,7 +33,7 @@ def row(name, slot, start, count):
 
 def adapter(name, rank):
     part = AdapterPart(rank, 1.0, (0,), ("q_proj",))
-    return Adapter(name, 1, AdapterManifest(Path(name), (part,)), AdapterLayout((), rank, 1))
+    return Adapter(name, 1, AdapterManifest(Path(name), (part,)), AdapterLayout((), rank, 1, 1))
 
 
 # -- the papers' numbers

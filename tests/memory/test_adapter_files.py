@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
 from chorus.memory.adapter_image import read_image
 from chorus.memory.adapter_layout import AdapterLayout
+from chorus.memory.host_buffers import HostBuffers
 from chorus.memory.host_image import HostImage
 from chorus.memory.tensor_file import TensorFile
 
@@ -34,7 +35,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_
     manifest = inspect_adapter(path, DIMS, LAYERS)
     layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
     image = HostImage()
-    read_image(manifest, layout, DIMS, page_elems, dtype, image)
+    read_image(manifest, layout, DIMS, page_elems, dtype, image, HostBuffers())
     assert image.stream.num_ready == LAYERS
     return manifest, layout, image.data
 
@@ -191,7 +192,7 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     manifest, layout, _ = load(path)
 
     def read(it=manifest):
-        read_image(it, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage())
+        read_image(it, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage(), HostBuffers())
 
     read()
     adapter_draft(seed=1).write(path)
@@ -224,4 +225,4 @@ def test_a_file_that_changes_while_it_is_read_is_refused(adapter_draft, tmp_path
 
     monkeypatch.setattr(TensorFile, "read_into", read_and_touch)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
-        read_image(manifest, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage())
+        read_image(manifest, layout, DIMS, PAGE_ELEMS, torch.float32, HostImage(), HostBuffers())

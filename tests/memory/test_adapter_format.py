@@ -13,6 +13,7 @@ from chorus.core.sampling_params import SamplingParams
 from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
 from chorus.memory.adapter_image import read_image
 from chorus.memory.adapter_layout import AdapterLayout
+from chorus.memory.host_buffers import HostBuffers
 from chorus.memory.host_image import HostImage
 
 PAGE_ELEMS = 1024
@@ -32,7 +33,7 @@ def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_
     manifest = inspect_adapter(path, DIMS, LAYERS)
     layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
     image = HostImage()
-    read_image(manifest, layout, DIMS, page_elems, dtype, image)
+    read_image(manifest, layout, DIMS, page_elems, dtype, image, HostBuffers())
     assert image.stream.num_ready == LAYERS
     return manifest, layout, image.data
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import AdapterStore, Tier, UnknownAdapter
+from chorus.memory.adapter_store import AdapterStore, UnknownAdapter
 from chorus.memory.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.host_images import HostImages, InlineReads
 from chorus.memory.pages import OutOfPages, PageKind, PagePool
@@ -353,6 +354,103 @@ def test_read_of_a_removed_version_is_cancelled(slow):
     assert future.cancelled()
     assert slow.images.num_bytes == 0
     slow.reads.finish()
+
+
+# -- loads that are followed while the file is read
+
+
+@pytest.fixture
+def streaming(slow):
+    """An adapter of two pages with a running request, whose bytes are still being read."""
+    (a,) = register(slow.store, a="two")
+    slow.store.hold(a)
+    slow.store.read_ahead([a])
+    slow.store.acquire(a, stream=True)
+    return a
+
+
+def test_an_adapter_is_taken_while_it_is_read(slow, streaming, backend, pool):
+    store = slow.store
+    assert len(streaming.pages) == 2
+    assert (store.tier(streaming), store.has_transfers, backend.placed) == (Tier.LOADING, True, [])
+    assert store.poll() == []
+    slow.reads.finish()
+    assert backend.placed == [("two", streaming.pages)]
+    assert store.poll() == []
+    assert (store.tier(streaming), store.has_transfers) == (Tier.DEVICE, False)
+    assert (store.num_loads, store.num_streamed) == (1, 1)
+    check(store, pool)
+
+
+def test_what_is_whole_is_not_streamed(slow):
+    (a,) = register(slow.store, a="two")
+    slow.store.read_ahead([a])
+    slow.reads.finish()
+    slow.store.acquire(a, stream=True)
+    assert slow.store.tier(a) is Tier.DEVICE
+    assert slow.store.num_streamed == 0
+
+
+def test_an_adapter_on_its_way_keeps_its_pages(slow, streaming, pool):
+    slow.store.release(streaming)
+    assert slow.store.num_idle_pages == 0
+    assert not slow.reclaimer.make_room(9)
+    slow.reads.finish()
+    slow.store.poll()
+    assert slow.store.num_idle_pages == 2
+    assert slow.reclaimer.make_room(10)
+    check(slow.store, pool)
+
+
+def test_a_read_that_fails_on_the_way_is_told_once_with_its_cause(slow, streaming, backend, pool):
+    backend.broken.add("two")
+    slow.reads.finish()
+    ((adapter, error),) = slow.store.poll()
+    assert adapter is streaming
+    assert "cannot be read" in str(error)
+    slow.store.release(streaming)
+    slow.store.evict(streaming)
+    assert slow.store.poll() == []
+    assert (slow.store.tier(streaming), pool.num_free) == (Tier.DISK, 10)
+    check(slow.store, pool)
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_pages_of_an_adapter_that_leaves_on_its_way_go_back_when_nothing_writes_to_them(
+    slow, streaming, backend, pool, busy
+):
+    transfer = streaming.transfer
+    transfer.busy = busy
+    slow.store.release(streaming)
+    slow.store.unregister("a")
+    slow.store.let_go(streaming)
+    assert transfer.is_cancelled
+    assert (pool.num_free, slow.store.has_transfers) == ((8, True) if busy else (10, False))
+    check(slow.store, pool)
+    transfer.busy = False
+    slow.store.poll()
+    assert (pool.num_free, slow.store.has_transfers) == (10, False)
+    assert backend.placed == []
+    check(slow.store, pool)
+
+
+def test_pinning_waits_for_what_is_on_its_way(slow, streaming, backend, pool):
+    backend.broken.add("two")
+    slow.reads.finish()
+    with pytest.raises(AdapterFormatError, match="cannot be read"):
+        slow.store.pin(streaming)
+    assert not slow.store.is_pinned(streaming)
+
+
+def test_a_pin_is_lost_with_bytes_that_never_come(slow, streaming, backend, pool):
+    streaming.transfer.has_failed = lambda: True
+    slow.reads.finish()
+    streaming.transfer.is_done = lambda: False
+    slow.store.pin(streaming)
+    ((adapter, error),) = slow.store.poll()
+    assert adapter is streaming
+    assert "did not come" in str(error)
+    assert not slow.store.is_pinned(streaming)
 
 
 def test_replaced_version_that_is_held_is_read_at_once(slow):

@@ -7,7 +7,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_store import Tier
+from chorus.memory.adapter import Tier
 from chorus.server.engine_view import EngineView
 
 
@@ -54,6 +54,7 @@ def test_cache_counters(start, fake_engine):
         "num_cached_pages": 5,
         "num_adapter_hits": 7,
         "num_adapter_loads": 8,
+        "num_streamed_loads": 6,
         "num_adapter_evictions": 9,
         "num_prefix_hit_tokens": 10,
         "num_prefix_query_tokens": 11,
@@ -64,6 +65,7 @@ def test_cache_counters(start, fake_engine):
         'chorus_pages{kind="cached"} 5.0',
         "chorus_adapter_hits_total 7.0",
         "chorus_adapter_loads_total 8.0",
+        "chorus_adapter_streamed_loads_total 6.0",
         "chorus_adapter_evictions_total 9.0",
         "chorus_prefix_hit_tokens_total 10.0",
         "chorus_prefix_query_tokens_total 11.0",

@@ -1,0 +1,58 @@
+"""Buffers that host images are read into, used again when an image is gone."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import threading
+import weakref
+from collections.abc import Sequence
+
+import torch
+
+from . import hugepages
+
+_ALIGNMENT = 1 << 16
+
+
+class HostBuffers:
+    """Hands out tensors; when the last reference to one is dropped, its memory waits for the next.
+
+    The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` wait;
+    beyond that the longest idle go back to the system. Any thread may take or drop.
+    """
+
+    def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
+        self._max_idle_bytes = max_idle_bytes
+        self._idle: list[mmap.mmap] = []  # the longest idle first
+        self._lock = threading.Lock()
+
+    @property
+    def num_idle_bytes(self) -> int:
+        return sum(map(len, self._idle))
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        count = math.prod(shape)
+        num_bytes = count * dtype.itemsize
+        mapping = self._find(num_bytes) or hugepages.map_memory(-(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT)
+        lease = (ctypes.c_char * len(mapping)).from_buffer(mapping)
+        weakref.finalize(lease, self._give_back, mapping).atexit = False
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(*shape)
+
+    def _find(self, num_bytes: int) -> mmap.mmap | None:
+        """The smallest that is large enough and not wastefully so."""
+        with self._lock:
+            fitting = [mapping for mapping in self._idle if num_bytes <= len(mapping) <= 2 * num_bytes]
+            if not fitting:
+                return None
+            found = min(fitting, key=len)
+            self._idle = [mapping for mapping in self._idle if mapping is not found]
+            return found
+
+    def _give_back(self, mapping: mmap.mmap) -> None:
+        with self._lock:
+            self._idle.append(mapping)
+            while self.num_idle_bytes > self._max_idle_bytes:
+                self._idle.pop(0)

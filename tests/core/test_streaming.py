@@ -1,0 +1,186 @@
+"""Requests that start while their adapter is read: same tokens, bounded waiting, nothing lost on failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import pytest
+
+from chorus.core.load_policy import LoadPolicy
+from chorus.core.types import FinishReason
+from chorus.memory.adapter import Tier
+from chorus.memory.adapter_format import AdapterFormatError
+from chorus.memory.eviction import RestoreCosts
+from chorus.memory.host_images import ThreadReads
+
+ADAPTER = "r1-all"
+
+
+@pytest.fixture
+def gqa(subject):
+    return subject("gqa")
+
+
+class Gate:
+    """Lets a read publish a layer each time `allow` is called; `fail` makes it fail instead."""
+
+    def __init__(self, driver):
+        self._permits = threading.Semaphore(0)
+        self._error = None
+        backend, read = driver.executor.adapters, driver.executor.adapters.read
+        backend.read = lambda manifest, layout, image: read(manifest, layout, _Gated(image, self))
+
+    def allow(self, layers=100):
+        self._permits.release(layers)
+
+    def fail(self, error):
+        self._error = error
+        self.allow()
+
+    def pass_through(self):
+        self._permits.acquire()
+        if self._error is not None:
+            raise self._error
+
+
+class _Gated:
+    def __init__(self, image, gate):
+        self._image = image
+        self._gate = gate
+
+    def __setattr__(self, name, value):
+        setattr(self._image, name, value) if name == "data" else super().__setattr__(name, value)
+
+    @property
+    def data(self):
+        return self._image.data
+
+    def publish(self, num_ready):
+        self._gate.pass_through()
+        self._image.publish(num_ready)
+
+
+@pytest.fixture
+def start(gqa, drive):
+    """`start(**config)`: a driver with a base request decoding, reads that a gate holds up, and the gate."""
+    gates = []
+
+    def make(**config):
+        driver = drive(gqa, reads=ThreadReads(1), clock=time.monotonic, **config)
+        gates.append(Gate(driver))
+        driver.engine._costs.disk_adapter_page = 0.0
+        driver.add("base", None, [5] * 9, max_tokens=40)
+        driver.step()
+        return driver, gates[-1]
+
+    yield make
+    for gate in gates:
+        gate.allow()
+
+
+def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
+    driver, gate = start(max_load_stall_seconds=60.0)
+    driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    timers = [threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 9)]
+    for timer in timers:
+        timer.start()
+    driver.step()
+    assert len(driver.answers["x"].tokens) == 1, "it did not start before all was read"
+    answers = driver.drain()
+    for timer in timers:
+        timer.join()
+    assert answers["x"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)
+    assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 40)
+    assert driver.engine.stats().num_streamed_loads == 1
+    assert driver.engine.store.tier(driver.engine.store.get(ADAPTER)) is Tier.DEVICE
+
+
+def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, start):
+    driver, gate = start(max_load_stall_seconds=0.001)
+    driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    driver.add("y", ADAPTER, [7] * 20, max_tokens=8)
+    for _ in range(10):
+        driver.step()
+    assert len(driver.answers["base"].tokens) == 11
+    assert driver.answers["x"].tokens == driver.answers["y"].tokens == []
+    with_x = [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.rows)]
+    assert len(with_x) == 1, "it was computed in vain more than once"
+    gate.allow()
+    answers = driver.drain()
+    want = gqa.greedy(ADAPTER, [7] * 20, 8)
+    assert answers["x"].tokens == answers["y"].tokens == want
+    assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 40)
+    again = driver.run("again", ADAPTER, [7] * 20, max_tokens=8)
+    assert again.num_cached_tokens > 0
+    assert again.tokens == want, "what was computed in vain was cached"
+
+
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_read_that_fails_on_the_way_fails_its_requests_alone(gqa, start, layers):
+    driver, gate = start(max_load_stall_seconds=0.001)
+    driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    for _ in range(layers):
+        gate.allow(1)
+    driver.step()
+    gate.fail(AdapterFormatError("tensor so-and-so holds NaN"))
+    answers = driver.drain()
+    assert answers["x"].finish_reason is FinishReason.ERROR
+    assert "so-and-so holds NaN" in answers["x"].error
+    assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 40)
+    driver.engine.reclaim_idle()
+    assert driver.held_pages() == 0
+
+
+def test_a_request_that_is_aborted_on_the_way_leaves_nothing(gqa, start):
+    driver, gate = start(max_load_stall_seconds=0.001)
+    driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    driver.step()
+    assert driver.engine.abort("x")
+    driver.step()
+    assert driver.engine.store.has_transfers
+    gate.allow()
+    driver.add("y", ADAPTER, [7] * 20, max_tokens=8)
+    assert driver.drain()["y"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)
+    assert driver.engine.stats().num_adapter_loads == 1
+    driver.engine.reclaim_idle()
+    assert driver.held_pages() == 0
+
+
+def test_decoding_waits_for_an_adapter_too(gqa, start):
+    """A prompt of one token is a decode row from the beginning."""
+    driver, gate = start(max_load_stall_seconds=0.001)
+    driver.add("x", ADAPTER, [7], max_tokens=8)
+    for _ in range(3):
+        driver.step()
+    assert driver.answers["x"].tokens == []
+    gate.allow()
+    assert driver.drain()["x"].tokens == gqa.greedy(ADAPTER, [7], 8)
+
+
+class FakeStore:
+    def __init__(self, tier, seconds=0.0):
+        self.tier = lambda adapter: tier
+        self.seconds_to_read = lambda adapter: seconds
+
+
+class FakeAdapter:
+    def __init__(self, pages=()):
+        self.pages = list(pages)
+
+
+@pytest.mark.parametrize(
+    ("tier", "seconds", "alone", "may"),
+    [
+        (Tier.DISK, 0.0, True, False),
+        (Tier.HOST, 9.0, False, True),
+        (Tier.LOADING, 0.23, False, False),
+        (Tier.LOADING, 0.21, False, True),
+        (Tier.LOADING, 0.23, True, True),
+    ],
+)
+def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, alone, may):
+    costs = RestoreCosts(prefix_page=0.1)
+    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.04)
+    assert policy.may_start(FakeAdapter(), 32, alone=alone) is may
+    assert policy.may_start(FakeAdapter([3]), 1, alone=False)

@@ -1,0 +1,56 @@
+import gc
+
+import pytest
+import torch
+
+from chorus.memory.host_buffers import HostBuffers
+
+
+def test_a_buffer_is_as_asked_for():
+    taken = HostBuffers().take((3, 5), torch.bfloat16)
+    assert (taken.shape, taken.dtype) == ((3, 5), torch.bfloat16)
+    taken[:] = 7
+    assert taken.sum() == 105
+
+
+def test_two_buffers_in_use_never_share_memory():
+    buffers = HostBuffers()
+    first, second = (buffers.take((100,), torch.float32) for _ in range(2))
+    first[:], second[:] = 1, 2
+    assert first.sum() == 100
+
+
+def test_memory_is_used_again_once_nothing_refers_to_it():
+    buffers = HostBuffers()
+    taken = buffers.take((1000, 100), torch.float32)
+    address, view = taken.data_ptr(), taken[3]
+    del taken
+    gc.collect()
+    assert buffers.num_idle_bytes == 0, "a view still refers to it"
+    del view
+    gc.collect()
+    assert buffers.num_idle_bytes >= 400_000
+    again = buffers.take((900, 100), torch.float32)
+    assert again.data_ptr() == address
+    assert buffers.num_idle_bytes == 0
+
+
+@pytest.mark.parametrize("count", [10, 10_000_000], ids=["far smaller", "larger"])
+def test_memory_of_another_size_is_left_alone(count):
+    buffers = HostBuffers()
+    address = buffers.take((1_000_000,), torch.float32).data_ptr()
+    gc.collect()
+    assert buffers.take((count,), torch.float32).data_ptr() != address
+
+
+def test_what_idles_longest_goes_beyond_the_limit():
+    buffers = HostBuffers(max_idle_bytes=1 << 20)
+    held = [buffers.take((1 << 19,), torch.uint8) for _ in range(3)]
+    last = held[2].data_ptr()
+    while held:
+        held.pop(0)
+    gc.collect()
+    assert buffers.num_idle_bytes == 1 << 20
+    again = [buffers.take((1 << 19,), torch.uint8) for _ in range(2)]
+    assert last in {taken.data_ptr() for taken in again}
+    assert buffers.num_idle_bytes == 0
