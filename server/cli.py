@@ -151,7 +151,7 @@ def _profile(arguments: argparse.Namespace) -> int:
     from .launch import LaunchError
 
     try:
-        profile.run(settings, arguments.output, arguments.batches, arguments.rounds)
+        profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
     except LaunchError as error:
         return _fail(error)
     return 0

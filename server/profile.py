@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, number: Callable[[str], int]) -> 
     parser.add_argument("--rounds", type=number, default=5, metavar="N", help="times to run each (default: 5)")
 
 
-def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO = sys.stdout) -> None:
+def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO) -> None:
     """Measure, print and write. Raises LaunchError for what can't be measured or written."""
     from ..core.costs.fit import FitError
     from ..core.costs.machine import measure_machine
