@@ -47,7 +47,7 @@ def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO
     except (OSError, ValueError) as error:
         raise LaunchError(f"can't measure {settings.model}: {error}") from error
     print(table(measured.profile), file=out)
-    print(f"noise      rounds differ from the best by {measured.noise:.1%}", file=out)
+    print(f"noise      a median round is {measured.noise:.1%} above the best", file=out)
     if measured.noise > QUIET:
         print("           the machine was busy: stop what else runs, or raise --rounds", file=out)
     if not measured.uncached:

@@ -26,7 +26,7 @@ _OVERHEAD_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile and how steady the machine was. noise: by how much a round differs from the best one, as a share."""
+    """A profile and how steady the machine was. noise: how far a median round is above the best one."""
 
     profile: Profile
     noise: float
@@ -97,7 +97,7 @@ def _measure(
     prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
     model = ModelConfig.read(config.model)
     device = device_name(config.device)
-    how = f"measured on this machine, the least of {rounds} rounds"
+    how = f"measured on this machine, the median of {rounds} rounds"
     profile = Profile(
         name=f"{config.model.resolve().name}-measured",
         device=device,

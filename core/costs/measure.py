@@ -1,7 +1,7 @@
 """Measuring a cost model: made-up steps on a real executor, timed and fitted.
 
-Every step is run once per round and its least time counts, so that what else the machine does between rounds hardly
-shows; how much the rounds differ is reported as noise.
+Every step is run once per round and the median over rounds counts: what a step takes as a rule, which a burst of other
+work hardly changes. How far the medians are above the least times is reported as noise.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from .fit import Fit, fit
 from .models import Kernel
 from .work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
 
-LEAST_BATCHES = 200
 _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
 _BASE_SHARE = 0.15  # of rows, how many use no adapter
@@ -38,7 +37,7 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Bytes and least seconds of each adapter's way. uncached: the files were read from the disk itself."""
+    """Bytes and median seconds of each adapter's way. uncached: the files were read from the disk itself."""
 
     num_bytes: list[int]
     read: list[float]
@@ -48,7 +47,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Steps with the least seconds that each took, and the median over steps of what the rounds differed by."""
+    """Steps with the median seconds of each. noise: the median over steps of median / least - 1."""
 
     work: list[StepWork]
     seconds: list[float]
@@ -101,8 +100,8 @@ class StepProfiler:
                     time.sleep(0)
                 place.append(time.perf_counter() - ended)
                 read.append(ended - began)
-            reads.append(min(read))
-            places.append(min(place))
+            reads.append(median(read))
+            places.append(median(place))
         sizes = [adapter.num_pages * page_bytes for adapter in self._adapters]
         return Transfers(sizes, reads, places, uncached)
 
@@ -136,19 +135,16 @@ class StepProfiler:
     def measure(
         self, plans: Sequence[StepPlan], kernel: Kernel, rounds: int, progress: Callable[[], None] = lambda: None
     ) -> Samples:
-        """Least seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
-        best = [float("inf")] * len(plans)
+        """Median seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
         every: list[list[float]] = [[] for _ in plans]
         for _ in range(rounds):
             for index, plan in enumerate(plans):
                 began = time.perf_counter()
                 self._executor.execute(plan)
-                seconds = time.perf_counter() - began
-                every[index].append(seconds)
-                best[index] = min(best[index], seconds)
+                every[index].append(time.perf_counter() - began)
                 progress()
-        noise = median(median(times) / least - 1 for times, least in zip(every, best, strict=True))
-        return Samples([StepWork.of(plan, kernel) for plan in plans], best, noise)
+        noise = median(median(times) / min(times) - 1 for times in every)
+        return Samples([StepWork.of(plan, kernel) for plan in plans], [median(times) for times in every], noise)
 
     def _slots(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""

@@ -124,7 +124,7 @@ def test_one_size_of_adapters_gives_a_rate_only():
     assert fit_transfer([100, 200, 400], [2.0, 3.0, 5.0]).terms == pytest.approx({"latency": 1.0, "per_byte": 0.01})
 
 
-def test_measure_keeps_the_least_of_the_rounds(profiler):
+def test_measure_runs_every_step_in_every_round(profiler):
     profiler.measure_transfers(1)
     plans = profiler.decode_plans(10)
     steps = itertools.count(1)
