@@ -28,8 +28,9 @@ class Fit:
 def fit(terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
     """The non-negative coefficients that minimise the sum of squared errors over seconds.
 
-    Long steps vary more than short ones: a sample's weight is 1 / its seconds, so that neither decides alone. R² is that
-    of the plain errors. rows: `[samples, len(terms)]`, a sample's value of each term; a constant term is 1 in every row.
+    Long steps vary more than short ones: a sample's weight is 1 / its seconds, so that neither decides alone. R² is
+    that of the plain errors.
+    rows: `[samples, len(terms)]`, a sample's value of each term; a constant term is 1 in every row.
     Raises FitError unless there are more samples than terms and they are finite.
     """
     if len(rows) <= len(terms):

@@ -89,9 +89,10 @@ class StepProfiler:
         for adapter in self._adapters:
             adapter.pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
             read, place = [], []
+            images = []  # kept, so that every read is into memory of its own, as the first read of an adapter is
             for _ in range(rounds):
-                uncached &= _forget_file(adapter.manifest.path / WEIGHTS_FILE)
-                image = HostImage()
+                uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
+                images.append(image := HostImage())
                 began = time.perf_counter()
                 backend.read(adapter.manifest, adapter.layout, image)
                 ended = time.perf_counter()
@@ -207,7 +208,7 @@ def fit_transfer(num_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
     return Fit({"latency": 0.0, "per_byte": rate}, 0.0, sum(errors) / len(errors), len(num_bytes))
 
 
-def _forget_file(path: Path) -> bool:
+def forget_file(path: Path) -> bool:
     """Ask the system to drop a file's cached pages; whether it can be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False

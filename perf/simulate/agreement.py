@@ -1,9 +1,9 @@
 """Does the simulator agree with reality? One trace, served by the real executor in real time and simulated.
 
-    python -m chorus.perf.simulate.agreement [--model DIR --adapters DIR] [--profile FILE] [--requests N] [--load SHARE]
+    python -m chorus.perf.simulate.agreement [--model DIR --adapters DIR] [--profile FILE] [--repeats N]
 
-The profile is fitted on this machine just before, unless one is given. Exits with 1 when mean TTFT or TPOT differ by
-more than --limit.
+The profile is fitted on this machine just before each repeat, unless one is given: a machine whose speed drifts drifts
+for both. Exits with 1 when mean TTFT or TPOT differ by more than --limit.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.costs.machine import measure_machine
+from ...core.costs.measure import forget_file
 from ...core.costs.profile import Profile, load_profile
 from ...core.engine import Engine
 from ...core.executors.sim import SimAdapters
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...memory.adapter_format import WEIGHTS_FILE
 from .. import random_model
 from ..cpu_workload import Geometry, Workload
 from ..workload.request import TraceRequest
@@ -36,25 +38,29 @@ from .replica import Replica
 
 PROMPT_TOKENS = (16, 160)
 OUTPUT_TOKENS = (12, 64)
+HELD_UP_SECONDS = 0.5
 _FIRST_TOKEN_ID = 16  # ids below are special in most vocabularies
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """A trace to serve. rate: requests per second. adapters: names to choose from."""
+    """Requests that keep a machine busy for a share of the time."""
 
     requests: int
-    rate: float
-    adapters: Sequence[str]
+    share: float
     seed: int = 0
 
-    def trace(self) -> list[TraceRequest]:
-        """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model."""
+    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
+        """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model.
+
+        rows: batch size at which the share holds.
+        """
         source = random.Random(self.seed)
+        rate = rate_at(profile, self.share, rows)
         now, found = 0.0, []
         for index in range(self.requests):
-            now += source.expovariate(self.rate)
-            name = None if source.random() < 0.1 else source.choice(list(self.adapters))
+            now += source.expovariate(rate)
+            name = None if source.random() < 0.1 else source.choice(list(adapters))
             found.append(TraceRequest(index, now, name, source.randint(*PROMPT_TOKENS), source.randint(*OUTPUT_TOKENS)))
         return found
 
@@ -65,8 +71,24 @@ def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
     return [source.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
 
 
+def serve_both(config: EngineConfig, profile: Profile, load: Load) -> tuple[Records, Records]:
+    """The same trace in real time, on an engine that has read no adapter yet, and simulated."""
+    engine = Engine.from_config(config)
+    try:
+        trace = load.trace(profile, min(4, config.max_num_seqs), engine.store.names())
+        warm_up(engine)
+        for name in engine.store.names():
+            forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)  # as when the disk was measured
+        return serve(engine, trace), simulated(engine, profile, trace)
+    finally:
+        engine.close()
+
+
 def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
-    """Serve `trace` in real time on an engine that does nothing else: requests come when their time has come."""
+    """Serve `trace` in real time on an engine that does nothing else: requests come when their time has come.
+
+    Warns of steps in which the system gave the process no processor for long: such a run says nothing.
+    """
     prompts = {request.id: prompt_of(request, engine.model.vocab_size) for request in trace}
     records = Records()
     open_: dict[str, tuple[Request, float, float]] = {}  # with arrival and first token, seconds since the start
@@ -85,8 +107,11 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
         if not open_:
             time.sleep(max(0.0, following.arrival - now))
             continue
+        spent = time.process_time()
         outputs = engine.step()
-        now = time.perf_counter() - start
+        spent, before, now = time.process_time() - spent, now, time.perf_counter() - start
+        if now - before - spent > HELD_UP_SECONDS:
+            print(f"the system held the process up for {now - before - spent:.1f} s: run it again", file=sys.stderr)
         for output in outputs:
             request, arrival, first = open_[output.request_id]
             if output.error is not None:
@@ -164,7 +189,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
     parser.add_argument("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
-    parser.add_argument("--requests", type=int, default=80, help="(default: 80)")
+    parser.add_argument("--repeats", type=int, default=3, help="times to fit and to serve, by turns (default: 3)")
+    parser.add_argument("--requests", type=int, default=60, help="of each repeat (default: 60)")
     parser.add_argument("--load", type=float, default=0.5, help="share of time to keep busy (default: 0.5)")
     parser.add_argument("--threads", type=int, help="CPU threads; default: all")
     parser.add_argument("--max-num-seqs", type=int, default=16, help="(default: 16)")
@@ -181,22 +207,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=256, memory_bytes=512 << 20,
     )  # fmt: skip
-    if arguments.profile is None:
-        print("fitting a profile of this machine …", file=sys.stderr)
-        profile = measure_machine(config, rounds=arguments.rounds, batches=208).profile
+    given = None if arguments.profile is None else load_profile(arguments.profile)
+    real, virtual, fits = Records(), Records(), []
+    for repeat in range(arguments.repeats):
+        print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+        profile = given or measure_machine(config, rounds=arguments.rounds, batches=208).profile
+        load = Load(arguments.requests, arguments.load, arguments.seed + repeat)
+        for records, found in zip((real, virtual), serve_both(config, profile, load), strict=True):
+            records.extend(found)
+        fits.append(profile.decode.fit)
+    found = compare(real, virtual)
+    found["decode_r2"] = [fit.r2 for fit in fits if fit is not None]
+    if arguments.json:
+        print(json.dumps(found))
     else:
-        profile = load_profile(arguments.profile)
-    engine = Engine.from_config(config)
-    try:
-        rate = rate_at(profile, arguments.load, min(4, arguments.max_num_seqs))
-        trace = Load(arguments.requests, rate, engine.store.names(), arguments.seed).trace()
-        print(f"serving {len(trace)} requests at {rate:.2f}/s …", file=sys.stderr)
-        warm_up(engine)
-        found = compare(serve(engine, trace), simulated(engine, profile, trace))
-    finally:
-        engine.close()
-    found["decode_r2"] = profile.decode.fit.r2 if profile.decode.fit else None
-    print(json.dumps(found) if arguments.json else table(found))
+        print(table(found))
+        print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"]) or "not known"))
     return 0 if all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot")) else 1
 
 
