@@ -20,7 +20,12 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
-    device: Literal["auto", "cpu"] = Field(default="auto", description="where the model runs")
+    device: str = Field(
+        default="auto",
+        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
+        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "
+        "finds one and Triton is installed",
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
     )
@@ -28,10 +33,24 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(default=1024, ge=1, description="most tokens in one step")
     chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
-    memory_bytes: int = Field(
-        default=256 << 20, ge=1 << 16, description="size of the arena that KV cache and adapters share"
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1 << 16,
+        description="size of the arena that KV cache and adapters share; default: 256 MiB on a CPU, what is left of "
+        "gpu_memory_utilization on a GPU",
     )
     num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of a GPU's memory that weights, arena and all else may take"
+    )
+    graph_capture: Literal["ahead", "lazy", "off"] = Field(
+        default="ahead",
+        description="when decode steps are captured as CUDA graphs: before the first request, at a batch size's first "
+        "use, or never",
+    )
+    max_lora_rank: int = Field(
+        default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
+    )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )

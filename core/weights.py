@@ -98,6 +98,11 @@ class WeightLoader:
         """Bytes to read in all."""
         return sum(self._checkpoint[name].num_bytes for name in self._shapes)
 
+    @property
+    def num_bytes_kept(self) -> int:
+        """Bytes that the weights take once they are read."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
+
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)

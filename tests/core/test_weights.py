@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.checkpoint import INDEX, Checkpoint
-from chorus.core.load_progress import LoadProgress, load_progress
+from chorus.core.load_progress import LoadProgress, count_progress, load_progress
 from chorus.core.model_config import ModelConfig, UnsupportedModel
 from chorus.core.weights import EMBED, LM_HEAD, WeightLoader, open_weights, tensor_shapes
 
@@ -145,6 +145,7 @@ def test_progress_counts_every_byte_once(checkpoint):
     loader = it.loader(torch.bfloat16, advance=seen.append)
     every_tensor(loader)
     assert sum(seen) == loader.num_bytes == sum(t.numel() * 4 for t in it.tensors.values())
+    assert loader.num_bytes_kept == loader.num_bytes // 2
 
 
 def test_progress_is_silent_off_a_terminal_and_shown_on_one(checkpoint, monkeypatch, capsys):
@@ -159,6 +160,19 @@ def test_progress_is_silent_off_a_terminal_and_shown_on_one(checkpoint, monkeypa
     out, err = capsys.readouterr()
     assert out == ""
     assert f"loading {it.path.name}" in err
+
+
+def test_counted_progress_says_how_many_of_how_many(monkeypatch, capsys):
+    with count_progress("capturing", 3) as progress:
+        assert type(progress) is LoadProgress
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with count_progress("capturing", 3) as progress:
+        progress.advance(2)
+    err = capsys.readouterr().err
+    assert "capturing" in err
+    assert "2/3" in err
 
 
 # -- tied embeddings
