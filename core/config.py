@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class EngineConfig(BaseModel):
@@ -22,7 +23,6 @@ class EngineConfig(BaseModel):
     )
     device: str = Field(
         default="auto",
-        pattern=r"^(auto|cpu|cuda(:\d+)?)$",
         description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "
         "finds one and Triton is installed",
     )
@@ -72,6 +72,13 @@ class EngineConfig(BaseModel):
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError("it may be auto, cpu, cuda, or cuda: and the number of a GPU, such as cuda:1")
+        return device
 
     @model_validator(mode="after")
     def _budget_covers_batch(self) -> EngineConfig:
