@@ -21,6 +21,10 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="auto: the checkpoint's weights; dummy: random ones, to measure a model from its config.json alone",
+    )
     device: str = Field(
         default="auto",
         description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "

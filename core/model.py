@@ -16,7 +16,7 @@ from ..ops.rope import RotaryEmbedding, Rotation
 from .batch import StepBatch
 from .model_config import ModelConfig
 from .ranges import span
-from .weights import LayerWeights, WeightLoader
+from .weights import LayerWeights, Weights
 
 
 class DecoderModel:
@@ -25,7 +25,7 @@ class DecoderModel:
     It computes where the arena is: on a CPU with torch, on a GPU with cuBLAS and the fused kernels of `ops`.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens."""
         self.config = config

@@ -13,7 +13,7 @@ from ..ops.rope import rotary_table
 from ..ops.sgmv import Segments
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .weights import LayerWeights, WeightLoader
+from .weights import LayerWeights, Weights
 
 
 def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -27,7 +27,7 @@ class NativeDecoderModel:
     """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int, threads: int | None
+        self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int, threads: int | None
     ) -> None:
         self.config = config
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)

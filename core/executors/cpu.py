@@ -60,7 +60,7 @@ class CpuExecutor:
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
-        with open_weights(config.model, self.config, dtype) as weights:
+        with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way

@@ -93,7 +93,7 @@ class CudaExecutor:
         config, model, device = self._config, self.config, self._device
         where = device.torch_device
         arena = Arena(self.layout, 2, self._dtype, where)
-        with open_weights(config.model, model, self._dtype) as weights:
+        with open_weights(config.model, model, self._dtype, load_format=config.load_format, device=where) as weights:
             cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
             decoder = DecoderModel(model, weights, arena, self.model.max_model_len)
         attention = choose_attention(
