@@ -34,6 +34,8 @@ struct ModelDesc {
     int64_t page_elems;
 };
 
+constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather than computed with
+
 struct StepDesc {
     int32_t tokens, rows, segments, logits_wanted;
     const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
@@ -61,6 +63,7 @@ class Decoder {
         groups_[1] = {{3, 0, m_.hidden}};
         groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
         groups_[3] = {{6, 0, m_.hidden}};
+        none_split_.assign(team_.size() + 1, 0);
     }
 
     void forward(const StepDesc& step) {
@@ -86,7 +89,8 @@ class Decoder {
         grow(q_, tokens * q);
         grow(attended_, tokens * q);
         grow(act_, tokens * m_.ffn);
-        attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+        few_ = step.tokens <= kFewTokens;
+        decode_ = few_ && step.tokens == step.rows;
         const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
         int rank = 0;
         for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
@@ -100,9 +104,17 @@ class Decoder {
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
+            split(shrink_[g], shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
+            split(units, expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
+        }
+        if (decode_) {
+            decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
+            split(decodes_, decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+        } else {
+            attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
         }
         for (auto& s : scratch_) {
-            if ((int)s.rows.size() < rank) s.rows.resize(rank);
+            grow(s.rows, rank + kAhead);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
@@ -113,6 +125,7 @@ class Decoder {
         const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
         const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
         const int heads_per_kv = m_.heads / m_.kv_heads;
+        const float scale = 1.0f / std::sqrt((float)head_dim);
         auto each_token = [&](auto work) { team_.each(phase, tokens, work); };
         each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + (long)t * hidden); });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
@@ -123,14 +136,27 @@ class Decoder {
             T* v_plane = k_plane + kv_plane;
             normalise(phase, tokens, w.input_norm);
             project(step, thread, phase, 0, l, normed_.data(), hidden, w.qkv, qkv, y_.data(), qkv, false, w.qkv_bias);
-            each_token([&](int t) { rotate_and_store(step, w, t, y_.data() + (long)t * qkv, k_plane, v_plane); });
+            auto rotate = [&](int t, int first, int count) {
+                for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + (long)t * qkv, k_plane, v_plane);
+            };
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
-            team_.each(phase, (int)attention_.size(), [&](int i) {
-                const AttentionUnit& unit = attention_[i];
-                attend<T>(cache, unit, q_.data(), attended_.data(), q, heads_per_kv,
-                          step.page_table + unit.row * step.table_stride, step.kv_lens[unit.row],
-                          step.qo_indptr[unit.row + 1], 1.0f / std::sqrt((float)head_dim), scratch_[thread].attention);
-            });
+            auto table = [&](int row) { return step.page_table + row * step.table_stride; };
+            if (decode_) {
+                each_split(phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                    const long row = unit.row;
+                    rotate(row, unit.first, unit.heads);
+                    attend_decode<T>(cache, unit, q_.data() + row * q, attended_.data() + row * q, heads_per_kv, table(row),
+                                     step.kv_lens[row], scale, scratch_[thread].attention, next ? table(next->row) : nullptr,
+                                     next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
+                });
+            } else {
+                each_token([&](int t) { rotate(t, 0, m_.kv_heads); });
+                team_.each(phase, (int)attention_.size(), [&](int i) {
+                    const AttentionUnit& unit = attention_[i];
+                    attend<T>(cache, unit, q_.data(), attended_.data(), q, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
+                              step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);
+                });
+            }
             project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, w.o_bias);
             normalise(phase, tokens, w.post_attention_norm);
             project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, w.gate_up_bias);
@@ -145,7 +171,7 @@ class Decoder {
         });
         const Product<T> head{normed_.data(), hidden, step.logits_wanted, (const T*)m_.lm_head, m_.vocab, hidden,
                               step.logits, m_.vocab, false, nullptr};
-        team_.each(phase, head.units(), [&](int i) { head.run(i); });
+        run_product(phase, thread, head, none_, none_split_, [](const LoraUnit&, const LoraUnit*) {});
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -187,32 +213,102 @@ class Decoder {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
-        auto run_shrink = [&](const LoraUnit& u) {
+        // The rows that a unit begins with, to be fetched in time.
+        auto first_rows = [&](const LoraUnit* u, bool of_b, const T** rows) -> const T* const* {
+            if (!u) return nullptr;
+            const Adapter& adapter = *step.segment_adapters[u->segment];
+            if (adapter.first_elem[layer] < 0) return nullptr;
+            const int module = groups_[g][u->module].module, count = std::min<int>(kAhead, of_b ? adapter.rank : u->count);
+            arena.rows(adapter, first_row(adapter, layer, of_b ? 0 : u->first, of_b ? adapter.b_offset[module] + u->first : adapter.a_offset[module]),
+                       adapter.slab_elems, count, 0, rows, nullptr, 0);
+            for (int i = count; i < kAhead; i++) rows[i] = rows[count - 1];
+            return rows;
+        };
+        auto run_shrink = [&](const LoraUnit& u, const LoraUnit* next) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
+            const T* ahead[kAhead];
             shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_,
-                      scratch_[thread].spare.data());
+                      scratch_[thread].spare.data(), first_rows(next, false, ahead));
         };
-        auto run_expand = [&](const LoraUnit& u) {
+        auto run_expand = [&](const LoraUnit& u, const LoraUnit* next) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_,
-                      y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+            if (next)  // its outputs may have been written by another thread
+                for (int t = next->token; t < next->token + next->tokens; t++)
+                    for (int c = 0; c < next->count; c += kLanes)
+                        prefetch(y + (long)t * ldy + groups_[g][next->module].column + next->first + c);
+            const T* ahead[kAhead];
+            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_, y + target.column, ldy,
+                      scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data(),
+                      first_rows(next, true, ahead));
         };
         if (fused_) {
-            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i]); });
+            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i], nullptr); });
             team_.each(phase, base, [&](int i) {
                 product.run(i);
                 expand_tile(step, g, product.tile_of(i), run_expand);
             });
         } else {
-            team_.each(phase, base + (int)shrinks.size(), [&](int i) {
-                if (i < base) product.run(i);
-                else run_shrink(shrinks[i - base]);
-            });
+            run_product(phase, thread, product, shrinks, shrink_split_[g], run_shrink);
         }
-        if (!expands.empty()) team_.each(phase, (int)expands.size(), [&](int i) { run_expand(expands[i]); });
+        if (!expands.empty()) each_split(phase, thread, few_, expands, expand_split_[g], run_expand);
+    }
+
+    // A product and units that don't depend on it, side by side. Few rows: the weights are what takes time, so every thread
+    // has a run of panels of its own, each of which fetches the beginning of the next.
+    template <class Run>
+    void run_product(int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
+                     const std::vector<int>& split, Run run) {
+        const int panels = product.units(), threads = team_.size();
+        if (product.rows > kFewTokens) {
+            team_.each(phase, panels + (int)units.size(), [&](int i) {
+                if (i < panels) product.run(i);
+                else run(units[i - panels], nullptr);
+            });
+            return;
+        }
+        auto begin = [&](int t) { return (int)((long)panels * t / threads); };
+        team_.each_own(
+            phase, thread, [&](int t) { return begin(t + 1) - begin(t) + split[t + 1] - split[t]; },
+            [&](int owner, int i, bool more) {
+                const int own = begin(owner + 1) - begin(owner);
+                if (i < own) return product.run(begin(owner) + i, product.accumulate && i + 1 < own);
+                const LoraUnit& unit = units[split[owner] + i - own];
+                run(unit, more ? &unit + 1 : nullptr);
+            });
+    }
+
+    // run(unit, next): handed out one by one, or where units stream memory as one run per thread.
+    template <class Unit, class Run>
+    void each_split(int& phase, int thread, bool own, const std::vector<Unit>& units, const std::vector<int>& split, Run run) {
+        if (!own) {
+            team_.each(phase, (int)units.size(), [&](int i) { run(units[i], nullptr); });
+            return;
+        }
+        team_.each_own(
+            phase, thread, [&](int t) { return split[t + 1] - split[t]; },
+            [&](int owner, int i, bool more) {
+                const Unit& unit = units[split[owner] + i];
+                run(unit, more ? &unit + 1 : nullptr);
+            });
+    }
+
+    // Thread t's run of units is bounds[t] … bounds[t + 1]-1: about equal sums of their costs.
+    template <class Unit, class Cost>
+    void split(const std::vector<Unit>& units, std::vector<int>& bounds, Cost cost) {
+        const int threads = team_.size();
+        long total = 0, sum = 0;
+        for (const Unit& unit : units) total += cost(unit);
+        bounds.assign(threads + 1, (int)units.size());
+        bounds[0] = 0;
+        int t = 1;
+        for (int i = 0; i < (int)units.size(); i++) {
+            const long half = sum + cost(units[i]) / 2;
+            for (; t < threads && half * threads >= total * t; t++) bounds[t] = i;
+            sum += cost(units[i]);
+        }
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
@@ -228,23 +324,25 @@ class Decoder {
                 const int first = std::max(tile.column, target.column) - target.column;
                 const int last = std::min(tile.column + tile.columns, target.column + target.width) - target.column;
                 if (first < last && step.segment_adapters[s]->b_offset[target.module] >= 0)
-                    run_expand({s, m, first, last - first, begin, end - begin});
+                    run_expand({s, m, first, last - first, begin, end - begin}, nullptr);
             }
         }
     }
 
-    // Norm (where the architecture has it) and rotate q and k, then write q to its buffer, k and v to their page.
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, float* y, T* k_plane, T* v_plane) {
-        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim;
+    // Of one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k, then
+    // write q to its buffer, k and v to their page.
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, int kv_head, float* y, T* k_plane, T* v_plane) {
+        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, group = m_.heads / m_.kv_heads;
         const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
-        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv;
-        for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
-            float* x = y + h * head_dim;
-            const bool key = h >= m_.heads;
+        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv + kv_head * head_dim;
+        for (int i = 0; i <= group; i++) {
+            const bool key = i == group;
+            const int head = key ? m_.heads + kv_head : kv_head * group + i;
+            float* x = y + head * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            rotate(x, cos, sin, head_dim, key ? k_plane + place + (h - m_.heads) * head_dim : q_.data() + (long)t * q + h * head_dim);
+            rotate(x, cos, sin, head_dim, key ? k_plane + place : q_.data() + (long)t * q + head * head_dim);
         }
-        convert(y + q + kv, kv, v_plane + place);
+        convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
     }
 
     template <class V>
@@ -258,11 +356,16 @@ class Decoder {
     std::vector<Scratch> scratch_;
     std::vector<Target> groups_[4];
     std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<int> shrink_split_[4], expand_split_[4], decode_split_, none_split_;
+    std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
+    std::vector<DecodeUnit> decodes_;
     std::vector<float> x_, y_;
     std::vector<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
-    bool fused_ = false;  // the step has a long segment
+    bool fused_ = false;   // the step has a long segment
+    bool few_ = false;     // it has few tokens
+    bool decode_ = false;  // and each is a row of its own
     std::chrono::steady_clock::time_point deadline_;
 };
 

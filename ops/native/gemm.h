@@ -82,8 +82,14 @@ struct Product {
         const int row = unit / panels() * kRowChunk, column = unit % panels() * kPanel;
         return {row, rows - row < kRowChunk ? rows - row : kRowChunk, column, n - column < kPanel ? n - column : kPanel};
     }
-    void run(int unit) const {
+    // fetch: whether the next unit runs on the same thread, and its outputs may have been written by another.
+    void run(int unit, bool fetch = false) const {
         const Tile t = tile_of(unit);
+        if (fetch)
+            for (int r = 0; r < t.rows; r++) {
+                prefetch(y + (t.row + r) * ldy + t.column + kPanel);
+                prefetch(y + (t.row + r) * ldy + t.column + kPanel + kLanes);
+            }
         panel_product<T>(x + t.row * ldx, ldx, t.rows, w + unit % panels() * panel_elems<T>(k), k,
                          y + t.row * ldy + t.column, ldy, t.columns, accumulate, bias ? bias + t.column : nullptr);
     }
