@@ -43,16 +43,31 @@ class NativeDecoderModel:
             arena=arena.pages,
         )  # fmt: skip
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+        self._every: dict[int, torch.Tensor] = {}
+        self._no_segments = Segments()
 
     def new_attention(self) -> native.NativeRows:
         return native.NativeRows()
 
+    @property
+    def best(self) -> list[int]:
+        """For each row of the last step's logits its likeliest token, -1 where the logits are not finite."""
+        return self._decoder.best
+
+    def keep_logits(self, keep: bool) -> None:
+        """Whether steps from now on give logits; `best` is always there."""
+        self._decoder.keeps_logits = keep
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
-        tokens = len(batch.token_ids)
-        logit_tokens = torch.arange(tokens) if batch.logit_tokens is None else batch.logit_tokens
+        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32, empty if not kept."""
+        logit_tokens = batch.logit_tokens
+        if logit_tokens is None:
+            tokens = len(batch.token_ids)
+            logit_tokens = self._every.get(tokens)
+            if logit_tokens is None:
+                logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
-        segments = Segments() if lora is None else lora.segments
+        segments = self._no_segments if lora is None else lora.segments
         return self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall,

@@ -36,13 +36,13 @@ class DecodeBuffers:
         max_pages_per_row: int,
         block_tokens: int,
         dummy_page: int,
-        device: torch.device | str = "cpu",
     ) -> None:
         largest = max(sizes)
         self._block_tokens = block_tokens
         self._dummy_page = dummy_page
-        self._vectors = torch.zeros(4, largest, dtype=torch.long, device=device)
-        self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long, device=device)
+        self._vectors = torch.zeros(4, largest, dtype=torch.long)
+        self._columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
+        self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
             size: DecodeViews(*self._vectors[:, :size].unbind(0), self._page_table[:size], [1] * size) for size in sizes
@@ -61,9 +61,12 @@ class DecodeBuffers:
             [*page, *([self._dummy_page] * len(padding))],
             [*(position % self._block_tokens for position in positions), *padding],
         )
-        self._vectors[:, :bucket] = torch.tensor(columns, dtype=torch.long)
+        self._columns[:, :bucket] = columns
         for row in range(bucket):
-            self._fill_row(row, block_tables[row] if row < len(block_tables) else ())
+            table = block_tables[row] if row < len(block_tables) else ()
+            previous, copied = self._filled[row]
+            if previous is not table or copied != len(table):
+                self._fill_row(row, table)
         views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * len(padding))]
         return views
 

@@ -30,7 +30,7 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import draw
+from ..sampler import draw, is_greedy, take
 from ..types import StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
@@ -76,8 +76,15 @@ class CpuExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         with torch.inference_mode():
+            model = self._model
+            greedy = isinstance(model, NativeDecoderModel) and all(map(is_greedy, plan.rows))
+            if isinstance(model, NativeDecoderModel):
+                model.keep_logits(not greedy)
             logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-            result = draw(plan.rows, logits, self.model.eos_token_ids)
+            if greedy:
+                result = take(plan.rows, model.best, [token >= 0 for token in model.best])
+            else:
+                result = draw(plan.rows, logits, self.model.eos_token_ids)
             if plan.adapters and (late := self._lora.late_slots()):
                 for row in plan.rows:
                     if row.slot in late:

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <memory>
 #include "attention.h"
+#include "best.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
@@ -45,12 +46,13 @@ struct StepDesc {
     const int64_t* logit_tokens;                  // [logits_wanted]
     const int32_t *segment_begin, *segment_end;   // [segments]
     const Adapter* const* segment_adapters;       // [segments]
-    float* logits;                                // [logits_wanted, vocab]
+    float* logits;                                // [logits_wanted, vocab]; null when only the best are wanted
     // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
     // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
     const std::atomic<int32_t>* const* segment_ready;
     int32_t* segment_late;
     int64_t max_stall_ns;  // of the step
+    int64_t* best;                                // [logits_wanted]: the likeliest token, -1 when its logit is not finite
 };
 
 template <class T>
@@ -77,6 +79,7 @@ class Decoder {
         AttentionScratch attention;
         std::vector<const T*> rows;
         std::vector<T> panel, spare;
+        std::vector<float> logits;  // of one panel
     };
 
     // Buffers and units of work of the step, the same for all layers.
@@ -113,7 +116,9 @@ class Decoder {
         } else {
             attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
         }
+        best_.resize((size_t)team_.size() * step.logits_wanted);
         for (auto& s : scratch_) {
+            grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
             grow(s.rows, rank + kAhead);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
@@ -169,9 +174,29 @@ class Decoder {
         team_.each(phase, step.logits_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
         });
-        const Product<T> head{normed_.data(), hidden, step.logits_wanted, (const T*)m_.lm_head, m_.vocab, hidden,
-                              step.logits, m_.vocab, false, nullptr};
-        run_product(phase, thread, head, none_, none_split_, [](const LoraUnit&, const LoraUnit*) {});
+        run_head(step, thread, phase);
+    }
+
+    // Logits, and the best of each row while they are in the cache. Without a place for the logits only a panel's are kept.
+    void run_head(const StepDesc& step, int thread, int& phase) {
+        const int rows = step.logits_wanted, panel = panel_elems<T>(m_.hidden);
+        Best* best = best_.data() + (long)thread * rows;
+        std::fill(best, best + rows, Best{});
+        Product<T> head{normed_.data(), m_.hidden, rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
+        run_units(phase, thread, head, none_, none_split_, [&](int i, bool) {
+            const Tile t = head.tile_of(i);
+            float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
+            const int ldy = step.logits ? m_.vocab : kPanel;
+            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
+                             t.columns, false, nullptr);
+            for (int r = 0; r < t.rows; r++) best[t.row + r].see(y + (long)r * ldy, t.columns, t.column);
+        }, [](const LoraUnit&, const LoraUnit*) {});
+        if (thread) return;
+        for (int r = 0; r < rows; r++) {
+            Best all = best_[r];
+            for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + r]);
+            step.best[r] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
+        }
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -251,20 +276,22 @@ class Decoder {
                 expand_tile(step, g, product.tile_of(i), run_expand);
             });
         } else {
-            run_product(phase, thread, product, shrinks, shrink_split_[g], run_shrink);
+            run_units(phase, thread, product, shrinks, shrink_split_[g],
+                      [&](int i, bool more) { product.run(i, accumulate && more); }, run_shrink);
         }
         if (!expands.empty()) each_split(phase, thread, few_, expands, expand_split_[g], run_expand);
     }
 
-    // A product and units that don't depend on it, side by side. Few rows: the weights are what takes time, so every thread
-    // has a run of panels of its own, each of which fetches the beginning of the next.
-    template <class Run>
-    void run_product(int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
-                     const std::vector<int>& split, Run run) {
+    // A product's units and others that don't depend on them, side by side. Few rows: the weights are what takes time, so
+    // every thread has a run of panels of its own, each of which fetches the beginning of the next.
+    // work(i, more): unit i of the product; more: the next one runs on the same thread.
+    template <class Work, class Run>
+    void run_units(int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
+                   const std::vector<int>& split, Work work, Run run) {
         const int panels = product.units(), threads = team_.size();
         if (product.rows > kFewTokens) {
             team_.each(phase, panels + (int)units.size(), [&](int i) {
-                if (i < panels) product.run(i);
+                if (i < panels) work(i, false);
                 else run(units[i - panels], nullptr);
             });
             return;
@@ -274,7 +301,7 @@ class Decoder {
             phase, thread, [&](int t) { return begin(t + 1) - begin(t) + split[t + 1] - split[t]; },
             [&](int owner, int i, bool more) {
                 const int own = begin(owner + 1) - begin(owner);
-                if (i < own) return product.run(begin(owner) + i, product.accumulate && i + 1 < own);
+                if (i < own) return work(begin(owner) + i, more && i + 1 < own);
                 const LoraUnit& unit = units[split[owner] + i - own];
                 run(unit, more ? &unit + 1 : nullptr);
             });
@@ -360,6 +387,7 @@ class Decoder {
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
+    std::vector<Best> best_;
     std::vector<float> x_, y_;
     std::vector<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
