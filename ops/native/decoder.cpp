@@ -86,12 +86,12 @@ class Decoder {
     void plan(const StepDesc& step) {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
         const size_t tokens = std::max(step.tokens, step.logits_wanted);
-        grow(x_, tokens * m_.hidden);
-        grow(y_, tokens * std::max(qkv, 2 * m_.ffn));
-        grow(normed_, tokens * m_.hidden);
-        grow(q_, tokens * q);
-        grow(attended_, tokens * q);
-        grow(act_, tokens * m_.ffn);
+        grow(x_, tokens * spread<float>(m_.hidden));
+        grow(y_, tokens * spread<float>(std::max(qkv, 2 * m_.ffn)));
+        grow(normed_, tokens * spread<T>(m_.hidden));
+        grow(q_, tokens * spread<T>(q));
+        grow(attended_, tokens * spread<T>(q));
+        grow(act_, tokens * spread<T>(m_.ffn));
         few_ = step.tokens <= kFewTokens;
         decode_ = few_ && step.tokens == step.rows;
         const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
@@ -129,10 +129,12 @@ class Decoder {
         int phase = 0;
         const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
         const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
+        const long ldx = spread<float>(hidden), ldn = spread<T>(hidden), ldq = spread<T>(q), lda = spread<T>(m_.ffn);
+        const long ldqkv = spread<float>(qkv), ldgu = spread<float>(2 * m_.ffn);
         const int heads_per_kv = m_.heads / m_.kv_heads;
         const float scale = 1.0f / std::sqrt((float)head_dim);
         auto each_token = [&](auto work) { team_.each(phase, tokens, work); };
-        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + (long)t * hidden); });
+        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers_[l];
@@ -140,9 +142,9 @@ class Decoder {
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
             normalise(phase, tokens, w.input_norm);
-            project(step, thread, phase, 0, l, normed_.data(), hidden, w.qkv, qkv, y_.data(), qkv, false, w.qkv_bias);
+            project(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false, w.qkv_bias);
             auto rotate = [&](int t, int first, int count) {
-                for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + (long)t * qkv, k_plane, v_plane);
+                for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
             };
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
             auto table = [&](int row) { return step.page_table + row * step.table_stride; };
@@ -150,7 +152,7 @@ class Decoder {
                 each_split(phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                     const long row = unit.row;
                     rotate(row, unit.first, unit.heads);
-                    attend_decode<T>(cache, unit, q_.data() + row * q, attended_.data() + row * q, heads_per_kv, table(row),
+                    attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq, heads_per_kv, table(row),
                                      step.kv_lens[row], scale, scratch_[thread].attention, next ? table(next->row) : nullptr,
                                      next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
                 });
@@ -158,21 +160,21 @@ class Decoder {
                 each_token([&](int t) { rotate(t, 0, m_.kv_heads); });
                 team_.each(phase, (int)attention_.size(), [&](int i) {
                     const AttentionUnit& unit = attention_[i];
-                    attend<T>(cache, unit, q_.data(), attended_.data(), q, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
+                    attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
                               step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);
                 });
             }
-            project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, w.o_bias);
+            project(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true, w.o_bias);
             normalise(phase, tokens, w.post_attention_norm);
-            project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, w.gate_up_bias);
+            project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu, false, w.gate_up_bias);
             each_token([&](int t) {
-                const float* gate = y_.data() + (long)t * 2 * m_.ffn;
-                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + (long)t * m_.ffn);
+                const float* gate = y_.data() + t * ldgu;
+                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
             });
-            project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, w.down_bias);
+            project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
         }
         team_.each(phase, step.logits_wanted, [&](int r) {
-            rms_norm(x_.data() + step.logit_tokens[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
+            rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
         run_head(step, thread, phase);
     }
@@ -182,7 +184,7 @@ class Decoder {
         const int rows = step.logits_wanted, panel = panel_elems<T>(m_.hidden);
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
-        Product<T> head{normed_.data(), m_.hidden, rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
+        Product<T> head{normed_.data(), spread<T>(m_.hidden), rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
         run_units(phase, thread, head, none_, none_split_, [&](int i, bool) {
             const Tile t = head.tile_of(i);
             float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
@@ -222,7 +224,7 @@ class Decoder {
     void normalise(int& phase, int tokens, const float* weight) {
         const int hidden = m_.hidden;
         team_.each(phase, tokens, [&](int t) {
-            rms_norm(x_.data() + (long)t * hidden, weight, hidden, m_.eps, normed_.data() + (long)t * hidden);
+            rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps, normed_.data() + t * spread<T>(hidden));
         });
     }
 
@@ -231,9 +233,9 @@ class Decoder {
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
     // Many: shrink first, then expand onto each tile of the base product while it is still in the cache; segments of few
     // tokens still expand by themselves.
-    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, int k, const void* w, int n,
-                 float* y, int ldy, bool accumulate, const float* bias) {
-        const Product<T> product{x, k, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
+    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w, int n,
+                 float* y, long ldy, bool accumulate, const float* bias) {
+        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
         const auto &shrinks = shrink_[g], &expands = expand_[g];
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
@@ -253,7 +255,7 @@ class Decoder {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const T* ahead[kAhead];
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_,
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_.data() + u.module * plane, ldh_,
                       scratch_[thread].spare.data(), first_rows(next, false, ahead));
         };
         auto run_expand = [&](const LoraUnit& u, const LoraUnit* next) {
@@ -367,9 +369,16 @@ class Decoder {
             const int head = key ? m_.heads + kv_head : kv_head * group + i;
             float* x = y + head * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            rotate(x, cos, sin, head_dim, key ? k_plane + place : q_.data() + (long)t * q + head * head_dim);
+            rotate(x, cos, sin, head_dim, key ? k_plane + place : q_.data() + t * spread<T>(q) + head * head_dim);
         }
         convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
+    }
+
+    // Elements from row to row: an odd number of cache lines, so that rows don't fall into the same few sets.
+    template <class E>
+    static long spread(int n) {
+        constexpr int line = 64 / (int)sizeof(E);
+        return ((n + line - 1) / line | 1) * (long)line;
     }
 
     template <class V>
