@@ -231,8 +231,8 @@ class Decoder {
     // y (+)= x · wᵀ and the step's LoRA products of one group.
     //
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
-    // Many: shrink first, then expand onto each tile of the base product while it is still in the cache; segments of few
-    // tokens still expand by themselves.
+    // Many: shrink first, then expand as more of the base product's reduction dimension. By themselves still expand segments
+    // of few tokens, a second part of an adapter for the same tokens, and panels that hold columns of two modules.
     void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w, int n,
                  float* y, long ldy, bool accumulate, const float* bias) {
         const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
@@ -274,8 +274,23 @@ class Decoder {
         if (fused_) {
             team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i], nullptr); });
             team_.each(phase, base, [&](int i) {
-                product.run(i);
-                expand_tile(step, g, product.tile_of(i), run_expand);
+                const Tile tile = product.tile_of(i);
+                int done = tile.row;  // rows below are complete
+                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
+                    const Adapter& adapter = *step.segment_adapters[u.segment];
+                    if (u.token < done || u.count < tile.columns || adapter.first_elem[layer] < 0) return;
+                    if (done < u.token) product.run(tile, done, u.token - done, nullptr);
+                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
+                                                       ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+                    product.run(tile, u.token, u.tokens, &extra);
+                    done = u.token + u.tokens;
+                });
+                if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
+                done = tile.row;
+                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
+                    if (u.token < done || u.count < tile.columns) return run_expand(u, nullptr);
+                    if (step.segment_adapters[u.segment]->first_elem[layer] >= 0) done = u.token + u.tokens;
+                });
             });
         } else {
             run_units(phase, thread, product, shrinks, shrink_split_[g],

@@ -207,6 +207,16 @@ inline void pack_rows(const float* const* rows, int rank, int offset, int column
     }
 }
 
+// The unit's columns, at most kPanel, as a panel: what the expand adds to a product of its tokens.
+template <class T>
+inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
+                             const T* h, long ldh, const T** rows, T* panel, T* spare) {
+    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, adapter.rank,
+               unit.count, rows, spare, kPanel);
+    pack_rows(rows, adapter.rank, 0, unit.count, panel);
+    return {h + unit.token * ldh, ldh, panel, (adapter.rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair};
+}
+
 // rows: room for rank + kAhead row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
 // columns. next: as in `shrink`.
 template <class T>
