@@ -8,52 +8,15 @@
 #include <memory>
 #include "attention.h"
 #include "best.h"
+#include "descriptors.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
 #include "reader.h"
 #include "sgmv.h"
+#include "shares.h"
 
 namespace chorus {
-
-// The descriptors mirror the ctypes structures of ops/native.py, field by field.
-struct LayerDesc {
-    const float *input_norm, *post_attention_norm;
-    const void *qkv, *o, *gate_up, *down;   // packed panels
-    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none, like all biases
-    const float *o_bias, *gate_up_bias, *down_bias;
-};
-
-struct ModelDesc {
-    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
-    float eps;
-    int32_t reserved;
-    const LayerDesc* layer;
-    const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
-    const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
-    void* arena;
-    int64_t page_elems;
-};
-
-constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather than computed with
-
-struct StepDesc {
-    int32_t tokens, rows, segments, logits_wanted;
-    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
-    const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
-    const int64_t* page_table;                             // [rows, table_stride]
-    int64_t table_stride;
-    const int64_t* logit_tokens;                  // [logits_wanted]
-    const int32_t *segment_begin, *segment_end;   // [segments]
-    const Adapter* const* segment_adapters;       // [segments]
-    float* logits;                                // [logits_wanted, vocab]; null when only the best are wanted
-    // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
-    // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
-    const std::atomic<int32_t>* const* segment_ready;
-    int32_t* segment_late;
-    int64_t max_stall_ns;  // of the step
-    int64_t* best;                                // [logits_wanted]: the likeliest token, -1 when its logit is not finite
-};
 
 template <class T>
 class Decoder {
@@ -107,12 +70,12 @@ class Decoder {
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
-            split(shrink_[g], shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
-            split(units, expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
+            split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
+            split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
         }
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
-            split(decodes_, decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+            split(decodes_, team_.size(), decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
         } else {
             attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
         }
@@ -149,7 +112,7 @@ class Decoder {
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
             auto table = [&](int row) { return step.page_table + row * step.table_stride; };
             if (decode_) {
-                each_split(phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                each_split(team_, phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                     const long row = unit.row;
                     rotate(row, unit.first, unit.heads);
                     attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq, heads_per_kv, table(row),
@@ -185,7 +148,7 @@ class Decoder {
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
         Product<T> head{normed_.data(), spread<T>(m_.hidden), rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
-        run_units(phase, thread, head, none_, none_split_, [&](int i, bool) {
+        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
             const Tile t = head.tile_of(i);
             float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
             const int ldy = step.logits ? m_.vocab : kPanel;
@@ -293,66 +256,10 @@ class Decoder {
                 });
             });
         } else {
-            run_units(phase, thread, product, shrinks, shrink_split_[g],
+            run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
                       [&](int i, bool more) { product.run(i, accumulate && more); }, run_shrink);
         }
-        if (!expands.empty()) each_split(phase, thread, few_, expands, expand_split_[g], run_expand);
-    }
-
-    // A product's units and others that don't depend on them, side by side. Few rows: the weights are what takes time, so
-    // every thread has a run of panels of its own, each of which fetches the beginning of the next.
-    // work(i, more): unit i of the product; more: the next one runs on the same thread.
-    template <class Work, class Run>
-    void run_units(int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
-                   const std::vector<int>& split, Work work, Run run) {
-        const int panels = product.units(), threads = team_.size();
-        if (product.rows > kFewTokens) {
-            team_.each(phase, panels + (int)units.size(), [&](int i) {
-                if (i < panels) work(i, false);
-                else run(units[i - panels], nullptr);
-            });
-            return;
-        }
-        auto begin = [&](int t) { return (int)((long)panels * t / threads); };
-        team_.each_own(
-            phase, thread, [&](int t) { return begin(t + 1) - begin(t) + split[t + 1] - split[t]; },
-            [&](int owner, int i, bool more) {
-                const int own = begin(owner + 1) - begin(owner);
-                if (i < own) return work(begin(owner) + i, more && i + 1 < own);
-                const LoraUnit& unit = units[split[owner] + i - own];
-                run(unit, more ? &unit + 1 : nullptr);
-            });
-    }
-
-    // run(unit, next): handed out one by one, or where units stream memory as one run per thread.
-    template <class Unit, class Run>
-    void each_split(int& phase, int thread, bool own, const std::vector<Unit>& units, const std::vector<int>& split, Run run) {
-        if (!own) {
-            team_.each(phase, (int)units.size(), [&](int i) { run(units[i], nullptr); });
-            return;
-        }
-        team_.each_own(
-            phase, thread, [&](int t) { return split[t + 1] - split[t]; },
-            [&](int owner, int i, bool more) {
-                const Unit& unit = units[split[owner] + i];
-                run(unit, more ? &unit + 1 : nullptr);
-            });
-    }
-
-    // Thread t's run of units is bounds[t] … bounds[t + 1]-1: about equal sums of their costs.
-    template <class Unit, class Cost>
-    void split(const std::vector<Unit>& units, std::vector<int>& bounds, Cost cost) {
-        const int threads = team_.size();
-        long total = 0, sum = 0;
-        for (const Unit& unit : units) total += cost(unit);
-        bounds.assign(threads + 1, (int)units.size());
-        bounds[0] = 0;
-        int t = 1;
-        for (int i = 0; i < (int)units.size(); i++) {
-            const long half = sum + cost(units[i]) / 2;
-            for (; t < threads && half * threads >= total * t; t++) bounds[t] = i;
-            sum += cost(units[i]);
-        }
+        if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g], run_expand);
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
