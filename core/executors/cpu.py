@@ -29,7 +29,7 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import draw
+from ..sampler import draw, is_greedy, take
 from ..types import StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
@@ -76,17 +76,29 @@ class CpuExecutor:
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        model = self._model
+        if isinstance(model, NativeDecoderModel):
+            greedy = all(map(is_greedy, plan.rows))
+            model.keep_logits(not greedy)
+            if greedy:  # nothing is left to torch
+                self._forward(plan)
+                return self._without_late(plan, take(plan.rows, model.best, [token >= 0 for token in model.best]))
         with torch.inference_mode():
-            logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-            result = draw(plan.rows, logits, self.model.eos_token_ids)
-            if plan.adapters and (late := self._lora.late_slots()):
-                for row in plan.rows:
-                    if row.slot in late:
-                        result.retract(row.request_id)
-            return result
+            return self._without_late(plan, draw(plan.rows, self._forward(plan), self.model.eos_token_ids))
 
     def close(self) -> None:
         self._model.close()
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+
+    def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Take back what rows gave whose adapter didn't come in time."""
+        if plan.adapters and (late := self._lora.late_slots()):
+            for row in plan.rows:
+                if row.slot in late:
+                    result.retract(row.request_id)
+        return result
 
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None

@@ -318,7 +318,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from chorus.core.model_config import ModelConfig
-from chorus.core.native_model import _native_layer, _pack
+from chorus.core.native_model import _native_layer, _PackedWeights
 from chorus.core.weights import open_weights
 from chorus.ops import native
 
@@ -326,14 +326,15 @@ def status(name):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
 
 path, dtype, packed = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "packed"
-_pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
+native.pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
 config = ModelConfig.read(path)
 open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = status("VmRSS:")
 with open_weights(path, config, dtype) as weights:
     embed = weights.embed()
-    layers = [_native_layer(l) for l in weights.layers(_pack)] if packed else list(weights.layers())
-    head = _pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
+    pack = _PackedWeights(config, dtype).add if packed else None
+    layers = [_native_layer(l) for l in weights.layers(pack)] if packed else list(weights.layers())
+    head = pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
 print(status("VmHWM:") - before)
 """
 
