@@ -187,6 +187,6 @@ class FakeAdapter:
 )
 def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, alone, may):
     costs = RestoreCosts(prefix_page=0.1)
-    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.04)
+    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.02)
     assert policy.may_start(FakeAdapter(), 32, alone=alone) is may
     assert policy.may_start(FakeAdapter([3]), 1, alone=False)
