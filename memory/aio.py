@@ -80,8 +80,15 @@ class AsyncReads:
             self.wait()
 
     def close(self) -> None:
-        self.drain()
-        self._call(self._destroy, self._context)
+        """Wait for what is under way and give the queue back. Nothing happens the second time."""
+        if self._context:
+            self.drain()
+            self._call(self._destroy, self._context)
+            self._context = ctypes.c_ulong(0)
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            self.close()
 
     def _call(self, *args: object) -> int:
         result = self._libc.syscall(*args)

@@ -158,7 +158,7 @@ def test_a_reading_thread_issues_each_layer_as_it_comes():
         assert has_layer(pages, content, layout, layer)
     reader.join()
     assert transfer.is_done()
-    assert image._followers == []
+    assert not image._followers
 
 
 @pytest.mark.parametrize("end", ["done", "cancelled", "failed"])
@@ -173,7 +173,7 @@ def test_an_image_forgets_a_transfer_that_has_ended(end):
         "cancelled": transfer.cancel,
         "failed": lambda: image.fail(OSError("gone")),
     }[end]()
-    assert image._followers == []
+    assert not image._followers
     assert transfer.is_quiet()
 
 
