@@ -175,6 +175,7 @@ def test_a_system_that_grants_no_more_is_served_with_ordinary_memory(caplog):
 
 
 def test_other_errors_of_cupy_are_not_hidden():
+    pytest.importorskip("cupy")
     from cupy.cuda import runtime
 
     def refuse(size: int):
