@@ -36,7 +36,9 @@ _STYLES = {
 
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
-    console = Console(soft_wrap=True)
+    console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     try:
         reports = [_gate(run, args, console) for run in _runs(args)]
     except GateError as error:

@@ -88,9 +88,8 @@ class Client:
         fields = {"model": request.model, **what, **limit, "stream": True, **self._extra, **request.extra}
         return json.dumps(fields).encode()
 
-    async def ask(self, request: PlannedRequest, record: Record, clock: Callable[[], float]) -> None:
-        """Send a request and fill the record; a failure is noted there, never raised."""
-        body = self.body(request)
+    async def ask(self, body: bytes, record: Record, clock: Callable[[], float]) -> None:
+        """Send a request's body and fill the record; a failure is noted there, never raised."""
         record.sent = clock()
         try:
             await self._stream(body, record, clock)

@@ -1,56 +1,58 @@
-"""Prompts of given lengths in tokens, with the shared prefixes that a trace asks for."""
+"""Prompts for the models that a server has: tokens of their vocabulary, common words, or questions with known answers."""
 
 from __future__ import annotations
 
 import json
-import random
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
-#: Words that most vocabularies spell, with the space before them, as one token.
-WORDS = (
-    "the of and to in is you that it he was for on are as with his they I at be this have from or one had by word but "
-    "not what all were we when your can said there use an each which she do how their if will up other about out many "
-    "then them these so some her would make like him into time has look two more write go see number no way could"
-).split()
+from ..workload.prompts import filler, token_ids
+from ..workload.request import TraceRequest
+
+#: Tokens that a chat template or a re-encoded text may add to a prompt.
+_SLACK = 24
+
+
+class PromptError(ValueError):
+    """Prompts that can't be made; the message says what to give instead."""
 
 
 class Prompts(Protocol):
-    """Makes a prompt of about `length` tokens; exactly so many if `exact`.
-
-    blocks: one id per `block_tokens` tokens; prompts begin alike as far as their ids are the same.
-    """
+    """Makes prompts of a request's length. exact: whether they have exactly as many tokens as it says."""
 
     exact: bool
 
-    def make(self, length: int, seed: int, blocks: Sequence[int] = (), block_tokens: int = 0) -> str | list[int]: ...
+    def make(self, request: TraceRequest) -> str | list[int]: ...
 
 
 class TokenPrompts:
-    """Random tokens of a vocabulary, as ids; as text where the endpoint takes no ids, which may change their number."""
+    """Random tokens of a vocabulary, as ids; as text if `decode` is given, which may change their number."""
 
-    def __init__(self, token_ids: Sequence[int], decode: object = None, *, seed: int = 0) -> None:
-        self._ids = token_ids
-        self._decode = decode
+    def __init__(self, ids: Sequence[int], seed: int, decode: Callable[[list[int]], str] | None = None) -> None:
+        self._ids = ids
         self._seed = seed
+        self._decode = decode
         self.exact = decode is None
 
     @classmethod
-    def read(cls, path: Path, *, as_text: bool, seed: int = 0) -> TokenPrompts:
-        """From a directory with a tokenizer.json, or such a file. FileNotFoundError if there is none."""
+    def read(cls, path: Path, seed: int, *, as_text: bool) -> TokenPrompts:
+        """From a tokenizer.json or a directory that holds one. Raises PromptError."""
         from tokenizers import Tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
-        if not file.is_file():
-            raise FileNotFoundError(f"there is no {file}; give --tokenizer a directory that holds a tokenizer.json")
-        backend = Tokenizer.from_file(str(file))
+        try:
+            backend = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises nothing more special
+            raise PromptError(
+                f"--tokenizer {path} can't be read ({error}); give a directory with a tokenizer.json"
+            ) from None
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
         ids = sorted(set(backend.get_vocab().values()) - special)
-        return cls(ids, backend.decode if as_text else None, seed=seed)
+        return cls(ids, seed, backend.decode if as_text else None)
 
-    def make(self, length: int, seed: int, blocks: Sequence[int] = (), block_tokens: int = 0) -> str | list[int]:
-        ids = _pieces(self._ids, length, self._seed, seed, blocks, block_tokens)
+    def make(self, request: TraceRequest) -> str | list[int]:
+        ids = [self._ids[index] for index in token_ids(request, len(self._ids), seed=self._seed)]
         return ids if self._decode is None else self._decode(ids)
 
 
@@ -59,35 +61,39 @@ class WordPrompts:
 
     exact = False
 
-    def __init__(self, *, seed: int = 0) -> None:
+    def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def make(self, length: int, seed: int, blocks: Sequence[int] = (), block_tokens: int = 0) -> str:
-        return " ".join(_pieces(WORDS, length, self._seed, seed, blocks, block_tokens))
+    def make(self, request: TraceRequest) -> str:
+        return filler(request, self._seed).text
 
 
-def _pieces(choices: Sequence, length: int, run: int, seed: int, blocks: Sequence[int], block_tokens: int) -> list:
-    """`length` of the choices: each block drawn by its id, the rest by the request's own seed."""
-    pieces: list = []
-    for block in blocks:
-        pieces += random.Random(f"{run}:block:{block}").choices(choices, k=block_tokens)
-    del pieces[length:]
-    return pieces + random.Random(f"{run}:{seed}").choices(choices, k=length - len(pieces))
-
-
-def find_prompts(card: dict, tokenizer: Path | None, *, as_text: bool, seed: int) -> Prompts:
-    """By the tokenizer that is named, else by that of the served model where it lies on this machine, else words."""
+def find_prompts(card: Mapping[str, Any], tokenizer: Path | None, seed: int, *, as_text: bool) -> Prompts:
+    """By the tokenizer that is named, else that of the served model where it lies on this machine, else words."""
     if tokenizer is not None:
-        return TokenPrompts.read(tokenizer, as_text=as_text, seed=seed)
-    root = Path(str(card.get("root") or card.get("id") or "."))
-    if (root / "tokenizer.json").is_file() and _is_that_model(root):
-        return TokenPrompts.read(root, as_text=as_text, seed=seed)
-    return WordPrompts(seed=seed)
+        return TokenPrompts.read(tokenizer, seed, as_text=as_text)
+    root = Path(str(card.get("root") or card["id"]))
+    if _is_model(root):
+        return TokenPrompts.read(root, seed, as_text=as_text)
+    return WordPrompts(seed)
 
 
-def _is_that_model(root: Path) -> bool:
-    """Whether a directory is a model's, so that a relative name can't pick any folder that has a tokenizer."""
+def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRequest:
+    """The request with as many tokens as a context of `limit` takes; the answer gives way only if it is the larger."""
+    if limit is None:
+        return request
+    room = limit if exact else max(2, limit - _SLACK)
+    if request.prompt_tokens + request.output_tokens <= room:
+        return request
+    output = min(request.output_tokens, max(room // 2, room - request.prompt_tokens))
+    return request._replace(prompt_tokens=room - output, output_tokens=output)
+
+
+def _is_model(path: Path) -> bool:
+    """Whether it is a model's directory with a tokenizer, so that no name of a model picks just any folder."""
     try:
-        return "model_type" in json.loads((root / "config.json").read_text("utf-8"))
+        return (path / "tokenizer.json").is_file() and "model_type" in json.loads(
+            (path / "config.json").read_text("utf-8")
+        )
     except (OSError, ValueError):
         return False
