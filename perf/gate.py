@@ -93,15 +93,19 @@ def _gate(run: Run, args: argparse.Namespace, console: Console) -> dict[str, Any
         console.print(f"{text}: skipped", highlight=False, markup=False)
         return {**report, "ok": True, "baseline": None}
     verdicts = compare(run, baseline)
-    console.print(table(run, baseline, verdicts, show_all=args.all))
     failed = [verdict for verdict in verdicts if not verdict.status.passes]
+    shown = verdicts
+    if len(verdicts) > _LONG and not args.all:
+        shown = [verdict for verdict in verdicts if verdict.status is not Status.OK]
+    if shown:
+        console.print(_table(run, baseline, shown, len(verdicts) - len(shown)))
     console.print(_conclusion(run, baseline, verdicts, failed), highlight=False, markup=False)
     metrics = [verdict.to_json() for verdict in verdicts]
     return {**report, "ok": not failed, "baseline": str(baseline.path), "metrics": metrics}
 
 
-def table(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], *, show_all: bool) -> Table:
-    """The verdicts for people; a long table shows what is not ok."""
+def _table(run: Run, baseline: Baseline, shown: Sequence[Verdict], hidden: int) -> Table:
+    """Verdicts for people. hidden: how many more are ok."""
     title = f"{run.label} on {run.device}, baseline of {baseline.taken}"
     if baseline.device != run.device:
         title += f" on {baseline.device}"
@@ -109,11 +113,8 @@ def table(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], *, show_all
     for name in ("baseline", "result", "change", "allowed"):
         grid.add_column(name, justify="right")
     grid.add_column("verdict")
-    shown = verdicts
-    if len(verdicts) > _LONG and not show_all:
-        shown = [verdict for verdict in verdicts if verdict.status is not Status.OK]
     for verdict in shown:
-        sign = {"lower": "+", "higher": "−", "same": "±"}[verdict.metric.better]
+        sign = {"lower": "+", "higher": "-", "same": "±"}[verdict.metric.better]
         exact = verdict.metric.rule.kind == "exact"
         grid.add_row(
             verdict.metric.name,
@@ -124,8 +125,8 @@ def table(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], *, show_all
             verdict.status.value,
             style=_STYLES[verdict.status],
         )
-    if len(shown) < len(verdicts):
-        grid.caption = f"{len(verdicts) - len(shown)} more are ok (--all shows them)"
+    if hidden:
+        grid.caption = f"{hidden} more are ok (--all shows them)"
     return grid
 
 

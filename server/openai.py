@@ -58,7 +58,7 @@ AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk counts the tokens so far."""
+    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False

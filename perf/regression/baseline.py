@@ -108,10 +108,20 @@ class Baseline:
 
 
 def compare(run: Run, baseline: Baseline) -> list[Verdict]:
-    """A verdict for every metric of either side; what only the baseline has is missing."""
+    """A verdict for every metric of either side; what only the baseline has is missing.
+
+    Metrics that are local to a device are left out where the baseline is another's.
+    """
+    local = {name for name, (metric, _) in run.readings.items() if metric.rule.local}
+    if baseline.device == run.device:
+        local = set()
     gone = {name: values for name, values in baseline.values.items() if name not in run.readings}
     return [
-        *(judge(metric, baseline.values.get(name, ()), values) for name, (metric, values) in run.readings.items()),
+        *(
+            judge(metric, baseline.values.get(name, ()), values)
+            for name, (metric, values) in run.readings.items()
+            if name not in local
+        ),
         *(judge(Metric(name, "same", Rule(kind="exact")), values, ()) for name, values in gone.items()),
     ]
 

@@ -34,7 +34,8 @@ class Rule(BaseModel):
 
     kind: exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device.
     floor: share by which the median may be worse anyway. cap: share that noise, however large, can't excuse.
-    noise: how many standard deviations, estimated from the repeats, are noise.
+    noise: how many standard deviations, estimated from the repeats, are noise. local: only compared with a baseline of
+    the same device, in a suite that is portable otherwise.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -43,6 +44,7 @@ class Rule(BaseModel):
     floor: float = Field(default=0.05, ge=0)
     cap: float = Field(default=0.5, gt=0)
     noise: float = Field(default=3.0, ge=0)
+    local: bool = False
 
 
 class MetricEntry(Rule):
@@ -57,8 +59,11 @@ class MetricEntry(Rule):
 class TableEntry(Rule):
     """Values of every row of a list. A row is known by its `key` columns (default: all that are text or yes/no).
 
-    values: columns to compare (default: all numbers but `skip`). better: for all columns, or by column.
+    values: columns to compare (default: all numbers but `skip`). better: for all columns, or by column. name: what the
+    metrics' names begin with.
     """
+
+    name: str = ""
 
     at: Pointer
     key: list[str] | None = None
@@ -168,10 +173,10 @@ def _read(result: dict[str, Any], entry: MetricEntry) -> tuple[float, ...]:
 def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, tuple[float, ...]]]:
     for row in find(result, table.at) or ():
         key = table.key if table.key is not None else [name for name, value in row.items() if _is_label(value)]
-        label = " ".join(str(row.get(name)) for name in key)
+        label = " ".join([table.name, *(str(row.get(name)) for name in key)]).strip()
         named = table.values if table.values is not None else [name for name in row if _is_number(row[name])]
         for column in named:
-            if column in table.skip or column in key:
+            if column in table.skip or column in key or row.get(column) is None:
                 continue
             better = table.better if isinstance(table.better, str) else table.better.get(column, "same")
             yield Metric(f"{label} {column}".strip(), better, table), _numbers(row.get(column))

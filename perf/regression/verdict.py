@@ -73,7 +73,10 @@ def allowance(metric: Metric, baseline: Sequence[float], result: Sequence[float]
 
 
 def judge(metric: Metric, baseline: Sequence[float], result: Sequence[float]) -> Verdict:
-    """Compare the medians, of exact values every one. No values in `baseline`: new; none in `result`, or anything not finite: missing."""
+    """Compare the medians, of exact values every one.
+
+    No values in `baseline`: new; none in `result`, or anything not finite: missing.
+    """
     if not result or not all(map(math.isfinite, result)):
         return Verdict(metric, Status.MISSING, median(baseline) if baseline else None, None)
     if not baseline:

@@ -42,18 +42,18 @@ def parse(argv: list[str] | None, doc: str) -> argparse.Namespace:
     )
     add("--rate", type=float, default=8.0, metavar="R", help="requests per second; inf: all at once (default: 8)")
     add("--burstiness", type=float, default=1.0, metavar="K",
-        help="shape of the gamma distribution of gaps: below 1 bursts, 1 Poisson, inf equal gaps (default: 1)")  # fmt: skip
+        help="gamma shape of the gaps: below 1 bursts, 1 Poisson, inf equal gaps (default: 1)")  # fmt: skip
     add("--num-requests", type=int, default=200, metavar="N", help="default: 200")
     add("--popularity", default="uniform", metavar="LAW",
-        help="of the adapters: uniform, distinct, identical, zipf:ALPHA, power_law:EXPONENT (default: uniform)")  # fmt: skip
+        help="uniform, distinct, identical, zipf:ALPHA or power_law:EXPONENT (default: uniform)")  # fmt: skip
     add("--base-share", type=float, default=0.0, metavar="P", help="share of requests to the base model (default: 0)")
     add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
     add("--output-len", type=int, default=64, metavar="N", help="tokens of an answer (default: 64)")
     add("--seed", type=int, default=0)
     add("--prompts", choices=("auto", "skills", "random"), default="auto",
-        help="skills: questions with exact answers, whatever the lengths (auto: where the built-in model is served)")  # fmt: skip
+        help="skills: questions with exact answers (auto: where the built-in model is served)")  # fmt: skip
     add("--tokenizer", type=Path, metavar="DIR",
-        help="whose tokens prompts are made of; default: the served model's if it is here, else words")  # fmt: skip
+        help="whose tokens prompts are made of; default: the served model's if here, else words")  # fmt: skip
     add("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
 
     run = parser.add_argument_group("run")

@@ -1,4 +1,4 @@
-"""Prompts for the models that a server has: tokens of their vocabulary, common words, or questions with known answers."""
+"""Prompts for the models that a server has: tokens of their vocabulary, or common words."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         shares = ", ".join(f"{name} {share:.1%}" for name, share in load["slo_attainment"].items())
         yield f"objectives met: {shares}; goodput {load['goodput_requests_per_second']:.2f} requests/s"
     if load["errors"]:
-        yield "errors: " + ", ".join(f"{count} × {kind}" for kind, count in load["errors"].items())
+        yield "errors: " + ", ".join(f"{count} of {kind}" for kind, count in load["errors"].items())
         yield from (f"  {kind}: {detail}" for kind, detail in result["error_details"].items())
     if (answers := result["answers"]) and answers["checked"]:
         yield (

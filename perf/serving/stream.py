@@ -77,8 +77,8 @@ class AnswerReader:
         if not (choices := chunk.get("choices")):
             return
         choice = choices[0]
-        part = choice["delta"] if "delta" in choice else choice
-        text = part.get("content" if "delta" in choice else "text") or ""
+        part = choice.get("delta", choice)
+        text = part.get("text" if part is choice else "content") or ""
         self._texts.append(text)
         if self._begun is None:
             self._begun = now
