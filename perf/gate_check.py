@@ -39,7 +39,7 @@ class Slowdown:
     method: str
     share: float
     metrics: tuple[str, ...]
-    only: Callable[..., bool] = lambda *args: True
+    only: Callable[..., bool] = lambda *args, **kwargs: True
 
 
 SLOWDOWNS = {
@@ -72,7 +72,7 @@ def slow(slowdown: Slowdown) -> None:
         began = time.process_time()
         result = inner(*args, **kwargs)
         now = time.process_time()
-        if slowdown.only(*args):
+        if slowdown.only(*args, **kwargs):
             until = now + slowdown.share * (now - began)
             while time.process_time() < until:
                 pass

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -110,20 +110,19 @@ class Baseline:
 def compare(run: Run, baseline: Baseline) -> list[Verdict]:
     """A verdict for every metric of either side; what only the baseline has is missing.
 
-    Metrics that are local to a device are left out where the baseline is another's.
+    Where the baseline is another device's, metrics that are local to one are left out, and the others may vary more.
     """
-    local = {name for name, (metric, _) in run.readings.items() if metric.rule.local}
-    if baseline.device == run.device:
-        local = set()
+    verdicts = []
+    for name, (metric, values) in run.readings.items():
+        rule = metric.rule
+        if baseline.device != run.device:
+            if rule.local:
+                continue
+            factor = run.suite.elsewhere
+            rule = rule.model_copy(update={"floor": rule.floor * factor, "cap": rule.cap * factor})
+        verdicts.append(judge(replace(metric, rule=rule), baseline.values.get(name, ()), values))
     gone = {name: values for name, values in baseline.values.items() if name not in run.readings}
-    return [
-        *(
-            judge(metric, baseline.values.get(name, ()), values)
-            for name, (metric, values) in run.readings.items()
-            if name not in local
-        ),
-        *(judge(Metric(name, "same", Rule(kind="exact")), values, ()) for name, values in gone.items()),
-    ]
+    return verdicts + [judge(Metric(name, "same", Rule(kind="exact")), values, ()) for name, values in gone.items()]
 
 
 def _head(suite: Suite, result: dict[str, Any]) -> tuple[str, str, dict[str, Any]]:

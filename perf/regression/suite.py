@@ -76,8 +76,9 @@ class Suite(BaseModel):
     """A kind of result.
 
     match: pointers that only results of this suite have. device: where the result names what it was measured on;
-    without, every machine gives the same values. portable: other devices may be compared, too. variant: where the
-    result says which of several loads it is. same: what else must be as in the baseline, such as the load's size.
+    without, every machine gives the same values. portable: other devices may be compared, too, with floors and caps
+    `elsewhere` times as large. variant: where the result says which of several loads it is. same: what else must be as
+    in the baseline, such as the load's size.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -86,6 +87,7 @@ class Suite(BaseModel):
     match: list[Pointer] = []
     device: Pointer | None = None
     portable: bool = False
+    elsewhere: float = Field(default=2.0, ge=1)
     variant: Pointer | None = None
     same: list[Pointer] = []
     metrics: list[MetricEntry] = []
