@@ -24,6 +24,7 @@ from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
 from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import EvictionOrder, RestoreCosts
+from ..memory.host_image import HostImage
 from ..memory.host_images import HostImages, InlineReads
 from ..memory.kv import BlockTable
 from ..memory.layout import MODULES, PageLayout
@@ -81,10 +82,10 @@ class NoBytes:
         page = self._geometry.page
         return AdapterLayout.build(manifest.parts, self._geometry.dims, page.num_layers, page.page_elems, page.itemsize)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> None:
-        return None
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
 
-    def place(self, image: None, pages: list[int]) -> None:
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         """Nothing to move."""
 
 
