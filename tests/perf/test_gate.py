@@ -177,9 +177,14 @@ def test_several_results_are_repeats(directory):
         run_of(directory, result(), result(seed=1))
 
 
-def test_two_rows_of_one_name_are_refused(directory):
+def test_rows_of_one_name_are_numbered_unless_the_key_is_given(directory):
+    twice = result(rows=result()["rows"] * 2)
+    assert set(run_of(directory, twice).readings) == {
+        "share", "fifo False ttft", "fifo False hits", "fifo False #2 ttft", "fifo False #2 hits",
+    }  # fmt: skip
+    (directory / "made.toml").write_text(SUITE + 'key = ["policy"]')
     with pytest.raises(GateError, match="add the column that tells them apart"):
-        run_of(directory, result(rows=result()["rows"] * 2))
+        run_of(directory, twice)
 
 
 def test_a_result_is_known_by_its_keys(directory):
