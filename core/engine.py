@@ -94,6 +94,7 @@ class Engine:
             lookahead=config.lookahead,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
+            max_repeat=getattr(executor, "max_repeat", 1),
         )
         buckets = DecodeBuckets(config.max_num_seqs)
         memory = RequestMemory(
@@ -122,6 +123,11 @@ class Engine:
                 engine.store.register(path.name, path)
         return engine
 
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps, for whoever measures it while nothing is served."""
+        return self._executor
+
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""
         self._validate(request)
@@ -142,15 +148,22 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what is new. A failing request gets an error output; the others go on."""
-        plan = self._scheduler.schedule()
+        return self.end_step(self.begin_step())
+
+    def begin_step(self) -> StepPlan | None:
+        """Decide the next step and no more: for a driver in whose time things happen before it ends."""
+        return self._scheduler.schedule()
+
+    def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
+        """Run what `begin_step` decided; between the two nothing may be done with the engine."""
         outputs = self._scheduler.take_failed()
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
             self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
-            self._num_steps += 1
-            self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
+            self._num_steps += result.count
+            self._num_generated_tokens += sum([len(output.token_ids) for output in outputs])
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         elif not outputs and self.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
@@ -161,7 +174,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Keep the price of recomputing a cached block at what prefill costs here."""
-        if plan.num_tokens >= self._block_tokens * len(plan.rows):
+        if plan.bucket is None and plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     def check_integrity(self) -> None:
@@ -248,16 +261,16 @@ class Engine:
                 "prefill is off; shorten the request or raise max_num_batched_tokens",
             )
         vocab = self.model.vocab_size
-        if not all(0 <= token < vocab for token in request.token_ids):
+        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
         for field, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", [token for word in params.bad_words for token in word]),
+            ("bad_words", params.bad_words and [token for word in params.bad_words for token in word]),
         ):
-            if bad := [token for token in ids if not 0 <= token < vocab]:
+            if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
                 raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
         pages = 0
         if request.adapter_name is not None:

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter import Adapter
@@ -40,6 +41,7 @@ class SchedulerLimits:
     lookahead: int = 8
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
+    max_repeat: int = 1
 
 
 class Scheduler:
@@ -65,7 +67,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
-        self._step_ids = itertools.count(1)
+        self._num_steps = 0
         self.num_preemptions = 0
 
     @property
@@ -112,29 +114,37 @@ class Scheduler:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
         self._settle_loads()
         chosen, budget, preempted = self._schedule_running()
-        if not preempted:
-            chosen += self._admit(budget)
+        admitted = [] if preempted else self._admit(budget)
         self._read_ahead()
-        return self._plan(chosen) if chosen else None
+        if not chosen and not admitted:
+            return None
+        plan = self._plan(chosen + admitted)
+        if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
+            plan.repeat = self._num_repeats(plan)
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take a step's result: advance, append drawn tokens, finish what is done."""
         info = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         outputs = []
+        if result.count > 1:
+            self._catch_up(plan, result)
         for row in plan.rows:
             request = self._requests.get(row.request_id)
             if request is None:
                 continue
-            if request.id in result.unready:
+            if result.unready and request.id in result.unready:
                 self._late.add(request.adapter)
                 continue
-            if error := result.errors.get(request.id):
+            if result.errors and (error := result.errors.get(request.id)):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
                 continue
-            request.num_computed_tokens = row.kv_len
-            self._memory.remember(request)
-            request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            request.num_computed_tokens = row.start + len(row.tokens)
+            if request.caching:
+                self._memory.remember(request)
+            if result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if row.samples:
                 outputs.append(self._append(request, result, info))
         return outputs
@@ -172,13 +182,17 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         chosen: dict[Request, int] = {}
         preempted = False
-        for request in sorted(self._running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+        late, block_tokens = self._late, self._limits.block_tokens
+        for request in sorted(self._running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
-            if request.block_table is None or request.adapter in self._late:  # preempted for one before it, or waits
+            table, start = request.block_table, request.num_computed_tokens
+            if table is None or (late and request.adapter in late):  # preempted for one before it, or waits
                 continue
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
-            while not self._memory.grow(request, request.num_computed_tokens + count):
+            count = len(request.token_ids) - start
+            if count > budget:
+                count = budget
+            while len(table.pages) * block_tokens < start + count and not self._memory.grow(request, start + count):
                 preempted = True
                 victim = self._running[-1]
                 self._preempt(victim)
@@ -244,6 +258,8 @@ class Scheduler:
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Let a waiting request run; a broken adapter fails only this request."""
+        if request.start_time is None:
+            request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
@@ -263,31 +279,62 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
+    # -- repeating
+
+    def _num_repeats(self, plan: StepPlan) -> int:
+        """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
+
+        Nothing is decided until a request ends or pages run short, when no seat is free or nobody waits. Where somebody
+        waits for a seat, what read-ahead does depends on what is evicted, so only pages that are free may be taken.
+        """
+        running, limits = self._running, self._limits
+        if len(plan.rows) < len(running) or self._store.has_transfers:
+            return 1
+        if self._waiting and len(running) < limits.max_num_seqs:
+            return 1
+        most = limits.max_repeat
+        for request in running:
+            prompt, tokens = request.num_prompt_tokens, len(request.token_ids)
+            if tokens == prompt:
+                return 1  # its first token is told when it is drawn
+            left = prompt + request.params.max_tokens - tokens
+            if left < most:
+                most = left
+            if limits.max_model_len - tokens < most:
+                most = limits.max_model_len - tokens
+        return self._memory.most_steps(running, most, evict=not self._waiting)
+
+    def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
+        """Bring the requests of a plan that ran more than once to the last of its steps."""
+        steps = result.count - 1
+        requests = [self._requests[row.request_id] for row in plan.rows]
+        for row, request in zip(plan.rows, requests, strict=True):
+            request.token_ids += [result.tokens[request.id]] * steps
+            row.start += steps
+        self._memory.catch_up(requests, steps)
+        self._num_steps += steps
+
     # -- planning
 
     def _plan(self, chosen: list[tuple[Request, int]]) -> StepPlan:
         slots: dict[Adapter | None, int] = {None: BASE_SLOT}
-        rows = []
+        prefills: list[ScheduledRow] = []
+        decodes: list[ScheduledRow] = []
         for request, count in chosen:
             slot = slots.setdefault(request.adapter, len(slots) - 1)
-            start = request.num_computed_tokens
-            rows.append(
-                ScheduledRow(
-                    request_id=request.id,
-                    slot=slot,
-                    tokens=request.token_ids[start : start + count],
-                    start=start,
-                    pages=request.block_table.pages,
-                    params=request.params,
-                    seed=request.seed,
-                    samples=start + count == request.num_tokens,
-                    token_ids=request.token_ids,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                )
-            )
-        rows.sort(key=lambda row: (len(row.tokens) == 1, row.slot))
-        bucket = self._buckets.pick(len(rows)) if len(rows[0].tokens) == 1 else None
-        return StepPlan(next(self._step_ids), rows, [a for a in slots if a is not None], bucket)
+            start, token_ids = request.num_computed_tokens, request.token_ids
+            tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
+            row = ScheduledRow(
+                request.id, slot, tokens, start, request.block_table.pages, request.params, request.seed, samples,
+                token_ids, request.num_prompt_tokens,
+            )  # fmt: skip
+            (decodes if count == 1 else prefills).append(row)
+        for rows in (prefills, decodes):
+            rows.sort(key=attrgetter("slot"))
+        bucket = None if prefills else self._buckets.pick(len(decodes))
+        rows = prefills + decodes
+        self._num_steps += 1
+        return StepPlan(self._num_steps, rows, [a for a in slots if a is not None], bucket)
 
     # -- finishing
 
@@ -295,26 +342,29 @@ class Scheduler:
         token = result.tokens[request.id]
         request.token_ids.append(token)
         params, reason, stop_token = request.params, None, None
+        num_tokens = len(request.token_ids)
+        num_output_tokens = num_tokens - request.num_prompt_tokens
         ends = token in self._limits.eos_token_ids and not params.ignore_eos
         if ends or token in params.stop_token_ids:
             reason, stop_token = FinishReason.STOP, token
-        elif request.num_output_tokens >= params.max_tokens or request.num_tokens >= self._limits.max_model_len:
+        elif num_output_tokens >= params.max_tokens or num_tokens >= self._limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
-        logprobs = result.logprobs.get(request.id)
+        logprobs = result.logprobs.get(request.id) if result.logprobs else None
         prompt_logprobs = None
-        if params.prompt_logprobs is not None and request.num_output_tokens == 1:
+        if params.prompt_logprobs is not None and num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)
         return RequestOutput(
             request.id,
-            (token,),
+            (token,) * result.count,
             reason,
             stop_token,
-            step=info,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=() if logprobs is None else (logprobs,),
-            prompt_logprobs=prompt_logprobs,
+            None,
+            info,
+            request.num_cached_tokens,
+            () if logprobs is None else (logprobs,),
+            prompt_logprobs,
         )
 
     def _fail(self, request: Request, error: str) -> None:

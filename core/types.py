@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..memory.adapter import Adapter
@@ -69,16 +69,19 @@ class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
+    repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
+    would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
     """
 
     step_id: int
     rows: list[ScheduledRow]
     adapters: list[Adapter]
     bucket: int | None = None
+    repeat: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return len(self.rows) if self.bucket is not None else sum(len(row.tokens) for row in self.rows)
 
     @property
     def num_adapters(self) -> int:
@@ -99,6 +102,8 @@ class StepResult:
     """What an executor gives back, per request id: the drawn token, asked-for log-probabilities, what went wrong.
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
+    unready: requests whose part was computed in vain, see `retract`.
+    count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -106,6 +111,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    count: int = 1
 
     def retract(self, request_id: str) -> None:
         """What was computed for a request is void: its adapter had not come. It is to run again."""
@@ -121,8 +127,7 @@ class StepResult:
         self.unready |= other.unready
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """What shared a step; carried on outputs so that a client can see its batch."""
 
     step_id: int
@@ -131,8 +136,7 @@ class StepInfo:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
