@@ -19,7 +19,7 @@ class LoadPolicy:
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens
-        self._tolerated = max_stall / 2  # estimates err
+        self._max_stall = max_stall
 
     def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
         """num_tokens: that the request computes in the step. alone: nobody else would have to wait."""
@@ -29,4 +29,4 @@ class LoadPolicy:
         if tier is not Tier.LOADING:
             return tier is Tier.HOST
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.seconds_to_read(adapter) <= prefill + self._tolerated
+        return alone or self._store.seconds_to_read(adapter) <= prefill + self._max_stall

@@ -16,7 +16,7 @@ from ..ops.rope import RotaryEmbedding, Rotation
 from .batch import StepBatch
 from .model_config import ModelConfig
 from .ranges import span
-from .weights import LayerWeights, WeightLoader
+from .weights import LayerWeights, Weights
 
 
 class DecoderModel:
@@ -25,7 +25,7 @@ class DecoderModel:
     It computes where the arena is: on a CPU with torch, on a GPU with cuBLAS and the fused kernels of `ops`.
     """
 
-    def __init__(self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int) -> None:
+    def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens."""
         self.config = config
@@ -42,6 +42,10 @@ class DecoderModel:
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self._layers]
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
 
+    def use_arena(self, arena: Arena) -> None:
+        """Keep KV in another arena of the same layout and device from now on."""
+        self._arena = arena
+
     def new_attention(self) -> PagedAttention:
         config = self.config
         return PagedAttention(
@@ -52,8 +56,9 @@ class DecoderModel:
     def close(self) -> None:
         """Nothing outlives the object."""
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
+    def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
+        that is given."""
         eps, lora = self.config.rms_norm_eps, batch.lora
         residual = embedding(batch.token_ids, self._embed)
         rotation = self._rotary.at(batch.positions)
@@ -71,7 +76,8 @@ class DecoderModel:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
             x = _added_and_normed(out, residual, self._norm, eps)
-            return linear(x, self._lm_head).float()
+            scores = linear(x, self._lm_head)
+            return scores.float() if logits is None else logits.copy_(scores)
 
     def _attention(
         self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation

@@ -148,13 +148,14 @@ def variants() -> Iterator[Variant]:
     """All that serving launches: bf16 in full, f16 and f32 once per kernel and group."""
     for group in GROUPS:
         for side in ("shrink", "expand"):
-            for kernel, buckets in ((f"{side}_decode", (64, 256)), (f"{side}_prefill", (256, 8192))):
+            for kernel, buckets in ((f"{side}_decode", (8, 64, 256)), (f"{side}_prefill", (256, 8192))):
                 for max_rank in (16, 64, 256):
                     for tokens in buckets:
-                        yield Variant(kernel, group, "bf16", tokens, max_rank)
-                yield Variant(kernel, group, "fp16", buckets[0], 64)
+                        if tokens > 8 or max_rank > 64:  # below, the smallest bucket's launch is that of 64 tokens
+                            yield Variant(kernel, group, "bf16", tokens, max_rank)
+                yield Variant(kernel, group, "fp16", 64, 64)
                 if group == "qkv":
-                    yield Variant(kernel, group, "fp32", buckets[0], 64)
+                    yield Variant(kernel, group, "fp32", 64, 64)
 
 
 def compile_variant(job: tuple[KernelVariant, str]) -> Line:

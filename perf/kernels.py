@@ -15,6 +15,7 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 
 from .elementwise_values import run_grid as run_elementwise
@@ -86,7 +87,8 @@ def _compile(args: argparse.Namespace, begin: float) -> int:
         )  # fmt: skip
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     _finish(failures)
-    result = {"compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT}
+    compiler = f"triton {version('triton')}"
+    result = {"compiler": compiler, "compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT}
     print(json.dumps({**result, "ok": not failures, "seconds": round(time.perf_counter() - begin, 1)}))
     return 1 if failures else 0
 
