@@ -141,7 +141,7 @@ class SimExecutor:
     def _count(self, plan: StepPlan, price: StepPrice) -> int:
         if plan.repeat == 1:
             return 1
-        return price.count_until(self.horizon - self._clock.now, plan.repeat)
+        return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
     def _stalled(self, first: float, growth: float, coming: list) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
