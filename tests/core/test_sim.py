@@ -93,13 +93,15 @@ class Run:
 
 # -- steps together are the same as steps one by one
 
+ADAPTERS = [("a", 8, 2), ("b", 16, 3), ("c", 64, 5), ("d", 8, 2)]
+
 
 @st.composite
 def traces(draw):
     """Arrivals with prompts, lengths and adapters, for arenas that are roomy or tight."""
     arrivals, now = [], 0.0
-    for index in range(draw(st.integers(1, 14))):
-        now += draw(st.sampled_from([0.0, 0.0031, 0.0473, 0.31, 2.07]))
+    for index in range(draw(st.integers(1, 20))):
+        now += draw(st.sampled_from([0.0, 0.0, 0.0031, 0.0473, 0.31, 2.07]))
         prompt = draw(st.integers(1, 70))
         shared = draw(st.sampled_from([0, 16, 64]))
         tokens = [*range(3, 3 + min(shared, prompt)), *[100 + index] * max(0, prompt - shared)]
@@ -116,20 +118,33 @@ def traces(draw):
     prefix_cache=st.booleans(),
     stream=st.booleans(),
     disk=st.sampled_from([0.0, 0.07]),
-    max_adapters=st.sampled_from([None, 1]),
+    link=st.sampled_from([0.0, 0.045]),
+    max_adapters=st.sampled_from([None, None, 1]),
+    max_overtake=st.sampled_from([0.03, 0.2, 5.0]),
 )
 @example(
-    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, None
+    [
+        (0.0, "a", [9] * 120, 68, None),
+        (0.0, "b", [8] * 60, 12, None),
+        (0.005, "y", [7] * 17, 20, "c"),
+        (0.01, "x", [6] * 180, 5, None),
+    ],
+    *(20, 16, 16, False, True, 0.0, 0.0, None, 0.3),
+)  # x, which needs no adapter, doesn't fit and is before y, until y has been overtaken for long enough
+@example(
+    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0
 )  # equal prompts and answers: who makes a block known first decides what is cached
 def test_steps_together_are_the_same_as_steps_one_by_one(
-    arrivals, num_pages, max_num_seqs, block_tokens, prefix_cache, stream, disk, max_adapters
+    arrivals, num_pages, max_num_seqs, block_tokens, prefix_cache, stream, disk, link, max_adapters, max_overtake
 ):
+    profile = PROFILE.model_copy(update={"disk": terms(latency=disk), "link": terms(latency=link)})
+
     def run(max_repeat):
         return Run(
-            with_disk(latency=disk), adapters=[("a", 8, 2), ("b", 16, 3), ("c", 64, 5), ("d", 8, 2)], stream=stream,
+            profile, adapters=ADAPTERS, stream=stream,
             max_repeat=max_repeat, num_pages=num_pages * 16 // block_tokens, block_tokens=block_tokens,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=48, prefix_cache=prefix_cache, max_model_len=190,
-            max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES,
+            max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES, max_overtake_seconds=max_overtake,
         ).serve(arrivals)  # fmt: skip
 
     one, many = run(1), run(1 << 20)
