@@ -94,6 +94,7 @@ class Engine:
             lookahead=config.lookahead,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
+            max_repeat=getattr(executor, "max_repeat", 1),
         )
         buckets = DecodeBuckets(config.max_num_seqs)
         memory = RequestMemory(
@@ -141,14 +142,21 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return what is new. A failing request gets an error output; the others go on."""
-        plan = self._scheduler.schedule()
+        return self.end_step(self.begin_step())
+
+    def begin_step(self) -> StepPlan | None:
+        """Decide the next step and no more: for a driver in whose time things happen before it ends."""
+        return self._scheduler.schedule()
+
+    def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
+        """Run what `begin_step` decided; between the two nothing may be done with the engine."""
         outputs = self._scheduler.take_failed()
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
             self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
-            self._num_steps += 1
+            self._num_steps += result.count
             self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         elif not outputs and self.has_work():
@@ -160,7 +168,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Keep the price of recomputing a cached block at what prefill costs here."""
-        if plan.num_tokens >= self._block_tokens * len(plan.rows):
+        if plan.bucket is None and plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     def check_integrity(self) -> None:

@@ -36,6 +36,7 @@ class Request:
         "params",
         "prompt_logprobs",
         "seed",
+        "start_time",
         "token_ids",
     )
 
@@ -54,6 +55,7 @@ class Request:
         self.params = params
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
+        self.start_time: float | None = None  # when it was admitted first
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None

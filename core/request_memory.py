@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+from operator import itemgetter
+
 from ..memory.adapter_store import Adapter, AdapterStore
 from ..memory.kv import BlockTable
 from ..memory.pages import PagePool
@@ -78,6 +81,54 @@ class RequestMemory:
             return False
         table.grow(num_tokens)
         return True
+
+    def most_steps(self, requests: list[Request], steps: int, *, evict: bool) -> int:
+        """How many decode steps of all of `requests` there are pages for, at most `steps`; the first one has its own.
+
+        evict: take what nobody uses too, not only what is free.
+        """
+        available = self._reclaimer.available if evict else self._pool.num_free
+        if len(requests) * -(-steps // self._block_tokens) <= available:
+            return steps
+        least = 1
+        while least < steps:
+            middle = (least + steps + 1) // 2
+            if self._missing_pages(requests, middle - 1) <= available:
+                least = middle
+            else:
+                steps = middle - 1
+        return least
+
+    def _missing_pages(self, requests: list[Request], steps: int) -> int:
+        """Pages to allocate before every one of `requests`, each about to compute a token, can compute `steps` more."""
+        return sum(r.block_table.missing_pages(r.num_computed_tokens + 1 + steps) for r in requests)
+
+    def catch_up(self, requests: list[Request], steps: int) -> None:
+        """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
+
+        Blocks become known, and others are evicted for new ones, in the order of these steps.
+        """
+        block = self._block_tokens
+        if not any(request.caching for request in requests):
+            for request in requests:
+                request.num_computed_tokens += steps
+                self.grow(request, request.num_computed_tokens + 1)
+            return
+        starts = [request.num_computed_tokens for request in requests]
+        ends = sorted(
+            (end, index)
+            for index, start in enumerate(starts)
+            for end in range(-(start + 1) % block, steps, block)  # the steps that complete a block
+        )
+        for end, group in itertools.groupby(ends, itemgetter(0)):
+            indices = [index for _, index in group]
+            for index in indices:
+                requests[index].num_computed_tokens = starts[index] + end + 1
+                self.remember(requests[index])
+            for index in indices:
+                self.grow(requests[index], starts[index] + end + 2)
+        for request, start in zip(requests, starts, strict=True):
+            request.num_computed_tokens = start + steps
 
     def remember(self, request: Request) -> None:
         """Make the blocks that the request has completed known to the prefix cache."""

@@ -39,6 +39,7 @@ class SchedulerLimits:
     lookahead: int = 8
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
+    max_repeat: int = 1
 
 
 class Scheduler:
@@ -64,7 +65,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
-        self._step_ids = itertools.count(1)
+        self._num_steps = 0
         self.num_preemptions = 0
 
     @property
@@ -111,15 +112,21 @@ class Scheduler:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
         self._settle_loads()
         chosen, budget, preempted = self._schedule_running()
-        if not preempted:
-            chosen += self._admit(budget)
+        admitted = [] if preempted else self._admit(budget)
         self._read_ahead()
-        return self._plan(chosen) if chosen else None
+        if not chosen and not admitted:
+            return None
+        plan = self._plan(chosen + admitted)
+        if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
+            plan.repeat = self._num_repeats(plan)
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take a step's result: advance, append drawn tokens, finish what is done."""
         info = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         outputs = []
+        if result.count > 1:
+            self._catch_up(plan, result)
         for row in plan.rows:
             request = self._requests.get(row.request_id)
             if request is None:
@@ -243,6 +250,8 @@ class Scheduler:
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Let a waiting request run; a broken adapter fails only this request."""
+        if request.start_time is None:
+            request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
@@ -261,6 +270,37 @@ class Scheduler:
         self._running.remove(request)
         self._waiting.appendleft(request)
         self.num_preemptions += 1
+
+    # -- repeating
+
+    def _num_repeats(self, plan: StepPlan) -> int:
+        """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
+
+        Nothing is decided until a request ends or pages run short, when no seat is free or nobody waits. Where somebody
+        waits for a seat, what read-ahead does depends on what is evicted, so only pages that are free may be taken.
+        """
+        running, limits = self._running, self._limits
+        if len(plan.rows) < len(running) or self._store.has_transfers:
+            return 1
+        if self._waiting and len(running) < limits.max_num_seqs:
+            return 1
+        most = limits.max_repeat
+        for request in running:
+            if not request.num_output_tokens:
+                return 1  # its first token is told when it is drawn
+            left = min(request.num_prompt_tokens + request.params.max_tokens, limits.max_model_len) - request.num_tokens
+            most = min(most, left)
+        return self._memory.most_steps(running, most, evict=not self._waiting)
+
+    def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
+        """Bring the requests of a plan that ran more than once to the last of its steps."""
+        steps = result.count - 1
+        requests = [self._requests[row.request_id] for row in plan.rows]
+        for row, request in zip(plan.rows, requests, strict=True):
+            request.token_ids += [result.tokens[request.id]] * steps
+            row.start += steps
+        self._memory.catch_up(requests, steps)
+        self._num_steps += steps
 
     # -- planning
 
@@ -286,7 +326,8 @@ class Scheduler:
             )
         rows.sort(key=lambda row: (len(row.tokens) == 1, row.slot))
         bucket = self._buckets.pick(len(rows)) if len(rows[0].tokens) == 1 else None
-        return StepPlan(next(self._step_ids), rows, [a for a in slots if a is not None], bucket)
+        self._num_steps += 1
+        return StepPlan(self._num_steps, rows, [a for a in slots if a is not None], bucket)
 
     # -- finishing
 
@@ -307,7 +348,7 @@ class Scheduler:
             prompt_logprobs = tuple(request.prompt_logprobs)
         return RequestOutput(
             request.id,
-            (token,),
+            (token,) * result.count,
             reason,
             stop_token,
             step=info,

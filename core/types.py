@@ -69,12 +69,15 @@ class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
+    repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
+    would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
     """
 
     step_id: int
     rows: list[ScheduledRow]
     adapters: list[Adapter]
     bucket: int | None = None
+    repeat: int = 1
 
     @property
     def num_tokens(self) -> int:
@@ -99,6 +102,8 @@ class StepResult:
     """What an executor gives back, per request id: the drawn token, asked-for log-probabilities, what went wrong.
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
+    unready: requests whose part was computed in vain, see `retract`.
+    count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -106,6 +111,7 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
+    count: int = 1
 
     def retract(self, request_id: str) -> None:
         """What was computed for a request is void: its adapter had not come. It is to run again."""

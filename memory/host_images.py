@@ -19,10 +19,15 @@ class Reads(Protocol):
     """Runs reads; the simulator injects one that takes virtual time."""
 
     def submit(self, read: Callable[[], Any]) -> Future: ...
+
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        """Let time go by until one of `pending` has ended, at most `timeout` seconds."""
+        wait(pending, timeout, FIRST_COMPLETED)
+
     def shutdown(self) -> None: ...
 
 
-class ThreadReads:
+class ThreadReads(Reads):
     """Reads in threads of their own, so that the engine's thread never waits for a disk."""
 
     def __init__(self, threads: int = 2) -> None:
@@ -35,7 +40,7 @@ class ThreadReads:
         self._pool.shutdown(wait=True, cancel_futures=True)
 
 
-class InlineReads:
+class InlineReads(Reads):
     """Reads at once, on the caller's thread: what is asked for is ready when the call returns."""
 
     def submit(self, read: Callable[[], Any]) -> Future:
@@ -108,9 +113,7 @@ class HostImages:
 
     def wait(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
-        pending = [future for future, *_ in self._entries.values() if not future.done()]
-        if pending:
-            wait(pending, timeout, FIRST_COMPLETED)
+        self._reads.wait([future for future, *_ in self._entries.values() if not future.done()], timeout)
 
     def close(self) -> None:
         self._reads.shutdown()

@@ -23,6 +23,7 @@ from ..core.types import StepPlan, StepResult
 from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
 from ..memory.host_image import HostImage
+from ..memory.host_images import Reads
 from ..memory.layout import MODULES, PageLayout
 
 _DIMS = dict.fromkeys(MODULES, (64, 64))
@@ -144,7 +145,7 @@ class FakeBackend:
         pass
 
 
-class StoppedReads:
+class StoppedReads(Reads):
     """Reads that end at once, until `stopped` is set; from then on they never do."""
 
     def __init__(self) -> None:

@@ -20,7 +20,11 @@ class ModelInfo:
 
 
 class Executor(Protocol):
-    """Owns the model's weights and the arena; knows no queues."""
+    """Owns the model's weights and the arena; knows no queues.
+
+    An executor that has `max_repeat`, above 1, may run a plan up to its `repeat` times in a row and say so in
+    `StepResult.count`. It promises that the tokens that it draws end no request.
+    """
 
     model: ModelInfo
     layout: PageLayout

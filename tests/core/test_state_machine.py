@@ -34,7 +34,7 @@ from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.adapter_store import Adapter, UnknownAdapter
 from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import InlineReads
+from chorus.memory.host_images import InlineReads, Reads
 from chorus.memory.layout import MODULES, PageLayout
 from chorus.memory.pages import PageKind, PagePool
 from chorus.memory.prefix import BASE_VERSION
@@ -71,7 +71,7 @@ class Clock:
         return self.now
 
 
-class LazyReads:
+class LazyReads(Reads):
     """Reads that end when the machine says so, or when somebody waits for their result."""
 
     class Read(Future):

@@ -9,6 +9,7 @@ from pathlib import Path
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.host_image import HostImage
+from chorus.memory.host_images import Reads
 from chorus.memory.layer_stream import LayerStream
 
 
@@ -79,7 +80,7 @@ class FakeTransfer:
         return not self.busy
 
 
-class SlowReads:
+class SlowReads(Reads):
     """Reads that run when `finish` is called, in any order."""
 
     def __init__(self):

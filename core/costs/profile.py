@@ -1,0 +1,180 @@
+"""A cost model with its device, its base model and the origin of every number: small JSON files.
+
+Every number is an object `{"value": …, "source": "where it is from"}`. A term that a file leaves out is 0.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...memory import strict_json
+from ...memory.layout import MODULES, ModuleDims, PageLayout, SlabLayout
+from .models import CostModel, DecodeCost, Kernel, MergeCost, OverheadCost, PrefillCost, TransferCost
+
+FORMAT = 1
+
+T = TypeVar("T")
+
+
+class ProfileError(ValueError):
+    """A profile that can't be used; the text names the file, the field and the mend."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Number(_Strict):
+    """A number and where it is from."""
+
+    value: float = Field(ge=0)
+    source: str = Field(min_length=3)
+
+
+class Whole(_Strict):
+    value: int = Field(ge=1)
+    source: str = Field(min_length=3)
+
+
+class FitReport(_Strict):
+    """How well a fitted model explains the steps it was fitted to. samples: steps, each the least of its repeats."""
+
+    r2: float = Field(le=1)
+    mean_error: float = Field(ge=0)
+    samples: int = Field(ge=1)
+
+
+class Terms(_Strict):
+    """The terms of one cost model; which names are allowed depends on the model."""
+
+    terms: dict[str, Number]
+    fit: FitReport | None = None
+
+
+class Geometry(_Strict):
+    """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of KV and adapters."""
+
+    source: str = Field(min_length=3)
+    num_layers: int = Field(ge=1)
+    hidden_size: int = Field(ge=1)
+    intermediate_size: int = Field(ge=1)
+    num_heads: int = Field(ge=1)
+    num_kv_heads: int = Field(ge=1)
+    head_dim: int = Field(ge=1)
+    vocab_size: int = Field(ge=2)
+    max_model_len: int = Field(ge=2)
+    itemsize: Literal[1, 2, 4]
+
+    @property
+    def module_dims(self) -> ModuleDims:
+        """(in_features, out_features) of every projection that an adapter may target."""
+        hidden, ffn, q, kv = (
+            self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim,
+        )  # fmt: skip
+        return {
+            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
+            "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
+        }  # fmt: skip
+
+    def page_layout(self, block_tokens: int) -> PageLayout:
+        return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)
+
+    def adapter_bytes(self, rank: int, targets: tuple[str, ...] = MODULES) -> int:
+        """Bytes on device and host of an adapter with `rank` on `targets` in every layer."""
+        slab = SlabLayout.build(self.module_dims, targets, self.itemsize)
+        return slab.slab_elems * rank * self.num_layers * self.itemsize
+
+
+class Profile(_Strict):
+    """What a JSON file holds. memory_bytes: the arena that KV and adapters share."""
+
+    format: Literal[1] = FORMAT
+    name: str = Field(min_length=1)
+    device: str = Field(min_length=1)
+    model: str = Field(min_length=1)
+    source: str = Field(min_length=3)
+    kernel: Literal["bgmv", "sgmv"]
+    geometry: Geometry
+    memory_bytes: Whole
+    prefill: Terms
+    decode: Terms
+    disk: Terms
+    link: Terms
+    overhead: Terms | None = None
+    merge: Terms | None = None
+    network: Terms | None = None
+
+    def costs(self) -> CostModel:
+        """The cost model. ProfileError for a term that a model doesn't have."""
+        return CostModel(
+            kernel=Kernel(self.kernel),
+            num_layers=self.geometry.num_layers,
+            prefill=self._model("prefill", PrefillCost),
+            decode=self._model("decode", DecodeCost),
+            disk=self._model("disk", TransferCost),
+            link=self._model("link", TransferCost),
+            overhead=self._model("overhead", OverheadCost) if self.overhead else OverheadCost(),
+            merge=self._model("merge", MergeCost) if self.merge else None,
+            network=self._model("network", TransferCost) if self.network else None,
+        )
+
+    def _model(self, part: str, kind: type[T]) -> T:
+        known = kind.__dataclass_fields__
+        given = getattr(self, part).terms
+        if unknown := sorted(given.keys() - known.keys()):
+            raise ProfileError(
+                f"profile {self.name}: {part}.terms.{unknown[0]} is no term; known ones are {', '.join(known)}"
+            )
+        return kind(**{name: number.value for name, number in given.items()})
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(self.model_dump(exclude_none=True), indent=1) + "\n", encoding="utf-8")
+
+
+def shipped_profiles() -> list[str]:
+    """Names of the profiles that come with the package."""
+    return sorted(
+        entry.name.removesuffix(".json") for entry in _shipped().iterdir() if entry.name.endswith(".json")
+    )  # fmt: skip
+
+
+def load_profile(name: str | Path) -> Profile:
+    """A shipped profile by its name, or a file by its path. Raises ProfileError."""
+    text = str(name)
+    if text in shipped_profiles():
+        return parse_profile(_shipped().joinpath(f"{text}.json").read_bytes(), text)
+    path = Path(name)
+    try:
+        return parse_profile(path.read_bytes(), text)
+    except FileNotFoundError:
+        raise ProfileError(
+            f"{text} is neither a file nor a shipped profile; those are {', '.join(shipped_profiles())}"
+        ) from None
+    except OSError as error:
+        raise ProfileError(f"{path}: cannot be read: {error}") from None
+
+
+def parse_profile(data: bytes, origin: str) -> Profile:
+    """A profile from JSON. origin: what error messages call it."""
+    try:
+        raw: Any = strict_json.loads(data)
+    except ValueError as error:
+        raise ProfileError(f"{origin}: no JSON: {error}") from None
+    try:
+        profile = Profile.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the file"
+        shown = "" if first["type"] == "missing" else f" is {first['input']!r:.80}"
+        raise ProfileError(f"{origin}: {field}{shown}: {first['msg']}") from None
+    profile.costs()  # names of terms
+    return profile
+
+
+def _shipped() -> Any:
+    return files(__package__.rpartition(".")[0]).joinpath("profiles")

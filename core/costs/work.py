@@ -1,0 +1,75 @@
+"""What a step's cost depends on, read from its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .models import CostModel, Kernel
+
+if TYPE_CHECKING:
+    from ..types import StepPlan
+
+
+@dataclass(slots=True)
+class StepWork:
+    """Counts over a plan's rows.
+
+    decodes: every row computes one token, padded to a bucket. rows: the bucket then, else the number of rows.
+    kv_tokens: tokens in the rows' KV cache once the step has run. pairs: (token, token that it attends to).
+    rank_work: rank-rows computed over all tokens. adapter_ranks: sum of the distinct adapters' ranks.
+    """
+
+    decodes: bool
+    rows: int
+    tokens: int
+    kv_tokens: int
+    pairs: float
+    rank_work: int
+    adapter_ranks: int
+
+    @classmethod
+    def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
+        rows = plan.rows
+        ranks = [adapter.rank for adapter in plan.adapters]
+        if plan.bucket is not None:
+            count = len(rows)
+            kv_tokens = count
+            using = token_ranks = 0
+            for row in rows:
+                kv_tokens += row.start
+                if row.slot >= 0:
+                    using += 1
+                    token_ranks += ranks[row.slot]
+            work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
+            return cls(True, plan.bucket, count, kv_tokens, kv_tokens, work, sum(ranks))
+        tokens = kv_tokens = using = token_ranks = 0
+        pairs = 0.0
+        for row in rows:
+            count, start = len(row.tokens), row.start
+            tokens += count
+            kv_tokens += start + count
+            pairs += count * (start + (count + 1) / 2)
+            if row.slot >= 0:
+                using += count
+                token_ranks += count * ranks[row.slot]
+        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
+        return cls(False, len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
+
+    def seconds(self, costs: CostModel) -> float:
+        """Of the executor; the engine's overhead comes on top."""
+        if self.decodes:
+            return costs.decode.seconds(self.rows, self.kv_tokens, self.rank_work, self.adapter_ranks)
+        return costs.prefill.seconds(self.tokens, self.rows, self.pairs, self.rank_work, self.adapter_ranks)
+
+
+DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")
+PREFILL_TERMS = ("base", "per_token", "per_row", "per_pair", "lora", "per_rank", "per_adapter_rank")
+
+
+def term_values(work: StepWork) -> tuple[float, ...]:
+    """What each of DECODE_TERMS, or PREFILL_TERMS, is multiplied with; what `fit` takes as a row."""
+    lora = 1.0 if work.adapter_ranks else 0.0
+    if work.decodes:
+        return 1.0, work.rows, work.kv_tokens, lora, work.rank_work, work.adapter_ranks
+    return 1.0, work.tokens, work.rows, work.pairs, lora, work.rank_work, work.adapter_ranks

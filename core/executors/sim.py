@@ -1,0 +1,167 @@
+"""The simulated executor: steps that take what a cost model says, in virtual time. No tensors, no torch.
+
+Engine, scheduler, page pool, adapter store and prefix cache are the real ones.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..config import EngineConfig
+from ..costs.profile import Profile
+from ..costs.work import StepWork
+from ..types import StepPlan, StepResult
+from .base import ModelInfo
+from .sim_adapters import SimAdapterBackend, SimAdapters, SimReads, VirtualClock
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+
+TOKEN = 1
+"""What every row draws. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
+
+MODEL = Path("simulated")
+"""What `EngineConfig.model` holds where no checkpoint is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPrice:
+    """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
+
+    stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time.
+    """
+
+    first: float
+    growth: float = 0.0
+    stall: float = 0.0
+    late: frozenset[int] = frozenset()
+
+    def total(self, count: int) -> float:
+        """Seconds of `count` steps in a row."""
+        return count * self.first + self.growth * (count * (count - 1) / 2)
+
+    def count_until(self, seconds: float, most: int) -> int:
+        """The fewest steps, at least one and at most `most`, that take `seconds` or more."""
+        if seconds <= self.first or most == 1:
+            return 1
+        if self.total(most) < seconds:
+            return most
+        half = self.growth / 2
+        slope = self.first - half
+        guess = seconds / slope if half == 0 else (math.sqrt(slope * slope + 4 * half * seconds) - slope) / (2 * half)
+        count = min(most, max(1, math.ceil(guess)))
+        while count > 1 and self.total(count - 1) >= seconds:  # the root is off by rounding at most
+            count -= 1
+        while self.total(count) < seconds:
+            count += 1
+        return count
+
+
+class SimExecutor:
+    """Moves a virtual clock on by what each step costs.
+
+    horizon: virtual time at which something will happen that the engine doesn't know of: no step is begun by repeating
+    at or after it.
+    """
+
+    def __init__(
+        self,
+        profile: Profile,
+        adapters: SimAdapters,
+        config: EngineConfig,
+        clock: VirtualClock,
+        *,
+        stream: bool = True,
+        max_repeat: int = 1 << 20,
+    ) -> None:
+        """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
+
+        The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
+        """
+        geometry = profile.geometry
+        limit = min(config.max_model_len or geometry.max_model_len, geometry.max_model_len)
+        self.costs = profile.costs()
+        self.model = ModelInfo(geometry.vocab_size, limit, ())
+        self.layout = geometry.page_layout(config.block_tokens)
+        given = "memory_bytes" in config.model_fields_set
+        memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
+        self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
+        self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
+        self.max_repeat = max_repeat
+        self.horizon = math.inf
+        self.busy_seconds = 0.0
+        self._clock = clock
+        self._max_stall = config.max_load_stall_seconds
+        self._priced: tuple[StepPlan, StepPrice] | None = None
+
+    @property
+    def stalled_seconds(self) -> float:
+        """Virtual time so far in which steps waited for adapters to load."""
+        return self.adapters.stalled_seconds
+
+    def price(self, plan: StepPlan) -> StepPrice:
+        """What `execute` would take now."""
+        if self._priced is not None and self._priced[0] is plan:
+            return self._priced[1]
+        work = StepWork.of(plan, self.costs.kernel)
+        first = work.seconds(self.costs) + self.costs.overhead.seconds(len(plan.rows))
+        growth = self.costs.decode.per_kv_token * len(plan.rows) if work.decodes else 0.0
+        coming = [(slot, adapter.transfer) for slot, adapter in enumerate(plan.adapters) if adapter.transfer]
+        price = self._stalled(first, growth, coming) if coming else StepPrice(first, growth)
+        self._priced = plan, price
+        return price
+
+    def count(self, plan: StepPlan) -> int:
+        """How often `execute` would run the plan by the horizon as it is."""
+        if plan.repeat == 1:
+            return 1
+        return self.price(plan).count_until(self.horizon - self._clock.now, plan.repeat)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        price = self.price(plan)
+        count = self.count(plan)
+        seconds = price.total(count)
+        self._priced = None
+        self._clock.now += seconds
+        self.busy_seconds += seconds
+        self.adapters.stalled_seconds += price.stall
+        if price.late:
+            ready = [row for row in plan.rows if row.slot not in price.late]
+            unready = {row.request_id for row in plan.rows if row.slot in price.late}
+            return StepResult({row.request_id: TOKEN for row in ready if row.samples}, unready=unready)
+        return StepResult({row.request_id: TOKEN for row in plan.rows if row.samples}, count=count)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _stalled(self, first: float, growth: float, coming: list) -> StepPrice:
+        """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
+        stalls = {slot: transfer.stall(self._clock.now, first) for slot, transfer in coming}
+        late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
+        stall = min(self._max_stall, max(stalls.values()))
+        return StepPrice(first + stall, growth, stall, late)
+
+
+def simulated_engine(
+    profile: Profile,
+    adapters: SimAdapters,
+    config: EngineConfig | None = None,
+    clock: VirtualClock | None = None,
+    *,
+    stream: bool = True,
+    max_repeat: int = 1 << 20,
+    read_threads: int = 2,
+) -> tuple[Engine, SimExecutor]:
+    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
+
+    The prefix cache works on the tokens of prompts: leave it off where those are made up.
+    """
+    from ..engine import Engine
+
+    clock = VirtualClock() if clock is None else clock
+    config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream, max_repeat=max_repeat)
+    return Engine(config, executor, clock, SimReads(clock, read_threads)), executor

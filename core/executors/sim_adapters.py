@@ -1,0 +1,218 @@
+"""Adapters without bytes: how long they take to come from the disk and over the link, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from pathlib import Path
+from typing import Any
+
+from ...memory.adapter_format import AdapterFormatError, AdapterManifest
+from ...memory.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.host_image import HostImage
+from ...memory.host_images import Reads
+from ...memory.layout import MODULES, PageLayout
+from ..costs.models import CostModel
+
+
+class VirtualClock:
+    """Time that whoever simulates moves on: seconds in `now`."""
+
+    __slots__ = ("now",)
+
+    def __init__(self, now: float = 0.0) -> None:
+        self.now = now
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class SimAdapters:
+    """The adapters that exist, by name: their rank and size. One catalogue serves any number of simulated replicas."""
+
+    def __init__(self, page: PageLayout) -> None:
+        self._page = page
+        self._known: dict[str, tuple[AdapterManifest, AdapterLayout]] = {}
+        self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._known
+
+    def add(self, name: str, rank: int, num_bytes: int) -> Path:
+        """Make an adapter known; register the path that is returned. num_bytes: of its image on device and host."""
+        shape = self._shapes.get((rank, num_bytes))
+        if shape is None:
+            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES)
+            pages = max(1, -(-num_bytes // self._page.page_bytes))
+            layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
+            shape = self._shapes[rank, num_bytes] = (part,), layout
+        parts, layout = shape
+        path = Path(name)
+        self._known[name] = AdapterManifest(path, parts, num_bytes), layout
+        return path
+
+    def path(self, name: str) -> Path:
+        return self._find(name)[0].path
+
+    def rank(self, name: str) -> int:
+        return self._find(name)[0].rank
+
+    def layout(self, name: str) -> AdapterLayout:
+        return self._find(name)[1]
+
+    def manifest(self, name: str) -> AdapterManifest:
+        return self._find(name)[0]
+
+    def _find(self, name: str) -> tuple[AdapterManifest, AdapterLayout]:
+        try:
+            return self._known[name]
+        except KeyError:
+            raise AdapterFormatError(f"{name}: no such simulated adapter; add it to SimAdapters first") from None
+
+
+class SimReads(Reads):
+    """A few threads that read one adapter after another, each for as long as the disk model says."""
+
+    def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
+        self._clock = clock
+        self._free_at = [0.0] * threads
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        clock, now = self._clock, self._clock.now
+        thread = min(range(len(self._free_at)), key=self._free_at.__getitem__)
+        clock.now = max(now, self._free_at[thread])
+        error = None
+        try:
+            read()  # moves the clock on by what it takes, as its thread sees it
+        except Exception as caught:
+            error = caught
+        end = self._free_at[thread] = clock.now
+        clock.now = now
+        return SimRead(clock, end, error)
+
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        """Move the clock to the first end among `pending`, at most by `timeout`."""
+        now = self._clock.now
+        self._clock.now = min([now + timeout, *(read.end for read in pending)])
+
+    def shutdown(self) -> None:
+        """Nothing is under way."""
+
+
+class SimRead(Future):
+    """A read that ends at a moment of virtual time."""
+
+    def __init__(self, clock: VirtualClock, end: float, error: BaseException | None) -> None:
+        self.end = end
+        self._clock = clock
+        self._error = error
+
+    def done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def result(self, timeout: float | None = None) -> None:
+        """Whoever takes the result early waits for it."""
+        self._clock.now = max(self._clock.now, self.end)
+        if self._error is not None:
+            raise self._error
+
+    def cancel(self) -> bool:
+        return False
+
+
+class SimStream:
+    """How many layers of an image have been read: evenly from `start` to `end`."""
+
+    __slots__ = ("_clock", "_num_layers", "end", "start")
+
+    def __init__(self, clock: VirtualClock, start: float, num_layers: int) -> None:
+        self._clock = clock
+        self._num_layers = num_layers
+        self.start = start
+        self.end = clock.now
+
+    @property
+    def num_ready(self) -> int:
+        now = self._clock.now
+        if now >= self.end:
+            return self._num_layers
+        return int(self._num_layers * max(0.0, now - self.start) / (self.end - self.start))
+
+
+class SimTransfer:
+    """An adapter on its way over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
+
+    __slots__ = ("_clock", "_num_layers", "end", "first")
+
+    def __init__(self, clock: VirtualClock, first: float, end: float, num_layers: int) -> None:
+        self._clock = clock
+        self._num_layers = num_layers
+        self.first = first
+        self.end = end
+
+    def stall(self, start: float, seconds: float) -> float:
+        """How much longer a step takes that begins at `start`, would take `seconds`, and waits layer by layer."""
+        # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
+        last = self.end + seconds / self._num_layers
+        return max(0.0, self.first - start, last - start - seconds)
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        share = layer / max(1, self._num_layers - 1)
+        return self._clock.now + timeout >= self.first + share * (self.end - self.first)
+
+    def is_done(self) -> bool:
+        return self._clock.now >= self.end
+
+    def has_failed(self) -> bool:
+        return False
+
+    def cancel(self) -> None:
+        """It writes nothing."""
+
+    def is_quiet(self) -> bool:
+        return True
+
+
+class SimAdapterBackend:
+    """What `AdapterStore` asks of an executor. One copy at a time goes over the link.
+
+    stream: copies run beside the steps and prefills wait layer by layer; otherwise loading an adapter holds up
+    everything until it is there, as engines without overlap do.
+    """
+
+    def __init__(self, adapters: SimAdapters, costs: CostModel, clock: VirtualClock, *, stream: bool = True) -> None:
+        self._adapters = adapters
+        self._costs = costs
+        self._clock = clock
+        self._stream = stream
+        self._link_free_at = 0.0
+        self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        return self._adapters.manifest(str(path))
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        return self._adapters.layout(str(manifest.path))
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        start = self._clock.now
+        self._clock.now += self._costs.disk.seconds(manifest.file_size)
+        image.data = manifest.file_size
+        image.stream = SimStream(self._clock, start, layout.num_layers)
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
+        now, seconds = self._clock.now, self._costs.link.seconds(image.data)
+        start, layer = max(now, self._link_free_at), seconds / layout.num_layers
+        stream = image.stream
+        end = self._link_free_at = max(start + seconds, stream.end + layer)
+        if end <= now:
+            return None
+        if not self._stream:
+            self._clock.now = end
+            self.stalled_seconds += end - now
+            return None
+        first_read = stream.start + (stream.end - stream.start) / layout.num_layers
+        return SimTransfer(self._clock, max(start, first_read) + layer, end, layout.num_layers)

@@ -1,0 +1,284 @@
+"""The simulated executor: the real engine in virtual time, and many steps at once that are the same as one by one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from chorus.core.config import EngineConfig
+from chorus.core.costs.profile import Number, Terms, load_profile
+from chorus.core.executors.sim import MODEL, SimAdapters, StepPrice, VirtualClock, simulated_engine
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.types import FinishReason
+from chorus.memory.adapter_format import AdapterFormatError
+from chorus.memory.adapter_store import Tier
+
+PROFILE = load_profile("a100-llama2-7b")
+LAYERS = PROFILE.geometry.num_layers
+PAGE_BYTES = PROFILE.geometry.page_layout(16).page_bytes
+
+
+def terms(**values):
+    return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
+
+
+def with_disk(**values):
+    return PROFILE.model_copy(update={"disk": terms(**values)})
+
+
+class Run:
+    """A simulated engine that is given requests at their times; remembers what came out when."""
+
+    def __init__(self, profile=PROFILE, *, adapters=(), stream=True, max_repeat=1 << 20, **config):
+        config = EngineConfig(model=MODEL, **{"prefix_cache": False, **config})
+        self.clock = VirtualClock()
+        self.catalogue = SimAdapters(profile.geometry.page_layout(config.block_tokens))
+        self.engine, self.executor = simulated_engine(
+            profile, self.catalogue, config, self.clock, stream=stream, max_repeat=max_repeat
+        )
+        for name, rank, pages in adapters:
+            page = self.executor.layout.page_bytes
+            self.engine.store.register(name, self.catalogue.add(name, rank, pages * page))
+        self.outputs: dict[str, list[tuple[float, int]]] = {}
+        self.finished: dict[str, float] = {}
+        self.history: list[tuple] = []
+        self.num_calls = 0
+
+    def request(self, name, prompt, max_tokens, adapter=None):
+        tokens = prompt if isinstance(prompt, list) else [1] * prompt
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
+        return Request(name, tokens, params, adapter, self.clock.now)
+
+    def add(self, *args):
+        request = self.request(*args)
+        self.engine.add_request(request)
+        self.outputs[request.id] = []
+        return request
+
+    def step(self):
+        before = self.clock.now
+        outputs = self.engine.step()
+        self.num_calls += 1
+        for output in outputs:
+            assert output.error is None
+            self.outputs[output.request_id].append((self.clock.now, len(output.token_ids)))
+            if output.finish_reason is not None:
+                assert output.finish_reason is FinishReason.LENGTH
+                self.finished[output.request_id] = self.clock.now
+        return self.clock.now - before
+
+    def serve(self, arrivals):
+        """arrivals: (time, what `add` takes), in order of time."""
+        queue = list(arrivals)
+        while queue or self.engine.has_work():
+            while queue and queue[0][0] <= self.clock.now:
+                self.add(*queue.pop(0)[1:])
+            self.executor.horizon = queue[0][0] if queue else float("inf")
+            if not self.engine.has_work():
+                self.clock.now = queue[0][0]
+                continue
+            self.step()
+            stats = self.engine.stats()
+            if queue and queue[0][0] <= self.clock.now:  # both ways have just stopped here
+                self.history.append((len(queue), stats.num_steps, stats.num_kv_pages, stats.num_adapter_pages))
+        self.engine.check_integrity()
+        return self
+
+
+# -- steps together are the same as steps one by one
+
+
+@st.composite
+def traces(draw):
+    """Arrivals with prompts, lengths and adapters, for arenas that are roomy or tight."""
+    arrivals, now = [], 0.0
+    for index in range(draw(st.integers(1, 14))):
+        now += draw(st.sampled_from([0.0, 0.0031, 0.0473, 0.31, 2.07]))
+        prompt = draw(st.integers(1, 70))
+        shared = draw(st.sampled_from([0, 16, 64]))
+        tokens = [*range(3, 3 + min(shared, prompt)), *[100 + index] * max(0, prompt - shared)]
+        adapter = draw(st.sampled_from([None, "a", "b", "c", "d"]))
+        arrivals.append((now, f"r{index}", tokens, draw(st.integers(1, 120)), adapter))
+    return arrivals
+
+
+@given(
+    arrivals=traces(),
+    num_pages=st.sampled_from([20, 26, 40, 120]),
+    max_num_seqs=st.sampled_from([1, 3, 16]),
+    block_tokens=st.sampled_from([2, 4, 16]),
+    prefix_cache=st.booleans(),
+    stream=st.booleans(),
+    disk=st.sampled_from([0.0, 0.07]),
+    max_adapters=st.sampled_from([None, 1]),
+)
+@example(
+    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, None
+)  # equal prompts and answers: who makes a block known first decides what is cached
+def test_steps_together_are_the_same_as_steps_one_by_one(
+    arrivals, num_pages, max_num_seqs, block_tokens, prefix_cache, stream, disk, max_adapters
+):
+    def run(max_repeat):
+        return Run(
+            with_disk(latency=disk), adapters=[("a", 8, 2), ("b", 16, 3), ("c", 64, 5), ("d", 8, 2)], stream=stream,
+            max_repeat=max_repeat, num_pages=num_pages * 16 // block_tokens, block_tokens=block_tokens,
+            max_num_seqs=max_num_seqs, max_num_batched_tokens=48, prefix_cache=prefix_cache, max_model_len=190,
+            max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES,
+        ).serve(arrivals)  # fmt: skip
+
+    one, many = run(1), run(1 << 20)
+    assert many.num_calls <= one.num_calls
+    assert list(many.finished) == list(one.finished)
+    assert many.finished == pytest.approx(one.finished, rel=1e-9)
+    assert many.history == one.history
+    for name, outputs in one.outputs.items():
+        assert sum(count for _, count in many.outputs[name]) == len(outputs)
+        assert many.outputs[name][0] == (pytest.approx(outputs[0][0], rel=1e-9), 1), "the first token comes alone"
+        times = dict(outputs)
+        for index, (time, _) in enumerate(many.outputs[name]):
+            position = sum(count for _, count in many.outputs[name][: index + 1])
+            assert outputs[position - 1][0] == pytest.approx(time, rel=1e-9)
+        assert times
+    assert replace(many.engine.stats(), last_step=None) == replace(one.engine.stats(), last_step=None)
+    assert many.executor.stalled_seconds == pytest.approx(one.executor.stalled_seconds)
+    assert many.executor.busy_seconds == pytest.approx(one.executor.busy_seconds)
+
+
+def test_steps_are_taken_together():
+    run = Run(max_num_seqs=8)
+    run.serve([(0.0, f"r{i}", 100, 500 + i, None) for i in range(8)])
+    assert run.engine.stats().num_steps > 500
+    assert run.num_calls <= 10
+
+
+@given(
+    first=st.floats(1e-6, 1.0),
+    growth=st.sampled_from([0.0, 1e-12, 1e-7, 1e-3]),
+    count=st.integers(1, 5000),
+    share=st.floats(0.001, 0.999),
+)
+def test_the_number_of_steps_until_a_time(first, growth, count, share):
+    price = StepPrice(first, growth)
+    middle = price.total(count - 1) + share * (price.total(count) - price.total(count - 1))
+    assert price.count_until(middle, 1 << 20) == count
+    assert price.count_until(middle, 3) == min(count, 3)
+    assert price.total(count) == pytest.approx(sum(first + growth * i for i in range(count)))
+
+
+# -- costs and time
+
+
+def test_a_step_costs_what_the_model_says():
+    run = Run(adapters=[("a", 16, 10)])
+    run.add("x", 50, 3, "a")
+    run.add("y", 20, 3)
+    costs = run.executor.costs
+    link = costs.link.seconds(10 * PAGE_BYTES)
+    prefill = costs.prefill.seconds(70, 2, 50 * 51 / 2 + 20 * 21 / 2, 50 * 16, 16)
+    stall = max(link / LAYERS, link + prefill / LAYERS - prefill)
+    assert run.step() == pytest.approx(prefill + stall)
+    assert run.executor.stalled_seconds == pytest.approx(stall)
+    run.executor.horizon = run.clock.now
+    assert run.step() == pytest.approx(costs.decode.seconds(2, 72, 16, 16))
+    assert run.step() == pytest.approx(costs.decode.seconds(2, 74, 16, 16))
+    assert run.finished == {"x": run.clock.now, "y": run.clock.now}
+
+
+def test_loading_without_overlap_holds_everything_up():
+    fast, slow = (Run(adapters=[("a", 16, 100)], stream=stream) for stream in (True, False))
+    for run in (fast, slow):
+        run.add("x", 500, 2, "a")
+        run.step()
+    link = slow.executor.costs.link.seconds(100 * PAGE_BYTES)
+    assert slow.executor.stalled_seconds == pytest.approx(link)
+    assert fast.executor.stalled_seconds == pytest.approx(link / LAYERS)
+    assert slow.clock.now - fast.clock.now == pytest.approx(link * (1 - 1 / LAYERS))
+
+
+def test_a_step_does_not_wait_longer_than_it_may():
+    """The request whose adapter is late computes in vain, others don't notice but for the stall."""
+    profile = PROFILE.model_copy(update={"link": terms(per_byte=0.5 / (10 * PAGE_BYTES))})
+    run = Run(profile, adapters=[("a", 16, 10)], max_load_stall_seconds=0.02)
+    run.add("x", 40, 4)
+    run.step()
+    run.add("y", 40, 4, "a")
+    run.executor.horizon = run.clock.now
+    costs = run.executor.costs
+    assert run.step() == pytest.approx(costs.prefill.seconds(41, 2, 820 + 41, 40 * 16, 16) + 0.02)
+    assert [count for _, count in run.outputs["x"]] == [1, 1]
+    assert run.outputs["y"] == []
+    while not run.outputs["y"]:
+        run.step()
+    assert 0.5 < run.clock.now < 0.55
+    assert run.finished["x"] < 0.2
+
+
+def test_disk_reads_take_their_time_and_threads():
+    run = Run(with_disk(latency=0.2), adapters=[(name, 8, 2) for name in "abc"], lookahead=3)
+    for name in "abc":
+        run.add(name, 10, 1, name)
+    store = run.engine.store
+    assert [store.tier(store.get(name)) for name in "abc"] == [Tier.LOADING] * 3
+    while run.engine.has_work():
+        run.step()
+    assert 0.2 < run.finished["a"] < 0.25
+    assert 0.2 < run.finished["b"] < 0.25
+    assert 0.4 < run.finished["c"] < 0.45, "two threads read three adapters"
+    run.add("again", 10, 1, "c")
+    before = run.clock.now
+    run.step()
+    assert run.finished["again"] - before < 0.05
+
+
+def test_a_host_image_that_was_dropped_is_read_again():
+    run = Run(with_disk(latency=0.2), adapters=[(name, 8, 4) for name in "ab"], host_cache_bytes=5 * PAGE_BYTES,
+              num_pages=8)  # fmt: skip
+    for name in ("a", "b", "a"):
+        before = run.clock.now
+        run.add(f"{name}{before}", 10, 2, name)
+        while run.engine.has_work():
+            run.step()
+        assert run.clock.now - before > 0.2
+    assert run.engine.stats().num_adapter_loads == 3
+
+
+def test_the_arena_is_the_profiles_unless_it_is_set():
+    assert Run().executor.num_pages == PROFILE.memory_bytes.value // PAGE_BYTES
+    assert Run(memory_bytes=100 * PAGE_BYTES).executor.num_pages == 100
+    assert Run(num_pages=77).executor.num_pages == 77
+    assert Run(max_model_len=100).executor.model.max_model_len == 100
+    assert Run(max_model_len=10**6).executor.model.max_model_len == PROFILE.geometry.max_model_len
+
+
+def test_an_unknown_adapter_is_refused():
+    run = Run()
+    with pytest.raises(AdapterFormatError, match="nobody: no such simulated adapter"):
+        run.engine.store.register("nobody", MODEL.with_name("nobody"))
+
+
+def test_the_simulator_imports_no_torch():
+    code = """
+import sys
+from chorus.core.costs.profile import load_profile
+from chorus.core.executors.sim import SimAdapters, simulated_engine
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+profile = load_profile("h200-llama3.1-8b")
+adapters = SimAdapters(profile.geometry.page_layout(16))
+engine, _ = simulated_engine(profile, adapters)
+engine.store.register("a", adapters.add("a", 16, profile.geometry.adapter_bytes(16)))
+engine.add_request(Request("r", [1] * 99, SamplingParams(max_tokens=50, ignore_eos=True), "a"))
+while engine.has_work():
+    engine.step()
+engine.check_integrity()
+assert engine.stats().num_generated_tokens == 50
+assert "torch" not in sys.modules
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
