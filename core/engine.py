@@ -157,7 +157,7 @@ class Engine:
             self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
             self._num_steps += result.count
-            self._num_generated_tokens += sum(len(output.token_ids) for output in outputs)
+            self._num_generated_tokens += sum([len(output.token_ids) for output in outputs])
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         elif not outputs and self.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
@@ -255,16 +255,16 @@ class Engine:
                 "prefill is off; shorten the request or raise max_num_batched_tokens",
             )
         vocab = self.model.vocab_size
-        if not all(0 <= token < vocab for token in request.token_ids):
+        if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
         for field, ids in (
             ("logit_bias", params.logit_bias),
             ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", [token for word in params.bad_words for token in word]),
+            ("bad_words", params.bad_words and [token for word in params.bad_words for token in word]),
         ):
-            if bad := [token for token in ids if not 0 <= token < vocab]:
+            if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
                 raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
         pages = 0
         if request.adapter_name is not None:

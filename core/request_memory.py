@@ -112,7 +112,8 @@ class RequestMemory:
         if not any(request.caching for request in requests):
             for request in requests:
                 request.num_computed_tokens += steps
-                self.grow(request, request.num_computed_tokens + 1)
+                if len(request.block_table.pages) * block <= request.num_computed_tokens:
+                    self.grow(request, request.num_computed_tokens + 1)
             return
         starts = [request.num_computed_tokens for request in requests]
         ends = sorted(

@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from operator import attrgetter
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterFormatError
@@ -131,16 +132,18 @@ class Scheduler:
             request = self._requests.get(row.request_id)
             if request is None:
                 continue
-            if request.id in result.unready:
+            if result.unready and request.id in result.unready:
                 self._late.add(request.adapter)
                 continue
-            if error := result.errors.get(request.id):
+            if result.errors and (error := result.errors.get(request.id)):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
                 continue
-            request.num_computed_tokens = row.kv_len
-            self._memory.remember(request)
-            request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            request.num_computed_tokens = row.start + len(row.tokens)
+            if request.caching:
+                self._memory.remember(request)
+            if result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if row.samples:
                 outputs.append(self._append(request, result, info))
         return outputs
@@ -178,13 +181,17 @@ class Scheduler:
         budget = self._limits.max_num_batched_tokens
         chosen: dict[Request, int] = {}
         preempted = False
-        for request in sorted(self._running, key=lambda r: r.num_tokens - r.num_computed_tokens > 1):
+        late, block_tokens = self._late, self._limits.block_tokens
+        for request in sorted(self._running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
-            if request.block_table is None or request.adapter in self._late:  # preempted for one before it, or waits
+            table, start = request.block_table, request.num_computed_tokens
+            if table is None or (late and request.adapter in late):  # preempted for one before it, or waits
                 continue
-            count = min(request.num_tokens - request.num_computed_tokens, budget)
-            while not self._memory.grow(request, request.num_computed_tokens + count):
+            count = len(request.token_ids) - start
+            if count > budget:
+                count = budget
+            while len(table.pages) * block_tokens < start + count and not self._memory.grow(request, start + count):
                 preempted = True
                 victim = self._running[-1]
                 self._preempt(victim)
@@ -286,10 +293,14 @@ class Scheduler:
             return 1
         most = limits.max_repeat
         for request in running:
-            if not request.num_output_tokens:
+            prompt, tokens = request.num_prompt_tokens, len(request.token_ids)
+            if tokens == prompt:
                 return 1  # its first token is told when it is drawn
-            left = min(request.num_prompt_tokens + request.params.max_tokens, limits.max_model_len) - request.num_tokens
-            most = min(most, left)
+            left = prompt + request.params.max_tokens - tokens
+            if left < most:
+                most = left
+            if limits.max_model_len - tokens < most:
+                most = limits.max_model_len - tokens
         return self._memory.most_steps(running, most, evict=not self._waiting)
 
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
@@ -306,26 +317,21 @@ class Scheduler:
 
     def _plan(self, chosen: list[tuple[Request, int]]) -> StepPlan:
         slots: dict[Adapter | None, int] = {None: BASE_SLOT}
-        rows = []
+        prefills: list[ScheduledRow] = []
+        decodes: list[ScheduledRow] = []
         for request, count in chosen:
             slot = slots.setdefault(request.adapter, len(slots) - 1)
-            start = request.num_computed_tokens
-            rows.append(
-                ScheduledRow(
-                    request_id=request.id,
-                    slot=slot,
-                    tokens=request.token_ids[start : start + count],
-                    start=start,
-                    pages=request.block_table.pages,
-                    params=request.params,
-                    seed=request.seed,
-                    samples=start + count == request.num_tokens,
-                    token_ids=request.token_ids,
-                    num_prompt_tokens=request.num_prompt_tokens,
-                )
-            )
-        rows.sort(key=lambda row: (len(row.tokens) == 1, row.slot))
-        bucket = self._buckets.pick(len(rows)) if len(rows[0].tokens) == 1 else None
+            start, token_ids = request.num_computed_tokens, request.token_ids
+            tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
+            row = ScheduledRow(
+                request.id, slot, tokens, start, request.block_table.pages, request.params, request.seed, samples,
+                token_ids, request.num_prompt_tokens,
+            )  # fmt: skip
+            (decodes if count == 1 else prefills).append(row)
+        for rows in (prefills, decodes):
+            rows.sort(key=attrgetter("slot"))
+        bucket = None if prefills else self._buckets.pick(len(decodes))
+        rows = prefills + decodes
         self._num_steps += 1
         return StepPlan(self._num_steps, rows, [a for a in slots if a is not None], bucket)
 
@@ -335,26 +341,29 @@ class Scheduler:
         token = result.tokens[request.id]
         request.token_ids.append(token)
         params, reason, stop_token = request.params, None, None
+        num_tokens = len(request.token_ids)
+        num_output_tokens = num_tokens - request.num_prompt_tokens
         ends = token in self._limits.eos_token_ids and not params.ignore_eos
         if ends or token in params.stop_token_ids:
             reason, stop_token = FinishReason.STOP, token
-        elif request.num_output_tokens >= params.max_tokens or request.num_tokens >= self._limits.max_model_len:
+        elif num_output_tokens >= params.max_tokens or num_tokens >= self._limits.max_model_len:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
-        logprobs = result.logprobs.get(request.id)
+        logprobs = result.logprobs.get(request.id) if result.logprobs else None
         prompt_logprobs = None
-        if params.prompt_logprobs is not None and request.num_output_tokens == 1:
+        if params.prompt_logprobs is not None and num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)
         return RequestOutput(
             request.id,
             (token,) * result.count,
             reason,
             stop_token,
-            step=info,
-            num_cached_tokens=request.num_cached_tokens,
-            logprobs=() if logprobs is None else (logprobs,),
-            prompt_logprobs=prompt_logprobs,
+            None,
+            info,
+            request.num_cached_tokens,
+            () if logprobs is None else (logprobs,),
+            prompt_logprobs,
         )
 
     def _fail(self, request: Request, error: str) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..memory.adapter_store import Adapter
@@ -81,7 +81,7 @@ class StepPlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(row.tokens) for row in self.rows)
+        return len(self.rows) if self.bucket is not None else sum(len(row.tokens) for row in self.rows)
 
     @property
     def num_adapters(self) -> int:
@@ -127,8 +127,7 @@ class StepResult:
         self.unready |= other.unready
 
 
-@dataclass(frozen=True, slots=True)
-class StepInfo:
+class StepInfo(NamedTuple):
     """What shared a step; carried on outputs so that a client can see its batch."""
 
     step_id: int
@@ -137,8 +136,7 @@ class StepInfo:
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class RequestOutput:
+class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.

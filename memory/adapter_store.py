@@ -77,8 +77,8 @@ class Adapter:
     """
 
     __slots__ = (
-        "__weakref__", "is_idle", "layout", "manifest", "name", "pages", "references", "requests", "transfer", "uses",
-        "version",
+        "__weakref__", "is_idle", "layout", "manifest", "name", "pages", "rank", "references", "requests", "transfer",
+        "uses", "version",
     )  # fmt: skip
 
     def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
@@ -92,10 +92,7 @@ class Adapter:
         self.references = 0
         self.requests = 0
         self.uses = 0
-
-    @property
-    def rank(self) -> int:
-        return self.manifest.rank
+        self.rank = manifest.rank  # asked for in every step
 
     @property
     def num_pages(self) -> int:

@@ -41,6 +41,8 @@ class StepPrice:
 
     def total(self, count: int) -> float:
         """Seconds of `count` steps in a row."""
+        if count == 1:
+            return self.first
         return count * self.first + self.growth * (count * (count - 1) / 2)
 
     def count_until(self, seconds: float, most: int) -> int:
@@ -114,15 +116,14 @@ class SimExecutor:
         self._priced = plan, price
         return price
 
-    def count(self, plan: StepPlan) -> int:
-        """How often `execute` would run the plan by the horizon as it is."""
-        if plan.repeat == 1:
-            return 1
-        return self.price(plan).count_until(self.horizon - self._clock.now, plan.repeat)
+    def end(self, plan: StepPlan) -> float:
+        """When `execute` would be done by the horizon as it is."""
+        price = self.price(plan)
+        return self._clock.now + price.total(self._count(plan, price))
 
     def execute(self, plan: StepPlan) -> StepResult:
         price = self.price(plan)
-        count = self.count(plan)
+        count = self._count(plan, price)
         seconds = price.total(count)
         self._priced = None
         self._clock.now += seconds
@@ -136,6 +137,11 @@ class SimExecutor:
 
     def close(self) -> None:
         """Nothing is held."""
+
+    def _count(self, plan: StepPlan, price: StepPrice) -> int:
+        if plan.repeat == 1:
+            return 1
+        return price.count_until(self.horizon - self._clock.now, plan.repeat)
 
     def _stalled(self, first: float, growth: float, coming: list) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""

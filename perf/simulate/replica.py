@@ -91,7 +91,7 @@ class Replica:
             self.wake = min(self.wake, max(now, self.clock.now))
         elif len(self._inbox) == 1 and self._plan.repeat > 1:
             self.executor.horizon = now
-            self.wake = self._end(self._plan)
+            self.wake = self.executor.end(self._plan)
 
     def advance(self, done: Callable[[Served], None]) -> None:
         """`wake` has come: end the step, take what came, begin the next. done: told of every request that ended."""
@@ -108,14 +108,10 @@ class Replica:
         self.executor.horizon = math.inf
         self._plan = plan = engine.begin_step()
         if plan is not None:
-            self.wake = self._end(plan)
+            self.wake = self.executor.end(plan)
             return
         self._read(engine.end_step(None), done)
         self.wake = clock.now if engine.has_work() else math.inf
-
-    def _end(self, plan: StepPlan) -> float:
-        """When the plan ends if nothing else comes."""
-        return self.clock.now + self.executor.price(plan).total(self.executor.count(plan))
 
     def _read(self, outputs: list[RequestOutput], done: Callable[[Served], None]) -> None:
         now, requests = self.clock.now, self._open
