@@ -40,6 +40,12 @@ class EngineConfig(BaseModel):
     )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
     lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
+    prefetch: int = Field(
+        default=0,
+        ge=0,
+        description="waiting requests whose adapters are loaded into the arena before they may run, where there is "
+        "room that nobody else waits for",
+    )
     max_adapters_per_step: int | None = Field(
         default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
     )

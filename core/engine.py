@@ -92,6 +92,7 @@ class Engine:
             block_tokens=self._block_tokens,
             eos_token_ids=frozenset(self.model.eos_token_ids),
             lookahead=config.lookahead,
+            prefetch=config.prefetch,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
             max_repeat=getattr(executor, "max_repeat", 1),
@@ -170,6 +171,11 @@ class Engine:
         """Keep the price of recomputing a cached block at what prefill costs here."""
         if plan.bucket is None and plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or that nobody uses."""
+        return self._reclaimer.available
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is where requests and adapters say it is."""

@@ -15,7 +15,7 @@ from operator import attrgetter
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterFormatError
-from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.adapter_store import Adapter, AdapterStore, Tier
 from ..memory.pages import PageKind
 from ..memory.prefix import Block
 from .load_policy import LoadPolicy
@@ -38,6 +38,7 @@ class SchedulerLimits:
     block_tokens: int
     eos_token_ids: frozenset[int]
     lookahead: int = 8
+    prefetch: int = 0
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
     max_repeat: int = 1
@@ -115,6 +116,8 @@ class Scheduler:
         chosen, budget, preempted = self._schedule_running()
         admitted = [] if preempted else self._admit(budget)
         self._read_ahead()
+        if self._limits.prefetch and self._waiting:
+            self._load_ahead()
         if not chosen and not admitted:
             return None
         plan = self._plan(chosen + admitted)
@@ -208,6 +211,24 @@ class Scheduler:
         window = itertools.islice(self._waiting, self._limits.lookahead)
         self._store.read_ahead(request.adapter for request in window if request.adapter is not None)
 
+    def _load_ahead(self) -> None:
+        """Have the adapters of the next waiting requests loaded, but not into pages of others that are waited for."""
+        waiting = dict.fromkeys(request.adapter for request in self._waiting if request.adapter is not None)
+        wanted = sum(len(adapter.pages) for adapter in waiting if adapter.is_idle)
+        for request in itertools.islice(self._waiting, self._limits.prefetch):
+            adapter = request.adapter
+            if adapter is not None and self._store.tier(adapter) is Tier.HOST:
+                if not self._memory.make_spare_room(adapter.num_pages, wanted):
+                    return
+                self._store.prefetch(adapter)
+                wanted += adapter.num_pages if adapter.is_idle else 0
+
+    def _may_load_ahead(self) -> bool:
+        """Whether an adapter may soon be there to be loaded ahead."""
+        window = itertools.islice(self._waiting, self._limits.prefetch)
+        adapters = {request.adapter for request in window if request.adapter is not None}
+        return any(not adapter.pages and self._store.tier(adapter) is not Tier.HOST for adapter in adapters)
+
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
 
@@ -289,7 +310,7 @@ class Scheduler:
         running, limits = self._running, self._limits
         if len(plan.rows) < len(running) or self._store.has_transfers:
             return 1
-        if self._waiting and len(running) < limits.max_num_seqs:
+        if self._waiting and (len(running) < limits.max_num_seqs or self._may_load_ahead()):
             return 1
         most = limits.max_repeat
         for request in running:

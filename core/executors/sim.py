@@ -96,7 +96,7 @@ class SimExecutor:
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
-        self._max_stall = config.max_load_stall_seconds
+        self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
 
     @property

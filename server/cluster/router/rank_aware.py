@@ -1,0 +1,75 @@
+"""CaraServe's rank-aware scheduling (§5, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....core.costs.models import CostModel
+from .replica_state import ReplicaState, Routed
+
+
+class RankAware:
+    """The replica that becomes slower by the least, summed over its requests, and if possible stays within the SLO.
+
+    A replica's score is `(Δprefill / mean_output_tokens + Δdecode [+ penalty]) · requests`: Δprefill by how much longer
+    its queue takes to prefill with the request, Δdecode by how much longer its decode step takes with it, both by the
+    cost model; the penalty if that step then takes longer than `slo`. Candidates are the replicas with room; where none
+    has any, all are.
+    """
+
+    def __init__(self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0) -> None:
+        """slo: seconds per token. penalty: seconds, far above any step's."""
+        self._costs = costs
+        self._slo = slo
+        self._mean_output_tokens = mean_output_tokens
+        self._penalty = penalty
+        self._decode: dict[tuple[int, int, int, int], float] = {}
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        rank, tokens = request.rank or 0, request.prompt_tokens
+        alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
+        best, least, fits = 0, math.inf, False
+        for index, replica in enumerate(replicas):
+            room = replica.has_room(request)
+            if fits and not room:
+                continue
+            prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
+            total = self._cost(replica, rank, prefill) * replica.num_requests
+            if total < least or (room and not fits):
+                best, least, fits = index, total, room
+        return best
+
+    def _cost(self, replica: ReplicaState, rank: int, prefill: float) -> float:
+        """Algorithm 1's CalcCost. prefill: seconds more."""
+        requests, users = replica.num_requests, replica.num_with_adapter
+        before = self._decode_seconds(requests, users, replica.sum_ranks, replica.max_rank)
+        after = self._decode_seconds(
+            requests + 1, users + (rank > 0), replica.sum_ranks + rank, max(replica.max_rank, rank)
+        )
+        cost = prefill / self._mean_output_tokens + after - before
+        return cost + self._penalty if after > self._slo else cost
+
+    def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
+        """A decode step of a batch; every request counts as one with an adapter of its own."""
+        key = requests, users, sum_ranks, max_rank
+        seconds = self._decode.get(key)
+        if seconds is None:
+            work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
+            seconds = self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
+            if len(self._decode) < 1 << 18:
+                self._decode[key] = seconds
+        return seconds
+
+    def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
+        waiting, pending = replica.num_waiting, replica.pending_tokens
+        token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
+        after = self._prefill_seconds(
+            pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
+        )  # fmt: skip
+        return after - self._prefill_seconds(pending, waiting, token_ranks, largest)
+
+    def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
+        """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""
+        work = self._costs.kernel.rank_work(tokens, token_ranks, max_rank)
+        return self._costs.prefill.seconds(tokens, rows, 0.0, work, max_rank)
