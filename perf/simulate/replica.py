@@ -35,6 +35,7 @@ class Replica:
         *,
         index: int = 0,
         stream: bool = True,
+        mix: bool = True,
         max_repeat: int = 1 << 20,
         read_threads: int = 2,
         keep_idle: bool = True,
@@ -48,7 +49,7 @@ class Replica:
         self.clock = VirtualClock()
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False), self.clock, stream=stream,
-            max_repeat=max_repeat, read_threads=read_threads,
+            mix=mix, max_repeat=max_repeat, read_threads=read_threads,
         )  # fmt: skip
         self.wake = math.inf
         self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))
