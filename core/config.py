@@ -55,7 +55,8 @@ class EngineConfig(BaseModel):
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,
-        description="how long a step may wait for adapters that are still being read",
+        description="how long a step may wait for adapters that are still being read; 0: no request starts before "
+        "its adapter has been read",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")

@@ -173,6 +173,11 @@ class Engine:
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     @property
+    def num_cold_starts(self) -> int:
+        """Requests so far that could have begun earlier, had their adapter been in memory."""
+        return self._scheduler.num_cold_starts
+
+    @property
     def num_available_pages(self) -> int:
         """Pages that are free, or that nobody uses."""
         return self._reclaimer.available

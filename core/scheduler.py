@@ -69,6 +69,7 @@ class Scheduler:
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._num_steps = 0
         self.num_preemptions = 0
+        self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
 
     @property
     def num_waiting(self) -> int:
@@ -245,6 +246,7 @@ class Scheduler:
                 break
             adapter = request.adapter
             if adapter is not None and not self._may_run(request, adapter, active, budget):
+                self._note_cold(request)
                 if request.arrival_time < overdue_before:
                     break
                 continue
@@ -267,7 +269,18 @@ class Scheduler:
             budget -= count
             if adapter is not None:
                 active.add(adapter)
+        else:
+            for request in self._waiting:  # the order leaves out what is on disk only
+                self._note_cold(request)
         return admitted
+
+    def _note_cold(self, request: Request) -> None:
+        """A seat is free for a request, and it is not admitted; count those whose adapter is still to be read."""
+        adapter = request.adapter
+        if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+            return
+        request.had_to_wait = True
+        self.num_cold_starts += 1
 
     def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], budget: int) -> bool:
         """Whether a request may run now: its bytes come in time and one more adapter is allowed."""

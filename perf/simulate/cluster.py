@@ -63,13 +63,15 @@ def simulate_clients(
     replicas: Sequence[Replica],
     route: Policy = first,
     prompt: Prompt | None = None,
+    *,
+    think: float = 0.0,
 ) -> Records:
-    """Serve `requests` to `clients` that each send one as soon as the one before is answered: a closed loop.
+    """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
 
     The requests' arrivals are ignored; that of each becomes the time at which it is sent.
     """
     source = iter(requests)
-    events = _Events(replicas, route, prompt, source)
+    events = _Events(replicas, route, prompt, source, think)
     for request in _take(source, clients):
         events.offer(request._replace(arrival=0.0))
     return events.finish()
@@ -88,8 +90,9 @@ class _Events:
         route: Policy,
         prompt: Prompt | None,
         successors: Iterator[TraceRequest] | None = None,
+        think: float = 0.0,
     ) -> None:
-        """successors: the next of these comes whenever a request has ended."""
+        """successors: the next of these comes `think` seconds after a request has ended."""
         self._replicas = replicas
         self._states = [replica.state for replica in replicas]
         self._route = route
@@ -98,12 +101,17 @@ class _Events:
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
         self._held: deque[TraceRequest] = deque()
+        self._think = think
+        self._coming: deque[TraceRequest] = deque()  # successors, in order of arrival
 
     def run_until(self, time: float) -> None:
         """Let happen what happens before `time`."""
-        heap, replicas, records = self._heap, self._replicas, self._records
+        heap, replicas, records, coming = self._heap, self._replicas, self._records, self._coming
         done, waits = records.add, self._successors is not None
-        while heap and heap[0][0] < time:
+        while (heap and heap[0][0] < time) or coming:
+            if coming and (not heap or coming[0].arrival <= heap[0][0]):
+                self.offer(coming.popleft())
+                continue
             wake, index = heappop(heap)
             replica = replicas[index]
             if replica.wake != wake:
@@ -130,7 +138,8 @@ class _Events:
 
     def _go_on(self, now: float, ended: int) -> None:
         if self._successors is not None:
-            self._held.extend(request._replace(arrival=now) for request in _take(self._successors, ended))
+            sent = now + self._think
+            self._coming.extend(request._replace(arrival=sent) for request in _take(self._successors, ended))
         while self._held and self._place(self._held[0], now):
             self._held.popleft()
 

@@ -44,7 +44,7 @@ def run_serving(setup: Setup) -> Outcome:
     replicas = [
         Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
-            keep_idle=setup.keep_idle,
+            read_threads=setup.read_threads, keep_idle=setup.keep_idle,
         )
         for index in range(setup.replicas)
     ]  # fmt: skip
@@ -58,7 +58,7 @@ def run_serving(setup: Setup) -> Outcome:
     if setup.clients is None:
         records = simulate(requests, replicas, policy, watch=look, period=LOOK)
     else:
-        records = simulate_clients(requests, setup.clients, replicas, policy)
+        records = simulate_clients(requests, setup.clients, replicas, policy, think=setup.think)
     loads = np.array(looks) if looks else None
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
 
@@ -141,7 +141,7 @@ def _outcome(
     samples = {name: records.column(name)[counted].astype(np.float64) for name in names}
     tokens, ends = records.column("tokens"), records.column("arrival") + records.column("e2e")
     seconds = float(ends.max() - records.column("arrival").min())
-    cold = sum(replica.engine.store.num_loads - replica.engine.store.num_prefetched for replica in replicas)
+    cold = sum(replica.engine.num_cold_starts for replica in replicas)
     busy = sum(replica.executor.busy_seconds for replica in replicas)
     metrics: dict[str, Any] = {"requests": int(counted.sum()), "failed": records.num_failed}
     for name, values in samples.items():

@@ -66,9 +66,9 @@ class Setup(_Strict):
 
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
-    many clients, each of which sends one after the other; otherwise at the workload's arrivals. warmup: seconds whose
-    requests are left out of the metrics. slo: seconds per token, the prompt's time included. stream, mix, keep_idle:
-    `Replica`'s.
+    many clients, each of which sends the next one `think` seconds after an answer; otherwise at the workload's arrivals. warmup: seconds whose
+    requests are left out of the metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix,
+    keep_idle: `Replica`'s.
     """
 
     profile: str
@@ -79,8 +79,10 @@ class Setup(_Strict):
     engine: dict[str, Any] = {}
     workload: dict[str, Any]
     clients: PositiveInt | None = None
+    think: float = Field(default=0.0, ge=0)
     warmup: float = Field(default=0.0, ge=0)
     slo: PositiveFloat | None = None
+    read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
     keep_idle: bool = True
@@ -187,6 +189,9 @@ def _scale(fields: dict[str, Any], scale: float) -> None:
     for table, name, least in ((fields.get("workload", {}), "duration", 0.001), (fields, "warmup", 0.0)):
         if name in table:
             table[name] = max(least, float(table[name]) * scale)
+    rate = fields.get("workload", {}).get("arrivals", {}).get("rate")
+    if isinstance(rate, dict) and "points" in rate:
+        rate["points"] = [[time * scale, value] for time, value in rate["points"]]
     for table, name in ((fields.get("workload", {}), "requests"), (fields, "cycles")):
         if name in table:
             table[name] = max(1, round(table[name] * scale))
