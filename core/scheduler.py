@@ -241,12 +241,13 @@ class Scheduler:
             return admitted
         active = {request.adapter for request in self._running if request.adapter is not None}
         overdue_before = self._clock() - limits.max_overtake_seconds
+        seats_left = False
         for request in queue_order(self._waiting, self._store, overdue_before):
             if budget <= 0 or len(self._running) >= limits.max_num_seqs:
                 break
             adapter = request.adapter
             if adapter is not None and not self._may_run(request, adapter, active, budget):
-                self._note_cold(request)
+                seats_left = True
                 if request.arrival_time < overdue_before:
                     break
                 continue
@@ -270,17 +271,19 @@ class Scheduler:
             if adapter is not None:
                 active.add(adapter)
         else:
-            for request in self._waiting:  # the order leaves out what is on disk only
-                self._note_cold(request)
+            seats_left = True
+        if seats_left:
+            self._note_cold()
         return admitted
 
-    def _note_cold(self, request: Request) -> None:
-        """A seat is free for a request, and it is not admitted; count those whose adapter is still to be read."""
-        adapter = request.adapter
-        if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
-            return
-        request.had_to_wait = True
-        self.num_cold_starts += 1
+    def _note_cold(self) -> None:
+        """Seats are free and requests wait: count those whose adapter is still to be read."""
+        for request in self._waiting:
+            adapter = request.adapter
+            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+                continue
+            request.had_to_wait = True
+            self.num_cold_starts += 1
 
     def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], budget: int) -> bool:
         """Whether a request may run now: its bytes come in time and one more adapter is allowed."""

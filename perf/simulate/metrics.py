@@ -32,6 +32,7 @@ METRICS: Mapping[str, Metric] = {
     "cold_share": Metric("cold-start share, %", _PERCENT),
     "tokens_per_second": Metric("output tokens/s", digits=0),
     "total_tokens_per_second": Metric("tokens/s", digits=0),
+    "tokens_per_busy_second": Metric("tokens per busy second", digits=0),
     "cold_starts_per_second": Metric("cold starts/s"),
     "replicas_in_use": Metric("replicas in use"),
     "replicas_released": Metric("idle for ≥ 1 min, %", _PERCENT),

@@ -154,6 +154,7 @@ def _outcome(
         metrics["slo_attainment"] = float((samples["time_per_token"] <= setup.slo).mean())
     metrics["tokens_per_second"] = float(tokens.sum()) / seconds
     metrics["total_tokens_per_second"] = (float(tokens.sum()) + num_prompt_tokens) / seconds
+    metrics["tokens_per_busy_second"] = (float(tokens.sum()) + num_prompt_tokens) / busy
     metrics["cold_starts_per_second"] = cold / seconds
     metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
     metrics["simulated_seconds"] = seconds
