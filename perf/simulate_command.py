@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..server.flags import UsageError
+
+if TYPE_CHECKING:
+    from .simulate.study import Study
 
 HELP = "compare policies in virtual time, beside published numbers"
 
@@ -27,6 +32,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--check", action="store_true", help="fail (exit code 1) unless every published order of rows is reproduced"
     )
+
+    parser.add_argument("--time", action="store_true", help="print what the simulation itself took, to standard error")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -55,7 +62,16 @@ def run(arguments: argparse.Namespace) -> int:
     return 1 if arguments.check and not all(holds) else 0
 
 
-def _run_one(study, arguments: argparse.Namespace) -> bool:  # noqa: ANN001 - imported when it is run
+def _took(name: str, wall: float, cpu: float) -> str:
+    """What it took since `wall` and `cpu`, and the most memory that the process has had."""
+    import resource
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return f"{name}: {wall:.1f} s ({cpu:.1f} s of CPU), {peak:.0f} MiB at most"
+
+
+def _run_one(study: Study, arguments: argparse.Namespace) -> bool:
     from rich.console import Console
     from rich.progress import Progress
 
@@ -63,6 +79,7 @@ def _run_one(study, arguments: argparse.Namespace) -> bool:  # noqa: ANN001 - im
     from .simulate.results import run_study
     from .simulate.table import print_results
 
+    start = time.perf_counter(), time.process_time()
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(study.name, total=len(study.rows) + 1)
 
@@ -72,6 +89,8 @@ def _run_one(study, arguments: argparse.Namespace) -> bool:  # noqa: ANN001 - im
         results = run_study(
             study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, told=tell
         )  # fmt: skip
+    if arguments.time:
+        print(_took(study.name, *start), file=sys.stderr)
     if arguments.json:
         print(json.dumps(results.to_json()))
     else:

@@ -31,8 +31,12 @@ class Allocator(Protocol):
         """Bytes of `room` beyond the `size` that was asked for."""
         ...
 
-    def num_copies(self, room: object) -> int:
-        """Copies that fill a room."""
+    def num_more(self, kept: list, size: int) -> int:
+        """Rooms for `size` bytes that there would be if only `kept` were held."""
+        ...
+
+    def num_copies(self, size: int) -> int:
+        """Copies that fill a room for `size` bytes."""
         ...
 
 
@@ -40,7 +44,7 @@ class Contiguous:
     """One hole per adapter: the first that is large enough."""
 
     def __init__(self, pool_bytes: int) -> None:
-        self.free = pool_bytes
+        self.free = self._size = pool_bytes
         self._holes: list[tuple[int, int]] = [(0, pool_bytes)]  # (start, end), in order
 
     def take(self, size: int) -> tuple[int, int] | None:
@@ -69,7 +73,11 @@ class Contiguous:
     def waste(self, room: tuple[int, int], size: int) -> int:
         return 0
 
-    def num_copies(self, room: tuple[int, int]) -> int:
+    def num_more(self, kept: list[tuple[int, int]], size: int) -> int:
+        edges = [0, *(edge for room in sorted(kept) for edge in room), self._size]
+        return sum((end - start) // size for start, end in zip(edges[::2], edges[1::2], strict=True))
+
+    def num_copies(self, size: int) -> int:
         return 1
 
 
@@ -85,7 +93,7 @@ class Paged:
         return self._pool.num_free * self._page_bytes
 
     def take(self, size: int) -> list[int] | None:
-        count = -(-size // self._page_bytes)
+        count = self.num_copies(size)
         return self._pool.allocate(count, PageKind.ADAPTER) if count <= self._pool.num_free else None
 
     def give_back(self, room: list[int]) -> None:
@@ -97,8 +105,11 @@ class Paged:
     def waste(self, room: list[int], size: int) -> int:
         return len(room) * self._page_bytes - size
 
-    def num_copies(self, room: list[int]) -> int:
-        return len(room)
+    def num_more(self, kept: list[list[int]], size: int) -> int:
+        return (self._pool.num_usable - sum(map(len, kept))) // self.num_copies(size)
+
+    def num_copies(self, size: int) -> int:
+        return -(-size // self._page_bytes)
 
 
 def run_fragmentation(pool: Pool) -> Outcome:
@@ -106,19 +117,20 @@ def run_fragmentation(pool: Pool) -> Outcome:
 
     A failure is an allocation that finds enough free bytes and no room. External fragmentation is the share of the pool
     that is free and can't hold adapters of the probe's size although there are enough bytes, internal the share of what
-    is held that nobody asked for; both are means over the cycles.
+    is held that nobody asked for. The most adapters are the newest ones, which requests hold where they are, and those
+    of the probe's size that fit beside them. All are means over the cycles.
     """
     allocator: Allocator = (
         Contiguous(pool.pool_bytes) if pool.allocator == "contiguous" else Paged(pool.pool_bytes, pool.page_bytes)
     )
-    draw = random.Random(pool.seed)
+    draw, use = random.Random(pool.seed), random.Random(pool.seed + 1)
     sizes, weights = zip(*pool.sizes, strict=True)
     resident: OrderedDict[int, tuple[object, int]] = OrderedDict()  # least recently used first
-    failures = external = internal = 0.0
+    failures = external = internal = most = 0.0
     for cycle in range(pool.cycles):
         size = draw.choices(sizes, weights)[0]
         used = list(resident)
-        for key in draw.sample(used, min(pool.in_use, len(used))):
+        for key in use.sample(used, min(pool.in_use, len(used))):
             resident.move_to_end(key)
         room = allocator.take(size)
         failed = False
@@ -131,18 +143,14 @@ def run_fragmentation(pool: Pool) -> Outcome:
         held = sum(each for _, each in resident.values())
         external += allocator.unusable(pool.probe) / pool.pool_bytes
         internal += sum(allocator.waste(*each) for each in resident.values()) / held
-    # what requests hold stays where it is; everything else makes room for adapters of one size
-    while len(resident) > pool.in_use:
-        allocator.give_back(resident.popitem(last=False)[1][0])
-    most, room, copies = len(resident), allocator.take(pool.probe), 0
-    while room is not None:
-        most, copies, room = most + 1, allocator.num_copies(room), allocator.take(pool.probe)
+        newest = [resident[key][0] for key in range(max(0, cycle + 1 - pool.in_use), cycle + 1) if key in resident]
+        most += len(newest) + allocator.num_more(newest, pool.probe)
     return Outcome(
         {
             "allocation_failures": failures,
             "external_fragmentation": external / pool.cycles,
             "internal_fragmentation": internal / pool.cycles,
-            "most_adapters": most,
-            "load_seconds": pool.probe / pool.link + copies * pool.per_copy,
+            "most_adapters": most / pool.cycles,
+            "load_seconds": pool.probe / pool.link + allocator.num_copies(pool.probe) * pool.per_copy,
         }
     )

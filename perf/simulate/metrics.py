@@ -43,7 +43,7 @@ METRICS: Mapping[str, Metric] = {
     "allocation_failures": Metric("allocation failures", digits=0),
     "external_fragmentation": Metric("external fragmentation, %", _PERCENT),
     "internal_fragmentation": Metric("internal fragmentation, %", _PERCENT, 2),
-    "most_adapters": Metric("most adapters at once", digits=0),
+    "most_adapters": Metric("most adapters at once"),
     "load_seconds": Metric("load time, ms", _MS, 2),
     "simulated_seconds": Metric("simulated, s", digits=0),
 }

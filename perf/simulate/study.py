@@ -66,9 +66,9 @@ class Setup(_Strict):
 
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
-    many clients, each of which sends the next one `think` seconds after an answer; otherwise at the workload's arrivals. warmup: seconds whose
-    requests are left out of the metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix,
-    keep_idle: `Replica`'s.
+    many clients, each of which sends the next one `think` seconds after an answer; otherwise at the workload's
+    arrivals. warmup: seconds whose requests are left out of the metrics. slo: seconds per token, the prompt's time
+    included. read_threads, stream, mix, keep_idle: `Replica`'s.
     """
 
     profile: str
@@ -92,7 +92,7 @@ class Pool(_Strict):
     """A pool of adapter memory under load: what a row of a fragmentation study simulates.
 
     allocator: "contiguous" gives the first hole that is large enough, "pages" fixed-size pages. sizes: bytes of an
-    adapter and its weight. in_use: adapters that requests hold at a time, which can't be evicted. probe: size for which
+    adapter and its weight. in_use: adapters that requests use between two loads. probe: size for which
     load time and the most adapters at once are told. link: bytes per second; per_copy: seconds that each copy takes
     beside its bytes.
     """

@@ -103,6 +103,4 @@ class ReplicaState:
 
     def has_room(self, request: Routed) -> bool:
         """Whether a seat and pages for the prompts of the request and of those that wait are left."""
-        return (
-            self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens
-        )
+        return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens

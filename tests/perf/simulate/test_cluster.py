@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
 from chorus.core.executors.sim import MODEL, SimAdapters
 from chorus.perf.simulate import Replica, least_loaded, simulate, simulate_clients
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 
@@ -37,7 +38,9 @@ arrivals = st.lists(
 
 
 @settings(max_examples=40)
-@given(arrivals, st.sampled_from([least_loaded, FirstFit(), Consolidate()]), st.booleans(), st.booleans(), st.booleans())
+@given(
+    arrivals, st.sampled_from([least_loaded, FirstFit(), Consolidate()]), st.booleans(), st.booleans(), st.booleans()
+)
 def test_all_requests_are_served_and_states_tell_the_truth(trace, policy, mix, stream, keep_idle):
     replicas = make_replicas(3, mix=mix, stream=stream, keep_idle=keep_idle)
 

@@ -6,6 +6,9 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
 from chorus.core.costs.profile import load_profile
 from chorus.server.cluster.router import (
@@ -17,8 +20,6 @@ from chorus.server.cluster.router import (
     RankAware,
     ReplicaState,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 SEATS = 8
 
