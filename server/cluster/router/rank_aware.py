@@ -9,6 +9,9 @@ from ....core.costs.models import CostModel
 from .replica_state import ReplicaState, Routed
 
 
+_MOST_SCORES = 1 << 18
+
+
 class RankAware:
     """The replica that becomes slower by the least, summed over its requests, and if possible stays within the SLO.
 
@@ -24,42 +27,39 @@ class RankAware:
         self._slo = slo
         self._mean_output_tokens = mean_output_tokens
         self._penalty = penalty
-        self._decode: dict[tuple[int, int, int, int], float] = {}
+        self._scores: dict[tuple[int, int, int, int, int], float] = {}  # of decoding, see `_score`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
         alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
-        best, least, fits = 0, math.inf, False
+        best, least, fits, scores = 0, math.inf, False, self._scores
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
             if fits and not room:
                 continue
             prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
-            total = self._cost(replica, rank, prefill) * replica.num_requests
+            requests = replica.num_requests
+            key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
+            score = scores.get(key)
+            if score is None:
+                score = self._score(*key)
+                if len(scores) < _MOST_SCORES:
+                    scores[key] = score
+            total = (prefill / self._mean_output_tokens + score) * requests
             if total < least or (room and not fits):
                 best, least, fits = index, total, room
         return best
 
-    def _cost(self, replica: ReplicaState, rank: int, prefill: float) -> float:
-        """Algorithm 1's CalcCost. prefill: seconds more."""
-        requests, users = replica.num_requests, replica.num_with_adapter
-        before = self._decode_seconds(requests, users, replica.sum_ranks, replica.max_rank)
-        after = self._decode_seconds(
-            requests + 1, users + (rank > 0), replica.sum_ranks + rank, max(replica.max_rank, rank)
-        )
-        cost = prefill / self._mean_output_tokens + after - before
-        return cost + self._penalty if after > self._slo else cost
+    def _score(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> float:
+        """How much longer a decode step takes with a request of `rank`, and the penalty. users: of adapters."""
+        before = self._decode_seconds(requests, users, sum_ranks, max_rank)
+        after = self._decode_seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
+        return after - before + (self._penalty if after > self._slo else 0.0)
 
     def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
         """A decode step of a batch; every request counts as one with an adapter of its own."""
-        key = requests, users, sum_ranks, max_rank
-        seconds = self._decode.get(key)
-        if seconds is None:
-            work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
-            seconds = self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
-            if len(self._decode) < 1 << 18:
-                self._decode[key] = seconds
-        return seconds
+        work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
+        return self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
         waiting, pending = replica.num_waiting, replica.pending_tokens

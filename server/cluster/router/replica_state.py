@@ -26,7 +26,8 @@ class ReplicaState:
     """Load of one replica; whoever owns it keeps it up to date.
 
     max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, those that wait
-    for their prefill. ranks: how many of the requests have which rank, 0 for the base model. pending_tokens: prompt
+    for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
+    num_with_adapter, sum_ranks and max_rank follow from it. pending_tokens: prompt
     tokens of the waiting ones; pending_token_ranks: the sum over these tokens of their adapter's rank;
     pending_max_rank: the largest of these ranks. free_tokens: tokens whose KV finds room, in pages that are free or
     that nobody uses. resident: names of the adapters in the arena.
@@ -36,6 +37,7 @@ class ReplicaState:
     num_requests: int = 0
     num_waiting: int = 0
     ranks: Counter[int] = field(default_factory=Counter)
+    num_with_adapter: int = 0
     sum_ranks: int = 0
     max_rank: int = 0
     pending_tokens: int = 0
@@ -63,15 +65,12 @@ class ReplicaState:
         state.set_waiting(waiting)
         return state
 
-    @property
-    def num_with_adapter(self) -> int:
-        return self.num_requests - self.ranks[0]
-
     def add(self, rank: int) -> None:
         """A request came."""
         self.num_requests += 1
         self.ranks[rank] += 1
         self.sum_ranks += rank
+        self.num_with_adapter += rank > 0
         if rank > self.max_rank:
             self.max_rank = rank
 
@@ -79,6 +78,7 @@ class ReplicaState:
         """A request that had come is gone."""
         self.num_requests -= 1
         self.sum_ranks -= rank
+        self.num_with_adapter -= rank > 0
         left = self.ranks[rank] - 1
         if left:
             self.ranks[rank] = left
