@@ -8,7 +8,7 @@ import torch
 
 from ..ops.attention import PagedAttention
 from ..ops.native import NativeRows
-from .lora_state import LoraState
+from .lora_state import StepLora
 from .types import ScheduledRow
 
 
@@ -26,7 +26,7 @@ class StepBatch:
     page: torch.Tensor
     offset: torch.Tensor
     attention: PagedAttention | NativeRows
-    lora: LoraState | None
+    lora: StepLora | None
     logit_tokens: torch.Tensor | None = None
 
 
@@ -35,7 +35,7 @@ def ragged_batch(
     block_tokens: int,
     dummy_page: int,
     attention: PagedAttention | NativeRows,
-    lora: LoraState | None,
+    lora: StepLora | None,
 ) -> StepBatch:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, page, offset, qo_indptr, logit_tokens = [], [], [], [], [0], []

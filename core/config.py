@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class EngineConfig(BaseModel):
@@ -20,7 +21,15 @@ class EngineConfig(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
-    device: Literal["auto", "cpu"] = Field(default="auto", description="where the model runs")
+    load_format: Literal["auto", "dummy"] = Field(
+        default="auto",
+        description="auto: the checkpoint's weights; dummy: random ones, to measure a model from its config.json alone",
+    )
+    device: str = Field(
+        default="auto",
+        description="where the model runs: cpu, cuda, or one of several GPUs such as cuda:1; auto: a GPU where PyTorch "
+        "finds one and Triton is installed",
+    )
     max_model_len: int | None = Field(
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
     )
@@ -28,10 +37,24 @@ class EngineConfig(BaseModel):
     max_num_batched_tokens: int = Field(default=1024, ge=1, description="most tokens in one step")
     chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
-    memory_bytes: int = Field(
-        default=256 << 20, ge=1 << 16, description="size of the arena that KV cache and adapters share"
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=1 << 16,
+        description="size of the arena that KV cache and adapters share; default: 256 MiB on a CPU, what is left of "
+        "gpu_memory_utilization on a GPU",
     )
     num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
+    gpu_memory_utilization: float = Field(
+        default=0.9, gt=0, le=1, description="share of a GPU's memory that weights, arena and all else may take"
+    )
+    graph_capture: Literal["ahead", "lazy", "off"] = Field(
+        default="ahead",
+        description="when decode steps are captured as CUDA graphs: before the first request, at a batch size's first "
+        "use, or never",
+    )
+    max_lora_rank: int = Field(
+        default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
+    )
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )
@@ -60,6 +83,13 @@ class EngineConfig(BaseModel):
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
+
+    @field_validator("device")
+    @classmethod
+    def _device_is_known(cls, device: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
+            raise ValueError("it may be auto, cpu, cuda, or cuda: and the number of a GPU, such as cuda:1")
+        return device
 
     @model_validator(mode="after")
     def _budget_covers_batch(self) -> EngineConfig:

@@ -113,15 +113,21 @@ class Engine:
     def from_config(cls, config: EngineConfig, reads: Reads | None = None) -> Engine:
         """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
 
-        Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served.
+        Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served, and what
+        `open_executor` raises for a device.
         """
-        from .executors.cpu import CpuExecutor
+        from .executors.choice import open_executor
 
-        engine = cls(config, CpuExecutor(config), reads=reads)
+        engine = cls(config, open_executor(config), reads=reads)
         if config.adapters is not None:
             for path in adapter_directories(config.adapters):
                 engine.store.register(path.name, path)
         return engine
+
+    @property
+    def executor(self) -> Executor:
+        """What runs the steps, for whoever measures it while nothing is served."""
+        return self._executor
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""

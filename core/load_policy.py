@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.adapter import Adapter, Tier
+from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import RestoreCosts
 
 
@@ -19,7 +20,7 @@ class LoadPolicy:
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens
-        self._tolerated = max_stall / 2  # estimates err
+        self._max_stall = max_stall
 
     def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
         """num_tokens: that the request computes in the step. alone: nobody else would have to wait."""
@@ -28,7 +29,7 @@ class LoadPolicy:
         tier = self._store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is Tier.HOST
-        if self._tolerated == 0:
+        if self._max_stall == 0:
             return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.seconds_to_read(adapter) <= prefill + self._tolerated
+        return alone or self._store.seconds_to_read(adapter) <= prefill + self._max_stall

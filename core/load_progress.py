@@ -3,44 +3,66 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
 class LoadProgress:
     """Shows nothing: what pipes and log files get."""
 
-    def start(self, num_bytes: int) -> None:
-        """Say how many bytes there are to read."""
+    def start(self, total: int) -> None:
+        """Say how much there is to do."""
 
-    def advance(self, num_bytes: int) -> None:
-        """Say that so many more bytes were read."""
+    def advance(self, amount: int) -> None:
+        """Say that so much more is done."""
 
 
 class TerminalProgress(LoadProgress):
     """A transient bar on standard error; gone when the load is done."""
 
-    def __init__(self, label: str) -> None:
+    def __init__(self, label: str, *, counts_bytes: bool = True) -> None:
         from rich.console import Console
-        from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
 
-        columns = (TextColumn("loading {task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        amounts = (DownloadColumn(), TransferSpeedColumn()) if counts_bytes else (MofNCompleteColumn(),)
+        columns = (TextColumn("{task.description}"), BarColumn(), *amounts)
         self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
         self._task = self.bar.add_task(label, total=None)
 
-    def start(self, num_bytes: int) -> None:
-        self.bar.update(self._task, total=num_bytes)
+    def start(self, total: int) -> None:
+        self.bar.update(self._task, total=total)
 
-    def advance(self, num_bytes: int) -> None:
-        self.bar.update(self._task, advance=num_bytes)
+    def advance(self, amount: int) -> None:
+        self.bar.update(self._task, advance=amount)
 
 
 @contextmanager
 def load_progress(label: str) -> Iterator[LoadProgress]:
-    """Progress of loading `label`: a bar where standard error is a terminal, silence elsewhere."""
+    """Progress in bytes of loading `label`: a bar where standard error is a terminal, silence elsewhere."""
+    with _shown(lambda: TerminalProgress(f"loading {label}")) as progress:
+        yield progress
+
+
+@contextmanager
+def count_progress(label: str, total: int) -> Iterator[LoadProgress]:
+    """Progress of `total` things of which each takes a while; shown as `load_progress` is."""
+    with _shown(lambda: TerminalProgress(label, counts_bytes=False)) as progress:
+        progress.start(total)
+        yield progress
+
+
+@contextmanager
+def _shown(make: Callable[[], TerminalProgress]) -> Iterator[LoadProgress]:
     if not sys.stderr.isatty():
         yield LoadProgress()
         return
-    progress = TerminalProgress(label)
+    progress = make()
     with progress.bar:
         yield progress

@@ -6,12 +6,14 @@ import itertools
 import time
 from collections.abc import Sequence
 from operator import itemgetter
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 import torch
 
+from ..memory.adapter import Adapter
+from ..memory.adapter_backend import Transfer
 from ..memory.adapter_layout import AdapterPart, PartLayout
-from ..memory.adapter_store import Adapter, Transfer
 from ..memory.layout import MODULES
 from ..ops.sgmv import AdapterRows, Segments, sgmv
 from .model_config import ModelConfig
@@ -19,6 +21,21 @@ from .types import BASE_SLOT
 
 #: The page list that rows were made for, and the rows of each part.
 _Resident = tuple[list[int], list[AdapterRows]]
+
+
+class StepLora(Protocol):
+    """What a forward pass asks: that LoRA products of x `[tokens, in]` be added to packed outputs y `[tokens, out]`."""
+
+    def wait(self, layer: int) -> None:
+        """Called before anything of `layer`: its adapters may still be coming."""
+
+    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
 
 
 class LoraState:
@@ -33,12 +50,9 @@ class LoraState:
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
         self._deadline: float | None = None
+        self._step: tuple[list[list[AdapterRows]], list[int], list[int]] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
-        widths = {name: out for name, (_, out) in config.module_dims.items()}
-        self._qkv = _group(("q_proj", "k_proj", "v_proj"), widths)
-        self._o = _group(("o_proj",), widths)
-        self._gate_up = _group(("gate_proj", "up_proj"), widths)
-        self._down = _group(("down_proj",), widths)
+        self._qkv, self._o, self._gate_up, self._down = lora_groups(config)
 
     def set_step(self, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
@@ -47,6 +61,10 @@ class LoraState:
         """
         rows = [self._rows_of(adapter) for adapter in adapters]
         self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
+        step = None if self._coming else (rows, list(slots), list(lengths))
+        if step is not None and step == self._step:
+            return  # as most decode steps are: the one before once more
+        self._step = step
         self._late.clear()
         self._deadline = None
         self._slots = []
@@ -57,7 +75,7 @@ class LoraState:
             if slot != BASE_SLOT:
                 transfer = self._coming.get(slot)
                 for part in rows[slot]:
-                    segments.add(begin, end, part, 0 if transfer is None else transfer.address)
+                    segments.add(begin, end, part, 0 if transfer is None else self._ready(transfer))
                     self._slots.append(slot)
             begin = end
         self.segments = segments
@@ -88,6 +106,10 @@ class LoraState:
     def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._down)
 
+    def _ready(self, transfer: Transfer) -> int:
+        """Where native code sees how many layers have arrived."""
+        return transfer.address
+
     def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
         """Where the rows of the adapter's parts lie now; a reload into other pages has a new page list."""
         found = self._rows.get(adapter)
@@ -109,6 +131,13 @@ def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows
         b_offset=slabs.b_offset,
         first_elem=place.first_elem,
     )
+
+
+def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
+    """The projections that share an input: qkv, o, gate_up, down; see `_group`."""
+    widths = {name: out for name, (_, out) in config.module_dims.items()}
+    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    return [_group(group, widths) for group in names]
 
 
 def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:

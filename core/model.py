@@ -2,85 +2,132 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from torch.nn.functional import embedding, linear
 
 from ..memory.arena import Arena
 from ..ops.activation import silu_and_mul
 from ..ops.attention import PagedAttention
-from ..ops.kv_write import write_kv
-from ..ops.norm import rms_norm
-from ..ops.rope import apply_rope, rotary_table
+from ..ops.kv_write import HeadNorms, rotate_and_write
+from ..ops.norm import add_rms_norm, rms_norm
+from ..ops.rope import RotaryEmbedding, Rotation
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .weights import LayerWeights, WeightLoader
+from .ranges import span
+from .weights import LayerWeights, Weights
 
 
 class DecoderModel:
-    """Pure computation: weights and arena in, logits out; all of a step's state is in its batch."""
+    """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
 
-    def __init__(self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int) -> None:
-        """Read all of `weights`; requests may have up to `max_model_len` tokens."""
+    It computes where the arena is: on a CPU with torch, on a GPU with cuBLAS and the fused kernels of `ops`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
+        """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
+        tokens."""
         self.config = config
         self._arena = arena
-        self._embed = weights.embed()
-        self._layers = list(weights.layers())
-        self._norm = weights.norm()
-        self._lm_head = weights.lm_head(self._embed)
-        dtype = self._embed.dtype
-        cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
-        self._cos, self._sin = cos.to(dtype)[:, None], sin.to(dtype)[:, None]  # [positions, 1, head_dim]
+        device = arena.pages.device
+        embed = weights.embed()
+        head = weights.lm_head(embed)
+        self._embed = embed.to(device)
+        self._lm_head = self._embed if head is embed else head.to(device)
+        # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
+        pack = None if device.type == "cpu" else lambda weight: weight.to(device)
+        self._layers = [_moved(layer, device) for layer in weights.layers(pack)]
+        self._norm = weights.norm().to(device)
+        self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self._layers]
+        self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
+
+    def use_arena(self, arena: Arena) -> None:
+        """Keep KV in another arena of the same layout and device from now on."""
+        self._arena = arena
 
     def new_attention(self) -> PagedAttention:
         config = self.config
-        return PagedAttention(config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens)
+        return PagedAttention(
+            config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens,
+            self._arena.pages.device,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Nothing outlives the object."""
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
-        x = embedding(batch.token_ids, self._embed)
-        cos, sin = self._cos[batch.positions], self._sin[batch.positions]
+    def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
+        that is given."""
+        eps, lora = self.config.rms_norm_eps, batch.lora
+        residual = embedding(batch.token_ids, self._embed)
+        rotation = self._rotary.at(batch.positions)
+        out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
         for index, layer in enumerate(self._layers):
-            if batch.lora is not None:
-                batch.lora.wait(index)
-            x = x + self._attention(
-                rms_norm(x, layer.input_norm, self.config.rms_norm_eps), index, layer, batch, cos, sin
-            )
-            x = x + self._mlp(rms_norm(x, layer.post_attention_norm, self.config.rms_norm_eps), index, layer, batch)
-        if batch.logit_tokens is not None:
-            x = x[batch.logit_tokens]
-        x = rms_norm(x, self._norm, self.config.rms_norm_eps)
-        return linear(x, self._lm_head).float()
+            with span(f"layer.{index}"):
+                if lora is not None:
+                    lora.wait(index)
+                x = _added_and_normed(out, residual, layer.input_norm, eps)
+                out = self._attention(x, index, layer, batch, rotation)
+                x = add_rms_norm(out, residual, layer.post_attention_norm, eps)
+                out = self._mlp(x, index, layer, batch)
+        with span("logits"):
+            if batch.logit_tokens is not None:
+                residual = residual[batch.logit_tokens]
+                out = None if out is None else out[batch.logit_tokens]
+            x = _added_and_normed(out, residual, self._norm, eps)
+            scores = linear(x, self._lm_head)
+            return scores.float() if logits is None else logits.copy_(scores)
 
     def _attention(
-        self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, cos: torch.Tensor, sin: torch.Tensor
+        self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
     ) -> torch.Tensor:
-        config, lora = self.config, batch.lora
-        qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
-        if lora is not None:
-            lora.qkv(qkv, x, index)
-        q, k, v = qkv.split((config.q_size, config.kv_size, config.kv_size), dim=-1)
-        q, k = q.view(-1, config.num_heads, config.head_dim), k.view(-1, config.num_kv_heads, config.head_dim)
-        if layer.q_norm is not None and layer.k_norm is not None:
-            q, k = rms_norm(q, layer.q_norm, config.rms_norm_eps), rms_norm(k, layer.k_norm, config.rms_norm_eps)
-        q, k = apply_rope(q, cos, sin), apply_rope(k, cos, sin)
+        lora = batch.lora
         k_cache, v_cache = self._arena.kv_layer(index)
-        write_kv(k_cache, v_cache, k, v.view(-1, config.num_kv_heads, config.head_dim), batch.page, batch.offset)
-        attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
-        out = linear(attended, layer.o, layer.o_bias)
+        with span("attn.qkv"):
+            qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
         if lora is not None:
-            lora.o(out, attended, index)
+            with span("lora.qkv"):
+                lora.qkv(qkv, x, index)
+        with span("attn.rope"):
+            q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
+        with span("attn.run"):
+            attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
+        with span("attn.o"):
+            out = linear(attended, layer.o, layer.o_bias)
+        if lora is not None:
+            with span("lora.o"):
+                lora.o(out, attended, index)
         return out
 
     def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch) -> torch.Tensor:
         lora = batch.lora
-        gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]
-        if lora is not None:
-            lora.gate_up(gate_up, x, index)
-        hidden = silu_and_mul(gate_up)
-        out = linear(hidden, layer.down, layer.down_bias)
-        if lora is not None:
-            lora.down(out, hidden, index)
+        with span("mlp"):
+            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]
+            if lora is not None:
+                with span("lora.gate_up"):
+                    lora.gate_up(gate_up, x, index)
+            hidden = silu_and_mul(gate_up)
+            out = linear(hidden, layer.down, layer.down_bias)
+            if lora is not None:
+                with span("lora.down"):
+                    lora.down(out, hidden, index)
         return out
+
+
+def _added_and_normed(
+    out: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return rms_norm(residual, weight, eps) if out is None else add_rms_norm(out, residual, weight, eps)
+
+
+def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
+    """The layer with every part on `device`; the same tensors where they are there."""
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return LayerWeights(**{name: None if part is None else part.to(device) for name, part in parts.items()})
+
+
+def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return HeadNorms(layer.q_norm, layer.k_norm, eps)

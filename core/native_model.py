@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 
 import torch
@@ -13,7 +14,7 @@ from ..ops.rope import rotary_table
 from ..ops.sgmv import Segments
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .weights import LayerWeights, WeightLoader
+from .weights import LayerWeights, Weights
 
 
 def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
@@ -27,29 +28,46 @@ class NativeDecoderModel:
     """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
 
     def __init__(
-        self, config: ModelConfig, weights: WeightLoader, arena: Arena, max_model_len: int, threads: int | None
+        self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int, threads: int | None
     ) -> None:
         self.config = config
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
+        packed = _PackedWeights(config, embed.dtype)
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
             block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
-            layers=[_native_layer(layer) for layer in weights.layers(_pack)], embed=embed,
-            lm_head=_pack(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin, arena=arena.pages,
+            layers=[_native_layer(layer) for layer in weights.layers(packed.add)], embed=embed,
+            lm_head=packed.add(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin,
+            arena=arena.pages,
         )  # fmt: skip
         self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+        self._every: dict[int, torch.Tensor] = {}
+        self._no_segments = Segments()
 
     def new_attention(self) -> native.NativeRows:
         return native.NativeRows()
 
+    @property
+    def best(self) -> list[int]:
+        """For each row of the last step's logits its likeliest token, -1 where the logits are not finite."""
+        return self._decoder.best
+
+    def keep_logits(self, keep: bool) -> None:
+        """Whether steps from now on give logits; `best` is always there."""
+        self._decoder.keeps_logits = keep
+
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32."""
-        tokens = len(batch.token_ids)
-        logit_tokens = torch.arange(tokens) if batch.logit_tokens is None else batch.logit_tokens
+        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32, empty if not kept."""
+        logit_tokens = batch.logit_tokens
+        if logit_tokens is None:
+            tokens = len(batch.token_ids)
+            logit_tokens = self._every.get(tokens)
+            if logit_tokens is None:
+                logit_tokens = self._every[tokens] = torch.arange(tokens)
         lora = batch.lora
-        segments = Segments() if lora is None else lora.segments
+        segments = self._no_segments if lora is None else lora.segments
         return self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
             0.0 if lora is None else lora.max_stall,
@@ -59,9 +77,21 @@ class NativeDecoderModel:
         self._decoder.close()
 
 
-def _pack(weight: torch.Tensor) -> torch.Tensor:
-    shape = native.packed_shape(*weight.shape, weight.dtype)
-    return native.pack(weight, hugepages.empty(shape, weight.dtype))
+class _PackedWeights:
+    """Room for all of a model's packed projections in one piece: on huge pages even those that are smaller than one."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        qkv = config.q_size + 2 * config.kv_size
+        layer = [(qkv, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
+        shapes = [*(layer * config.num_layers), (config.vocab_size, hidden)]
+        count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
+        self._free = hugepages.empty((count,), dtype)
+
+    def add(self, weight: torch.Tensor) -> torch.Tensor:
+        shape = native.packed_shape(*weight.shape, weight.dtype)
+        here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
+        return native.pack(weight, here.view(shape))
 
 
 def _native_layer(layer: LayerWeights) -> native.NativeLayer:

@@ -8,7 +8,7 @@ from .sampling_params import SamplingParams
 from .types import FinishReason, TokenLogprobs
 
 if TYPE_CHECKING:
-    from ..memory.adapter_store import Adapter
+    from ..memory.adapter import Adapter
     from ..memory.kv import BlockTable
     from ..memory.prefix import Block
 

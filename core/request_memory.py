@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from operator import itemgetter
 
-from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.adapter import Adapter
+from ..memory.adapter_store import AdapterStore
 from ..memory.kv import BlockTable
 from ..memory.pages import PagePool
 from ..memory.prefix import BASE_VERSION, Block, PrefixCache

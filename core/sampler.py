@@ -9,6 +9,8 @@ import torch
 from ..ops.sampling import apply_penalties, greedy, sample, uniform
 from .types import ScheduledRow, StepResult, TokenLogprobs
 
+NOT_FINITE = "the model produced logits that are not finite"
+
 
 def draw(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collection[int]) -> StepResult:
     """Draw a token for every row that asks for one.
@@ -35,12 +37,33 @@ def draw(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collecti
         tokens = _choose(asking, logits, eos_token_ids).tolist()
     for index, (row, token) in enumerate(zip(asking, tokens, strict=True)):
         if not healthy[index]:
-            result.errors[row.request_id] = "the model produced logits that are not finite"
+            result.errors[row.request_id] = NOT_FINITE
             continue
         result.tokens[row.request_id] = token
         if row.params.logprobs is not None:
             scores = logits[index : index + 1].log_softmax(-1)
             result.logprobs[row.request_id] = _logprobs(scores, [token], row.params.logprobs)[0]
+    return result
+
+
+def is_greedy(row: ScheduledRow) -> bool:
+    """Whether nothing but the largest of the row's logits is asked for."""
+    params = row.params
+    if row.scores_prompt:
+        return False
+    return not row.samples or (params.temperature == 0 and not params.reshapes_logits and params.logprobs is None)
+
+
+def take(rows: list[ScheduledRow], tokens: list[int], healthy: list[int]) -> StepResult:
+    """The result of a step of greedy rows. tokens: each row's most likely one; healthy: 0 where it can't be told."""
+    result = StepResult()
+    for row, token, good in zip(rows, tokens, healthy, strict=False):
+        if not row.samples:
+            continue
+        if good:
+            result.tokens[row.request_id] = token
+        else:
+            result.errors[row.request_id] = NOT_FINITE
     return result
 
 
@@ -71,13 +94,13 @@ def _reshape(row: ScheduledRow, scores: torch.Tensor, eos_token_ids: Collection[
         if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
             scores[word[-1]] = -torch.inf
     if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias))
-        scores[ids] += torch.tensor(list(params.logit_bias.values()))
+        ids = torch.tensor(list(params.logit_bias), device=scores.device)
+        scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device)
     if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
         apply_penalties(
             scores,
-            torch.tensor(row.token_ids),
-            torch.tensor(output, dtype=torch.long),
+            torch.tensor(row.token_ids, device=scores.device),
+            torch.tensor(output, dtype=torch.long, device=scores.device),
             params.repetition_penalty,
             params.presence_penalty,
             params.frequency_penalty,
@@ -93,7 +116,7 @@ def _score_prompt(row: ScheduledRow, logits: torch.Tensor, result: StepResult) -
 
 def _logprobs(scores: torch.Tensor, token_ids: list[int], count: int) -> list[TokenLogprobs]:
     """scores: log-probabilities `[len(token_ids), vocab]`."""
-    own = scores.gather(-1, torch.tensor(token_ids)[:, None])[:, 0].tolist()
+    own = scores.gather(-1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
     if count == 0:
         return [TokenLogprobs(token, score) for token, score in zip(token_ids, own, strict=True)]
     top = scores.topk(min(count, scores.shape[-1]), dim=-1)

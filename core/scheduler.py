@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from ..graphs.buckets import DecodeBuckets
+from ..memory.adapter import Adapter, Tier
 from ..memory.adapter_format import AdapterFormatError
-from ..memory.adapter_store import Adapter, AdapterStore, Tier
+from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from ..memory.prefix import Block
 from .load_policy import LoadPolicy

@@ -11,7 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from ..memory.adapter_store import Adapter
+    from ..memory.adapter import Adapter
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1

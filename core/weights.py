@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import torch
 
@@ -98,6 +99,11 @@ class WeightLoader:
         """Bytes to read in all."""
         return sum(self._checkpoint[name].num_bytes for name in self._shapes)
 
+    @property
+    def num_bytes_kept(self) -> int:
+        """Bytes that the weights take once they are read."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
+
     def embed(self) -> torch.Tensor:
         """Token embeddings `[vocab, hidden]`."""
         return self._read(self._embed_name)
@@ -166,9 +172,35 @@ class WeightLoader:
         return target
 
 
+class Weights(Protocol):
+    """Hands out a model's weights part by part; see `WeightLoader`."""
+
+    @property
+    def num_bytes_kept(self) -> int: ...
+    def embed(self) -> torch.Tensor: ...
+    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]: ...
+    def norm(self) -> torch.Tensor: ...
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor: ...
+
+
 @contextmanager
-def open_weights(directory: Path, config: ModelConfig, dtype: torch.dtype) -> Iterator[WeightLoader]:
-    """A loader whose progress is shown while the context lasts, where somebody watches."""
+def open_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    load_format: str = "auto",
+    device: torch.device | str = "cpu",
+) -> Iterator[Weights]:
+    """A loader whose progress is shown while the context lasts, where somebody watches.
+
+    load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
+    """
+    if load_format == "dummy":
+        from .dummy_weights import DummyWeights
+
+        yield DummyWeights(config, dtype, device)
+        return
     with load_progress(directory.resolve().name) as progress:
         loader = WeightLoader(directory, config, dtype, progress.advance)
         progress.start(loader.num_bytes)

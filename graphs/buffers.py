@@ -36,13 +36,14 @@ class DecodeBuffers:
         max_pages_per_row: int,
         block_tokens: int,
         dummy_page: int,
-        device: torch.device | str = "cpu",
     ) -> None:
         largest = max(sizes)
         self._block_tokens = block_tokens
         self._dummy_page = dummy_page
-        self._vectors = torch.zeros(4, largest, dtype=torch.long, device=device)
-        self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long, device=device)
+        self._padding = [[0], [0], [dummy_page], [0]]
+        self._vectors = torch.zeros(4, largest, dtype=torch.long)
+        self._columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
+        self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
             size: DecodeViews(*self._vectors[:, :size].unbind(0), self._page_table[:size], [1] * size) for size in sizes
@@ -52,19 +53,22 @@ class DecodeBuffers:
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
         """Write a step's rows into `bucket`'s views and make the rest padding. Returns the views."""
-        views = self.views[bucket]
-        padding = [0] * (bucket - len(token_ids))
-        page = [table[position // self._block_tokens] for table, position in zip(block_tables, positions, strict=True)]
-        columns = (
-            [*token_ids, *padding],
-            [*positions, *padding],
-            [*page, *([self._dummy_page] * len(padding))],
-            [*(position % self._block_tokens for position in positions), *padding],
+        views, block_tokens, used = self.views[bucket], self._block_tokens, len(token_ids)
+        columns = self._columns
+        if used < bucket:
+            columns[:, used:bucket] = self._padding
+        columns[:, :used] = (
+            token_ids,
+            positions,
+            [table[position // block_tokens] for table, position in zip(block_tables, positions, strict=True)],
+            [position % block_tokens for position in positions],
         )
-        self._vectors[:, :bucket] = torch.tensor(columns, dtype=torch.long)
         for row in range(bucket):
-            self._fill_row(row, block_tables[row] if row < len(block_tables) else ())
-        views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * len(padding))]
+            table = block_tables[row] if row < used else ()
+            previous, copied = self._filled[row]
+            if previous is not table or copied != len(table):
+                self._fill_row(row, table)
+        views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * (bucket - used))]
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:

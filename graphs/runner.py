@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, TypeVar
 
@@ -16,6 +18,16 @@ class StepMode(StrEnum):
     LORA = "lora"
 
 
+@dataclass(frozen=True, slots=True)
+class CapturedStep:
+    """What capturing a step took: seconds, and bytes of device memory."""
+
+    bucket: int
+    mode: StepMode
+    seconds: float
+    num_bytes: int
+
+
 class GraphRunner(Generic[Output]):
     """Captures a step function once per key over static buffers, then replays it.
 
@@ -23,18 +35,39 @@ class GraphRunner(Generic[Output]):
     a replay is a call, so padding and staleness mistakes show there as they would with CUDA graphs.
     """
 
-    def __init__(self, capture: Callable[[int, StepMode], Callable[[], Output]]) -> None:
+    def __init__(
+        self, capture: Callable[[int, StepMode], Callable[[], Output]], free_bytes: Callable[[], int] = lambda: 0
+    ) -> None:
+        """free_bytes: of device memory, to tell what a capture took."""
         self._capture = capture
+        self._free_bytes = free_bytes
         self._captured: dict[tuple[int, StepMode], Callable[[], Output]] = {}
+        self.report: list[CapturedStep] = []
 
     @property
     def keys(self) -> tuple[tuple[int, StepMode], ...]:
         return tuple(self._captured)
 
+    def capture(self, bucket: int, mode: StepMode) -> CapturedStep:
+        """Capture the step of (bucket, mode) now. Largest buckets first, so that smaller ones fit their memory."""
+        self._new(bucket, mode)
+        return self.report[-1]
+
     def replay(self, bucket: int, mode: StepMode) -> Output:
         """Run the step of (bucket, mode), capturing it first when it is new."""
-        key = (bucket, mode)
-        step = self._captured.get(key)
+        step = self._captured.get((bucket, mode))
         if step is None:
-            step = self._captured[key] = self._capture(bucket, mode)
+            step = self._new(bucket, mode)
         return step()
+
+    def clear(self) -> None:
+        """Give up every captured step and its report."""
+        self._captured.clear()
+        self.report.clear()
+
+    def _new(self, bucket: int, mode: StepMode) -> Callable[[], Output]:
+        free, begin = self._free_bytes(), time.perf_counter()
+        step = self._captured[bucket, mode] = self._capture(bucket, mode)
+        seconds = time.perf_counter() - begin
+        self.report.append(CapturedStep(bucket, mode, seconds, max(0, free - self._free_bytes())))
+        return step

@@ -59,7 +59,9 @@ class RowTask(NamedTuple):
 #: Does tasks of a flat image; False when a value is not finite.
 RowReader = Callable[[list[RowTask], "torch.Tensor"], bool]
 
-_READ_BYTES = 8 << 20  # most that is read at once: layers of it wait for each other
+# How much is read at once, in whole layers; those of one read wait for each other.
+_FIRST_READ_BYTES = 1 << 20
+_LAST_READ_BYTES = 8 << 20
 
 
 def read_image(
@@ -104,9 +106,10 @@ def _read_layers(
             yield layer
         return
     tasks = [[task for part in parts for task in part.tasks(layer)] for layer in range(num_layers)]
+    groups = list(_groups([sum(task.num_bytes for task in found) for found in tasks]))
     with FileSpans(file.fd) as spans:
-        for layers in _groups([sum(task.num_bytes for task in found) for found in tasks]):
-            address = spans.read(span for layer in layers for task in tasks[layer] for span in task.spans)
+        wanted = [[span for layer in layers for task in tasks[layer] for span in task.spans] for layers in groups]
+        for layers, address in zip(groups, spans.read(wanted), strict=True):
             for layer in layers:
                 if address is None or not read_rows([task.moved(address) for task in tasks[layer]], parts[0].data):
                     for part in parts:
@@ -115,15 +118,15 @@ def _read_layers(
 
 
 def _groups(num_bytes: list[int]) -> Iterator[range]:
-    """Layers to read at once: the first alone, so that it comes soon, then ever more, so that the disk is kept busy."""
-    first, most = 0, 1
+    """Layers to read at once: few at first, so that they come soon, then ever more, so that the disk is kept busy."""
+    first, most = 0, _FIRST_READ_BYTES
     while first < len(num_bytes):
         last, total = first + 1, num_bytes[first]
-        while last < len(num_bytes) and last - first < most and total + num_bytes[last] <= _READ_BYTES:
+        while last < len(num_bytes) and total + num_bytes[last] <= most:
             total += num_bytes[last]
             last += 1
         yield range(first, last)
-        first, most = last, max(1, last)
+        first, most = last, min(2 * most, _LAST_READ_BYTES)
 
 
 class _PartReader:

@@ -8,26 +8,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
 
-from .adapter_format import AdapterFormatError, AdapterManifest
-from .adapter_layout import AdapterLayout
+from .adapter import Adapter, AdapterInfo, Tier
+from .adapter_backend import AdapterBackend
+from .adapter_format import AdapterFormatError
 from .eviction import EvictionOrder, RestoreCosts
 from .host_image import HostImage
 from .host_images import HostImages
+from .loads_in_flight import LoadsInFlight
 from .pages import OutOfPages, PageKind, PagePool
-
-
-class Tier(StrEnum):
-    """Where an adapter's bytes are; LOADING is on the way from the disk."""
-
-    DISK = "disk"
-    LOADING = "loading"
-    HOST = "host"
-    DEVICE = "device"
 
 
 class UnknownAdapter(KeyError):
@@ -35,86 +25,6 @@ class UnknownAdapter(KeyError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-class Transfer(Protocol):
-    """An adapter's bytes on their way into its pages, in layer order."""
-
-    def wait_layer(self, layer: int, timeout: float) -> bool:
-        """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
-        ...
-
-    def is_done(self) -> bool: ...
-    def has_failed(self) -> bool: ...
-
-    def cancel(self) -> None:
-        """Begin nothing more; the pages are others' once `is_quiet`."""
-        ...
-
-    def is_quiet(self) -> bool: ...
-
-
-class AdapterBackend(Protocol):
-    """How adapter bytes are read and moved; the executor brings it, so the store never touches a tensor."""
-
-    def inspect(self, path: Path) -> AdapterManifest: ...
-    def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
-
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        """Read the weights into `image`, publishing every layer; on a thread of its own."""
-        ...
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        """Move an image, whole or still being read, into its pages; None when it already has been."""
-        ...
-
-
-class Adapter:
-    """One version of one adapter. `pages` is empty unless it is resident.
-
-    requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
-    transfer: the way of its bytes into the pages, until they are all there.
-    """
-
-    __slots__ = (
-        "__weakref__", "is_idle", "layout", "manifest", "name", "pages", "rank", "references", "requests", "transfer",
-        "uses", "version",
-    )  # fmt: skip
-
-    def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
-        self.name = name
-        self.version = version
-        self.manifest = manifest
-        self.layout = layout
-        self.pages: list[int] = []
-        self.transfer: Transfer | None = None
-        self.is_idle = False
-        self.references = 0
-        self.requests = 0
-        self.uses = 0
-        self.rank = manifest.rank  # asked for in every step
-
-    @property
-    def num_pages(self) -> int:
-        """Pages that it takes when it is resident."""
-        return self.layout.num_pages
-
-    def __repr__(self) -> str:
-        return f"Adapter({self.name!r} v{self.version}, r={self.rank}, pages={len(self.pages)}, refs={self.references})"
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterInfo:
-    """A snapshot of an adapter for the outside."""
-
-    name: str
-    version: int
-    rank: int
-    target_modules: tuple[str, ...]
-    path: Path
-    tier: str
-    references: int
-    num_pages: int
 
 
 class AdapterStore:
@@ -140,8 +50,7 @@ class AdapterStore:
         self._current: dict[str, Adapter] = {}
         self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
         self._pinned: set[Adapter] = set()
-        self._in_flight: dict[Adapter, tuple[HostImage, float]] = {}  # with pages; when its transfer began
-        self._leaving: list[tuple[Transfer, list[int]]] = []  # cancelled, still writing
+        self._loads = LoadsInFlight(pool)
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
         self.num_idle_pages = 0
@@ -242,21 +151,22 @@ class AdapterStore:
     @property
     def has_transfers(self) -> bool:
         """Whether pages will become idle or free without anybody's doing."""
-        return bool(self._in_flight or self._leaving)
+        return bool(self._loads)
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
         """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
 
         Whoever runs with one of those must stop; then it is to be evicted.
         """
-        self._leaving = [(t, pages) for t, pages in self._leaving if not self._give_back(t, pages)]
+        self._loads.free_what_is_quiet()
         failed = []
-        for adapter, (image, start) in list(self._in_flight.items()):
-            if adapter.transfer.is_done():
+        for adapter, start, error in self._loads.ended():
+            if error is None:
                 self._observe(adapter, "host_adapter_page", start)
-                self._land(adapter)
-            elif adapter.transfer.has_failed():
-                failed.append((adapter, image.error or RuntimeError("its bytes did not come")))
+                self._loads.end(adapter)
+                self._offer(adapter)
+            else:
+                failed.append((adapter, error))
                 self._images.drop(adapter.version)
                 self.unpin(adapter)
         return failed
@@ -339,14 +249,10 @@ class AdapterStore:
         """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays."""
         self._withdraw(adapter)
         pages, adapter.pages = adapter.pages, []
-        transfer = adapter.transfer
-        if transfer is not None:
-            self._land(adapter)
-            transfer.cancel()
-        if transfer is None:
+        if adapter.transfer is None:
             self._pool.release(pages)
-        elif not self._give_back(transfer, pages):
-            self._leaving.append((transfer, pages))
+        else:
+            self._loads.cancel(adapter, pages)
         self.num_evictions += 1
 
     def evict_idle(self) -> int:
@@ -360,8 +266,7 @@ class AdapterStore:
         """What the store holds, for `PagePool.check_integrity`."""
         for adapter in itertools.chain(self._current.values(), self._retired):
             yield PageKind.ADAPTER, adapter.pages
-        for _, pages in self._leaving:
-            yield PageKind.ADAPTER, pages
+        yield from self._loads.holders()
 
     def close(self) -> None:
         self._images.close()
@@ -387,8 +292,7 @@ class AdapterStore:
         if transfer is None:
             self._observe(adapter, "host_adapter_page", start)
         else:
-            adapter.transfer = transfer
-            self._in_flight[adapter] = (image, start)
+            self._loads.begin(adapter, transfer, image, start)
 
     def _request(self, adapter: Adapter) -> None:
         manifest, layout = adapter.manifest, adapter.layout
@@ -405,23 +309,11 @@ class AdapterStore:
 
     def _wait_for_read(self, adapter: Adapter) -> None:
         """Sleep until an adapter in flight has been read; raises why it can't be."""
-        image, _ = self._in_flight[adapter]
+        image = self._loads.image(adapter)
         if image.error is None and image.stream.num_ready < adapter.layout.num_layers:
             self._images.take(adapter.version)
         if image.error is not None:
             raise image.error
-
-    def _land(self, adapter: Adapter) -> None:
-        """The adapter's transfer has ended."""
-        adapter.transfer = None
-        del self._in_flight[adapter]
-        self._offer(adapter)
-
-    def _give_back(self, transfer: Transfer, pages: list[int]) -> bool:
-        """Free the pages of a cancelled transfer once nothing writes to them; whether they are."""
-        if quiet := transfer.is_quiet():
-            self._pool.release(pages)
-        return quiet
 
     def _offer(self, adapter: Adapter) -> None:
         """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""

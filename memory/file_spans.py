@@ -10,20 +10,26 @@ import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 
 import numpy as np
 
+from .aio import AsyncReads
+
 #: O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's sector.
 _ALIGNMENT = 4096
 _MERGE_BYTES = 64 << 10  # what lies between two spans is read along when it is this little
+_AHEAD = 4  # groups of spans under way or in use at once
+_QUEUE = 64
 
 _local = threading.local()
 
+Spans = Iterable[tuple[int, int]]
+
 
 class FileSpans:
-    """Reads spans of an open file into memory of its thread; the next `read` overwrites it."""
+    """Reads spans of an open file into memory of its thread."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
@@ -36,30 +42,35 @@ class FileSpans:
         if self._direct is not None:
             os.close(self._direct)
 
-    def read(self, spans: Iterable[tuple[int, int]]) -> SpanAddresses | None:
-        """The bytes `start … end` of every span; None when the file ends before, or can't be read."""
-        merged = _merge(spans)
-        room = sum(_up(end) - _down(start) for start, end in merged)
-        buffer = _buffer(room)
-        places = []
-        at = 0
-        for start, end in merged:
-            first = _down(start)
-            try:
-                count = self._read(memoryview(buffer)[at : at + _up(end) - first], first)
-            except OSError:
-                return None
-            if first + count < end:
-                return None
-            places.append((start, end, at + start - first))
-            at += _up(end) - first
-        return SpanAddresses(buffer, places)
+    def read(self, groups: Sequence[Spans]) -> Iterator[SpanAddresses | None]:
+        """Group by group, where the bytes `start … end` of its spans are, until the next group is asked for.
 
-    def _read(self, target: memoryview, start: int) -> int:
-        """Fill `target` from the aligned `start`; returns how many bytes the file had."""
-        direct = self._direct is not None and not _is_cached(self._fd, start, len(target))
+        None for a group that can't be read, or beyond the file's end. The next groups are fetched meanwhile.
+        """
+        queue = None if self._direct is None else _queue()
+        pending = [_Group(self, spans, slot % _AHEAD) for slot, spans in enumerate(groups)]
+        try:
+            for index, group in enumerate(pending):
+                # at first only what is needed soonest: to begin a read costs time, too
+                for other in pending[index : index + (_AHEAD if index else 2)]:
+                    other.begin(queue)
+                yield group.finish(queue, pending)
+        finally:
+            if queue is not None:
+                queue.drain()
+
+    def is_cached(self, start: int, num_bytes: int) -> bool:
+        return _is_cached(self._fd, start, num_bytes)
+
+    @property
+    def direct_fd(self) -> int | None:
+        """The same file past the page cache; None where the system has no such thing."""
+        return self._direct
+
+    def read_into(self, target: memoryview, start: int, done: int = 0) -> int:
+        """Fill `target` from the aligned `start`, `done` bytes of it being there; returns how many the file had."""
+        direct = self._direct is not None and not self.is_cached(start, len(target))
         fd = self._direct if direct else self._fd
-        done = 0
         while done < len(target):
             at = _down(done)
             count = os.preadv(fd, [target[at:]], start + at)
@@ -69,8 +80,73 @@ class FileSpans:
         return done
 
 
+class _Group:
+    """Spans that are read together, in one of the thread's buffers."""
+
+    def __init__(self, file: FileSpans, spans: Spans, slot: int) -> None:
+        self._file = file
+        self._spans = _merge(spans)
+        self._slot = slot
+        self._begun = False
+        self._missing: set[int] = set()  # keys of reads under way
+        self._found: dict[int, int] = {}  # bytes of each span that are there
+
+    def begin(self, queue: AsyncReads | None) -> None:
+        """Have what is not in the page cache fetched, if it has not been."""
+        if self._begun or queue is None or len(self._spans) > queue.room:
+            return
+        self._begun = True
+        if any(self._file.is_cached(_down(start), _up(end) - _down(start)) for start, end in self._spans):
+            return
+        base = _address(self._buffer())
+        reads = [(id(self) + index, base + at, count, first) for index, (first, count, at) in enumerate(self._places())]
+        try:
+            queue.begin(self._file.direct_fd, reads)
+        except OSError:
+            queue.drain()  # nothing may write to the buffer while it is read in the plain way
+            return
+        self._missing = {key for key, *_ in reads}
+
+    def finish(self, queue: AsyncReads | None, groups: Sequence[_Group]) -> SpanAddresses | None:
+        while self._missing:
+            for key, count in queue.wait():
+                next(group for group in groups if key in group._missing)._arrived(key, count)
+        buffer = self._buffer()
+        places = []
+        for index, ((start, end), (first, count, at)) in enumerate(zip(self._spans, self._places(), strict=True)):
+            try:
+                done = self._file.read_into(memoryview(buffer)[at : at + count], first, self._found.get(index, 0))
+            except OSError:
+                return None
+            if first + done < end:
+                return None
+            places.append((start, end, at + start - first))
+        return SpanAddresses(buffer, places)
+
+    def _arrived(self, key: int, count: int) -> None:
+        self._missing.remove(key)
+        self._found[key - id(self)] = max(0, count)  # after an error it is read in the plain way, which tells why
+
+    def _places(self) -> Iterator[tuple[int, int, int]]:
+        """Of every span: where in the file it is read from, how many bytes, and where in the buffer they go."""
+        at = 0
+        for start, end in self._spans:
+            first = _down(start)
+            yield first, _up(end) - first, at
+            at += _up(end) - first
+
+    def _buffer(self) -> mmap.mmap:
+        """Page-aligned memory, kept from read to read: the system clears fresh pages at some cost."""
+        num_bytes = sum(count for _, count, _ in self._places())
+        buffers: dict[int, mmap.mmap] = _local.__dict__.setdefault("buffers", {})
+        found = buffers.get(self._slot)
+        if found is None or len(found) < num_bytes:
+            found = buffers[self._slot] = mmap.mmap(-1, max(_ALIGNMENT, num_bytes))
+        return found
+
+
 class SpanAddresses:
-    """Where in memory the bytes of spans are, until the next read."""
+    """Where in memory the bytes of spans are."""
 
     def __init__(self, buffer: mmap.mmap, places: list[tuple[int, int, int]]) -> None:
         self._base = _address(buffer)
@@ -84,8 +160,17 @@ class SpanAddresses:
         raise KeyError(offset)
 
 
+def _queue() -> AsyncReads | None:
+    """The thread's own queue of reads; None where the system has no such thing."""
+    if not hasattr(_local, "queue"):
+        try:
+            _local.queue = AsyncReads(_QUEUE)
+        except OSError:
+            _local.queue = None
+    return _local.queue
+
+
 def _open_direct(fd: int) -> int | None:
-    """The same file past the page cache; None where the system has no such thing."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
     except (AttributeError, OSError):
@@ -117,7 +202,7 @@ def _address(buffer: mmap.mmap) -> int:
     return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
 
 
-def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merge(spans: Spans) -> list[tuple[int, int]]:
     merged: list[tuple[int, int]] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1] + _MERGE_BYTES:
@@ -125,14 +210,6 @@ def _merge(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             merged.append((start, end))
     return merged
-
-
-def _buffer(num_bytes: int) -> mmap.mmap:
-    """Page-aligned memory, kept from read to read: the system clears fresh pages at some cost."""
-    found: mmap.mmap | None = getattr(_local, "buffer", None)
-    if found is None or len(found) < num_bytes:
-        found = _local.buffer = mmap.mmap(-1, max(_ALIGNMENT, num_bytes))
-    return found
 
 
 def _down(offset: int) -> int:

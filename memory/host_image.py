@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,8 @@ class HostImage:
         self.error: BaseException | None = None
         self.data: Any = None
         self.stream = LayerStream()
-        self._followers: list[Callable[[], None]] = []
+        self._followers: tuple[Callable[[], None], ...] = ()
+        self._lock = threading.Lock()
 
     def publish(self, num_ready: int) -> None:
         """Say that layers 0 … num_ready-1 are in `data`; on the reading thread."""
@@ -36,12 +38,14 @@ class HostImage:
 
         What was published before may not be told: look at `stream` afterwards.
         """
-        self._followers.append(follower)
+        with self._lock:
+            self._followers += (follower,)
 
     def unfollow(self, follower: Callable[[], None]) -> None:
         """`follower` needs to know no more. Nothing happens when it didn't follow."""
-        self._followers = [other for other in self._followers if other != follower]
+        with self._lock:
+            self._followers = tuple(other for other in self._followers if other != follower)
 
     def _tell(self) -> None:
-        for follower in tuple(self._followers):
+        for follower in self._followers:
             follower()

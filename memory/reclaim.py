@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .adapter_store import Adapter, AdapterStore
+from .adapter import Adapter
+from .adapter_store import AdapterStore
 from .eviction import EvictionOrder
 from .pages import PageKind, PagePool
 from .prefix import PrefixCache

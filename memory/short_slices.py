@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import platform
 import struct
 
@@ -17,8 +18,8 @@ def ask_for_short_slices() -> bool:
     waited may interrupt them (EEVDF, Linux 6.12). Elsewhere nothing changes.
     """
     number = _SYS_SCHED_SETATTR.get(platform.machine())
-    if platform.system() != "Linux" or number is None:
+    if platform.system() != "Linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return False
-    size, other, nice = 48, 0, 0
+    size, other, nice = 48, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0)
     attributes = struct.pack("=IIQiIQQQ", size, other, 0, nice, 0, _SLICE_NS, 0, 0)
     return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0

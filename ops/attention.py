@@ -1,20 +1,33 @@
 """Paged attention with FlashInfer's plan/run split: `plan` once a step on host data, `run` once a layer.
 
-This is the CPU implementation; rows are prefill chunks first, then decode rows of one token each.
+This is torch's, for a CPU and for what FlashInfer does not take; rows are prefill chunks first, then decode rows of one
+token each. `attention_backend` says which implementation serves.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 
-class PagedAttention:
-    """Causal grouped-query attention over a paged KV cache."""
+class Attention(Protocol):
+    """What every implementation offers; see `PagedAttention` for shapes."""
 
-    def __init__(self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int) -> None:
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor: ...
+
+
+class PagedAttention:
+    """Causal grouped-query attention over a paged KV cache. Not to be captured: a plan makes new tensors."""
+
+    def __init__(
+        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device | str = "cpu"
+    ) -> None:
+        self._device = torch.device(device)
         self._gqa = num_heads != kv_heads
         self._kv_heads = kv_heads
         self._head_dim = head_dim
@@ -29,7 +42,8 @@ class PagedAttention:
         """Prepare a step.
 
         qo_indptr: row i has tokens `qo_indptr[i]:qo_indptr[i+1]`, the last of its `kv_lens[i]` tokens.
-        page_table: `[rows, max_pages]` int64; entries past a row's pages must be valid page ids (the dummy page).
+        page_table: `[rows, max_pages]` int64, in host memory wherever the cache is; entries past a row's pages must be
+        valid page ids (the dummy page).
         Rows with more than one token come first.
         """
         self._prefills.clear()
@@ -44,11 +58,11 @@ class PagedAttention:
         if row < num_rows:
             lens = torch.tensor(kv_lens[row:])
             num_blocks = -(-int(lens.max()) // self._block_tokens)
-            self._decode_pages = page_table[row:, :num_blocks]
+            self._decode_pages = page_table[row:, :num_blocks].to(self._device)
             steps = torch.arange(num_blocks * self._block_tokens)
             visible = steps < lens[:, None]
-            self._decode_mask = visible[:, None, None, :]
-            self._decode_tail = (~visible).flatten().nonzero()[:, 0]
+            self._decode_mask = visible[:, None, None, :].to(self._device)
+            self._decode_tail = (~visible).flatten().nonzero()[:, 0].to(self._device)
         else:
             self._decode_pages = page_table[:0]
 
@@ -81,8 +95,8 @@ class PagedAttention:
         length = last - first
         mask = None  # plain causal when the chunk is the whole sequence
         if length != kv_len:
-            mask = torch.ones(length, kv_len, dtype=torch.bool).tril(kv_len - length)
-        return slice(first, last), pages[: -(-kv_len // self._block_tokens)], kv_len, mask
+            mask = torch.ones(length, kv_len, dtype=torch.bool, device=self._device).tril(kv_len - length)
+        return slice(first, last), pages[: -(-kv_len // self._block_tokens)].to(self._device), kv_len, mask
 
     def _gather_decode(self, cache: torch.Tensor) -> torch.Tensor:
         """The decode rows' cache `[rows · places, kv_heads, head_dim]`, zero where nothing is visible.

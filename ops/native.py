@@ -14,6 +14,7 @@ from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, size
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -59,7 +60,7 @@ class _Step(Structure):
         ("table_stride", c_int64),
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64),
+        ("max_stall_ns", c_int64), ("best", c_void_p),
     ]  # fmt: skip
 
 
@@ -188,6 +189,11 @@ class NativeDecoder:
             cos=_pointer(model.cos), sin=_pointer(model.sin), arena=_pointer(model.arena),
             page_elems=model.arena.shape[1],
         )  # fmt: skip
+        self.best: list[int] = []
+        self.keeps_logits = True
+        self._step = _Step()
+        self._empty = torch.empty(0, model.vocab)
+        self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             model.embed.dtype.itemsize, ctypes.addressof(description), threads
         )
@@ -203,32 +209,47 @@ class NativeDecoder:
         segments: Segments,
         max_stall: float = 0.0,
     ) -> torch.Tensor:
-        """Compute a step and write its KV; logits `[len(logit_tokens), vocab]` float32.
+        """Compute a step and write its KV; logits `[len(logit_tokens), vocab]` float32, empty unless `keeps_logits`.
 
         token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
         to give logits for. max_stall: seconds to wait in all for adapters that are still coming.
+        `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf.
         """
-        count = len(segments.rows)
-        pointers = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
+        step = self._step
+        if self._segments[0] is not segments or step.segment_ready:
+            self._set_segments(segments)
+        wanted = len(logit_tokens)
+        logits = torch.empty(wanted, self._model.vocab) if self.keeps_logits else self._empty
+        best = array("q", bytes(8 * wanted))
+        step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
+        step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)
+        step.page, step.offset = _pointer(page), _pointer(offset)
+        step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
+        step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
+        step.logit_tokens = _pointer(logit_tokens)
+        step.logits = logits.data_ptr() if self.keeps_logits else None
+        step.best = best.buffer_info()[0]
+        step.max_stall_ns = int(max_stall * 1e9)
+        self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
+        if step.segment_ready:
+            late = self._segments[1][-1]
+            segments.late = [index for index in range(step.segments) if late[index]]
+        self.best = best.tolist()
+        return logits
+
+    def _set_segments(self, segments: Segments) -> None:
+        """Describe a step's segments; steps with the same ones need not do it again."""
+        step, count = self._step, len(segments.rows)
+        adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
-        logits = torch.empty(len(logit_tokens), self._model.vocab)
-        step = _Step(
-            tokens=len(token_ids), rows=len(rows.kv_lens), segments=count, logits_wanted=len(logit_tokens),
-            token_ids=_pointer(token_ids), positions=_pointer(positions), page=_pointer(page), offset=_pointer(offset),
-            qo_indptr=rows.qo_indptr.buffer_info()[0], kv_lens=rows.kv_lens.buffer_info()[0],
-            page_table=rows.page_table.data_ptr(),
-            table_stride=rows.page_table.stride(0), logit_tokens=_pointer(logit_tokens),
-            segment_begin=ctypes.addressof(begin), segment_end=ctypes.addressof(end),
-            segment_adapters=ctypes.addressof(pointers), logits=_pointer(logits),
-            segment_ready=None if ready is None else ctypes.addressof(ready), segment_late=ctypes.addressof(late),
-            max_stall_ns=int(max_stall * 1e9),
-        )  # fmt: skip
-        self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
-        if ready is not None:
-            segments.late = [index for index in range(count) if late[index]]
-        return logits
+        step.segments = count
+        step.segment_adapters = ctypes.addressof(adapters)
+        step.segment_begin, step.segment_end = ctypes.addressof(begin), ctypes.addressof(end)
+        step.segment_ready = None if ready is None else ctypes.addressof(ready)
+        step.segment_late = ctypes.addressof(late)
+        self._segments = segments, (adapters, begin, end, ready, late)  # what the step points to lives as long
 
     def close(self) -> None:
         if self._handle is not None:

@@ -81,17 +81,32 @@ def _usage(log: str) -> tuple[int, int]:
     return int(registers[1]), sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
 
 
-def widen_bf16_products() -> None:
-    """Make the interpreter's `tl.dot` right in bf16, whose bits it takes for integers."""
-    plain = InterpreterBuilder.create_dot
+def mend_bf16() -> None:
+    """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
+    cut them off where a GPU rounds to nearest, ties to even."""
+    plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain(self, _widened(a), _widened(b), *rest)
+        return plain_dot(self, _widened(a), _widened(b), *rest)
 
-    InterpreterBuilder.create_dot = create_dot
+    def cast_impl(self: Any, handle: Any, kind: Any) -> Any:
+        if handle.dtype.scalar == tl.bfloat16 and kind.scalar == tl.float32:
+            return _widened(handle)
+        if handle.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
+            return TensorHandle(_rounded(handle.data), tl.bfloat16)
+        return plain_cast(self, handle, kind)
+
+    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 
 
 def _widened(handle: Any) -> Any:
     if handle.dtype.scalar != tl.bfloat16:
         return handle
     return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+
+def _rounded(values: np.ndarray) -> np.ndarray:
+    """bf16 bits of float32 values, any shape; NaN stays NaN."""
+    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return np.where(np.isnan(values), np.uint64(0x7FC0), rounded).astype(np.uint16).reshape(np.shape(values))

@@ -66,7 +66,8 @@ def sample(
 ) -> torch.Tensor:
     """One token id per row by inverse transform sampling over the kept tokens in vocabulary order.
 
-    logits: `[rows, vocab]` float32. temperature, top_p, min_p, u: `[rows]` float; top_k: `[rows]` int64, 0 keeps all.
+    logits: `[rows, vocab]` float32. temperature, top_p, min_p, u: `[rows]` float; top_k: `[rows]` int64, 0 keeps all;
+    these in host memory, wherever the logits are.
     temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
     renormalised (as vLLM does). Vocabulary order, not probability order, so that two nearly equal logits can't swap
     places between batches.
@@ -74,12 +75,15 @@ def sample(
     greedy = temperature == 0
     if greedy.all():
         return logits.argmax(-1)
-    vocab = logits.shape[-1]
+    if min_p is not None and not min_p.any():
+        min_p = None
+    vocab, device = logits.shape[-1], logits.device
+    greedy, temperature, top_k, top_p, u = (values.to(device) for values in (greedy, temperature, top_k, top_p, u))
     scaled = logits - logits.amax(-1, keepdim=True)  # the largest is 0, so that no temperature overflows it
     scaled = scaled / torch.where(greedy, 1.0, temperature)[:, None]
     ordered, index = scaled.sort(dim=-1, descending=True, stable=True)
-    if min_p is not None and min_p.any():
-        ordered = ordered.masked_fill(ordered < ordered[:, :1] + min_p.log()[:, None], -torch.inf)
+    if min_p is not None:
+        ordered = ordered.masked_fill(ordered < ordered[:, :1] + min_p.to(device).log()[:, None], -torch.inf)
     rank = torch.arange(vocab, device=logits.device)
     ordered = ordered.masked_fill(rank >= torch.where(top_k > 0, top_k, vocab)[:, None], -torch.inf)
     probs = ordered.softmax(-1)

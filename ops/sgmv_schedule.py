@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+#: Largest ranks for which prefill has schedules of its own; above the last there is that of the tables' largest rank.
+RANK_CLASSES = (16, 64, 256)
+
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
@@ -48,7 +51,8 @@ class Schedule:
 def decode(tokens: int, max_rank: int) -> Schedule:
     """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them.
 
-    tokens, max_rank: the bucket's, not a step's.
+    tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle; in
+    large ones most would find that the rank is low and there is nothing to do.
     """
     block_r = 16 if max_rank > 8 else 8
     return Schedule(
@@ -59,10 +63,15 @@ def decode(tokens: int, max_rank: int) -> Schedule:
         block_k=256,
         block_n=256 if tokens <= 64 else 512,
         max_splits=16,
-        lanes=1 if max_rank <= 64 else 4,
+        lanes=4 if max_rank > 64 and tokens <= 8 else 1,
         warps=4,
         stages=2,
     )
+
+
+def rank_class(rank: int, max_rank: int) -> int:
+    """The rank whose prefill schedule serves a step whose largest rank is `rank`; few, as each is compiled ahead."""
+    return next((limit for limit in RANK_CLASSES if rank <= limit < max_rank), max_rank)
 
 
 def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:

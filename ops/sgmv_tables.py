@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
+import numpy as np
 import torch
 
 from .sgmv import AdapterRows, Segments
@@ -14,12 +15,20 @@ NUM_MODULES = 7
 META_RANK, META_SLAB, META_A, META_B = 0, 1, 2, 2 + NUM_MODULES
 META_WIDTH = 2 + 2 * NUM_MODULES
 
+#: Copies host values (second) into a device tensor (first); the values may change once it returns.
+Copy = Callable[[torch.Tensor, torch.Tensor], object]
+
+
+class TablesFull(ValueError):
+    """The step has more adapters or tiles than the tables hold; nothing was written. Fewer rows may fit."""
+
 
 class SgmvTables:
     """Buffers that never move: a captured launch reads what the last `plan` wrote.
 
     An adapter's rows of one rank and scale have a slot. Its entries are written when it gets the slot and stay while
-    it is used; a step writes the table of tiles, and entries of adapters that are new.
+    it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters that
+    are new in one copy.
 
     tiles:      int32 `[max_tiles, 3]`, tokens `begin … end` use `slot`; -1: nothing to do
     meta:       int32 `[slots, META_WIDTH]`, a_offset and b_offset are -1 where a module is not targeted
@@ -40,8 +49,12 @@ class SgmvTables:
         max_tiles: int,
         scratch: int,
         device: torch.device | str = "cpu",
+        make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
     ) -> None:
-        """scratch: elements of h for the largest launch, see `scratch_elems`."""
+        """scratch: elements of h for the largest launch, see `scratch_elems`.
+
+        make_copy: gives what copies up to so many bytes from the host to the device.
+        """
         self.max_rank = max_rank
         self.max_tiles = max_tiles
         self.tiles = torch.full((max_tiles, 3), -1, dtype=torch.int32, device=device)
@@ -50,8 +63,10 @@ class SgmvTables:
         self.first_elem = torch.full((slots, layers), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((slots, max_pages), dtype=torch.int32, device=device)
         self.h = torch.empty(scratch, dtype=torch.float32, device=device)
+        self._records = _Records(slots, layers, max_pages, device, make_copy)
+        self._copy_tiles = make_copy(self.tiles.numel() * self.tiles.itemsize)
         self._slots: dict[AdapterRows, int] = {}  # the least recently used first
-        self._written = 0
+        self._tiles: list[tuple[int, int, int]] = []  # as they are in `tiles`
 
     @staticmethod
     def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
@@ -61,22 +76,22 @@ class SgmvTables:
         """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles.
 
         Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right.
-        Host memory is pageable: it may change as soon as a copy is issued.
         """
+        count = sum(-(-(end - begin) // tile_tokens) for begin, end, _ in segments)
+        if count > self.max_tiles:
+            raise TablesFull(f"the step has {count} tiles, the tables have room for {self.max_tiles}")
         self._assign([rows for begin, end, rows in segments if end > begin])
         tiles = [
             (first, min(first + tile_tokens, end), self._slots[rows])
             for begin, end, rows in segments
             for first in range(begin, end, tile_tokens)
         ]
-        if len(tiles) > self.max_tiles:
-            raise ValueError(f"the step has {len(tiles)} tiles, the tables have room for {self.max_tiles}")
-        idle = max(self._written - len(tiles), 0)
-        if tiles or idle:
-            table = torch.tensor(tiles + [(0, 0, -1)] * idle, dtype=torch.int32)
-            self.tiles[: len(table)].copy_(table, non_blocking=True)
-        self._written = len(tiles)
-        return len(tiles)
+        if tiles != self._tiles:
+            idle = len(self._tiles) - len(tiles)
+            table = torch.from_numpy(np.array(tiles + [(0, 0, -1)] * idle, dtype=np.int32))
+            self._copy_tiles(self.tiles[: len(table)], table)
+            self._tiles = tiles
+        return count
 
     def _assign(self, used: Sequence[AdapterRows]) -> None:
         """Give each of `used` a slot; those that the step doesn't use give theirs up, the longest unused first."""
@@ -93,14 +108,14 @@ class SgmvTables:
         idle = [rows for rows in self._slots if rows not in keep]
         room = len(self.scale) - len(self._slots)
         if len(fresh) > room + len(idle):
-            raise ValueError(f"the step has {len(keep)} adapter parts, the tables have {len(self.scale)} slots")
+            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.scale)} slots")
         for rows in fresh:
             self._check(rows)
         for rows in fresh:
             slot = len(self._slots) if room > 0 else self._slots.pop(idle.pop(0))
             room -= 1
-            self._write(slot, rows)
             self._slots[rows] = slot
+        self._records.write(self, [(self._slots[rows], rows) for rows in fresh])
 
     def _check(self, rows: AdapterRows) -> None:
         if rows.rank > self.max_rank:
@@ -108,9 +123,32 @@ class SgmvTables:
         if len(rows.pages) > self.pages.shape[1]:
             raise ValueError(f"an adapter has {len(rows.pages)} pages, the tables have room for {self.pages.shape[1]}")
 
-    def _write(self, slot: int, rows: AdapterRows) -> None:
-        meta = torch.tensor([rows.rank, rows.slab_elems, *rows.a_offset, *rows.b_offset], dtype=torch.int32)
-        self.meta[slot].copy_(meta, non_blocking=True)
-        self.first_elem[slot].copy_(torch.tensor(rows.first_elem, dtype=torch.int64), non_blocking=True)
-        self.pages[slot, : len(rows.pages)].copy_(torch.tensor(rows.pages, dtype=torch.int32), non_blocking=True)
-        self.scale[slot] = rows.scale
+
+class _Records:
+    """New slots' entries: side by side on the host, one copy to the device, and there put where they belong."""
+
+    def __init__(
+        self, slots: int, layers: int, max_pages: int, device: torch.device | str, make_copy: Callable[[int], Copy]
+    ) -> None:
+        widths = (2, 2 * layers, META_WIDTH, 1, max_pages)  # in 32 bits; the first two are 64-bit values
+        ends = np.cumsum(widths).tolist()
+        self._parts = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
+        self._device = torch.empty((slots, ends[-1] + ends[-1] % 2), dtype=torch.int32, device=device)
+        self._copy = make_copy(self._device.numel() * self._device.itemsize)
+
+    def write(self, tables: SgmvTables, entries: Sequence[tuple[int, AdapterRows]]) -> None:
+        slot, first, meta, scale, pages = self._parts
+        host = np.zeros((len(entries), self._device.shape[1]), dtype=np.int32)
+        for record, (index, rows) in zip(host, entries, strict=True):
+            record[slot].view(np.int64)[:] = index
+            record[first].view(np.int64)[:] = rows.first_elem
+            record[meta] = (rows.rank, rows.slab_elems, *rows.a_offset, *rows.b_offset)
+            record[scale].view(np.float32)[:] = rows.scale
+            record[pages][: len(rows.pages)] = rows.pages
+        device = self._device[: len(entries)]
+        self._copy(device, torch.from_numpy(host))
+        slots = device[:, slot].view(torch.int64)[:, 0]
+        tables.first_elem.index_copy_(0, slots, device[:, first].view(torch.int64))
+        tables.meta.index_copy_(0, slots, device[:, meta])
+        tables.scale.index_copy_(0, slots, device[:, scale].view(torch.float32)[:, 0])
+        tables.pages.index_copy_(0, slots, device[:, pages])

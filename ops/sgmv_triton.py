@@ -16,6 +16,8 @@ Import this module lazily: it needs triton.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
 
 import torch
 import triton
@@ -259,26 +261,48 @@ def sgmv(
     num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`.
     """
     tokens, d_in = x.shape
-    splits, page_elems = schedule.splits(d_in), arena.shape[1]
+    if not tokens or not num_tiles:
+        return
+    if x.stride(1) != 1 or y.stride(1) != 1 or not arena.is_contiguous():
+        raise ValueError("pages lie side by side; rows of x and y are contiguous")
+    launch = _launch(schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank)
+    if tables.h.numel() < tables.scratch_elems(launch.splits, tokens, len(modules), tables.max_rank):
+        raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {launch.splits} splits")
+    places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
+    shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
+    shrink[(num_tiles, launch.groups, launch.splits)](
+        tables.h, x, arena, tables.tiles, tables.meta, *places, x.stride(0), **launch.shrink
+    )
+    expand = expand_prefill if schedule.tensor_cores else expand_decode
+    expand[(launch.blocks, num_tiles)](
+        y, tables.h, arena, tables.tiles, tables.meta, tables.scale, *places, y.stride(0), **launch.expand
+    )
+
+
+class _Launch(NamedTuple):
+    """What is the same in every launch of a schedule over a group of projections."""
+
+    splits: int
+    groups: int
+    blocks: int
+    shrink: dict[str, int | bool]
+    expand: dict[str, int | bool]
+
+
+@cache
+def _launch(
+    schedule: Schedule, modules: tuple[tuple[int, int, int], ...], d_in: int, page_elems: int, itemsize: int, rank: int
+) -> _Launch:
     columns = [sum(width for _, _, width in modules[:index]) for index in range(len(modules))]
     if len(modules) > 3 or columns != [column for _, column, _ in modules]:
         raise ValueError("outputs of at most three projections, side by side")
-    if not tokens or not num_tiles:
-        return
-    if tables.h.numel() < tables.scratch_elems(splits, tokens, len(modules), tables.max_rank):
-        raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {splits} splits")
-    if page_elems * arena.element_size() % 16 or x.stride(1) != 1 or y.stride(1) != 1 or not arena.is_contiguous():
-        raise ValueError("pages are multiples of 16 bytes, side by side; rows of x and y are contiguous")
-    shape = (schedule, modules, d_in, page_elems, arena.element_size(), tables.max_rank)
-    options = schedule.options()
-    places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
-    shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
-    shrink[(num_tiles, len(modules) * schedule.lanes, splits)](
-        tables.h, x, arena, tables.tiles, tables.meta, *places, x.stride(0), **shrink_constants(*shape), **options
+    if page_elems * itemsize % 16:
+        raise ValueError("pages are multiples of 16 bytes")
+    shape, options = (schedule, modules, d_in, page_elems, itemsize, rank), schedule.options()
+    return _Launch(
+        splits=schedule.splits(d_in),
+        groups=len(modules) * schedule.lanes,
+        blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
+        shrink=shrink_constants(*shape) | options,
+        expand=expand_constants(*shape) | options,
     )
-    expand = expand_prefill if schedule.tensor_cores else expand_decode
-    blocks = sum(-(-width // schedule.block_n) for _, _, width in modules)
-    expand[(blocks, num_tiles)](
-        y, tables.h, arena, tables.tiles, tables.meta, tables.scale, *places, y.stride(0),
-        **expand_constants(*shape), **options,
-    )  # fmt: skip

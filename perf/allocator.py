@@ -10,6 +10,7 @@ pages: one that could use every free or idle page. Waste is what allocated pages
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -18,10 +19,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..memory.adapter import Adapter
 from ..memory.adapter_format import AdapterManifest
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
-from ..memory.adapter_store import Adapter, AdapterStore
+from ..memory.adapter_store import AdapterStore
 from ..memory.eviction import EvictionOrder, RestoreCosts
+from ..memory.host_image import HostImage
 from ..memory.host_images import HostImages, InlineReads
 from ..memory.kv import BlockTable
 from ..memory.layout import MODULES, PageLayout
@@ -30,6 +33,9 @@ from ..memory.prefix import PrefixCache
 from ..memory.reclaim import Reclaimer
 
 RANKS = (4, 8, 16, 32, 64)
+
+#: Seconds that pass between two looks at the clock: loads take as long in every run, so a seed gives one result.
+_TICK = 1e-3
 
 
 @dataclass(frozen=True)
@@ -76,10 +82,10 @@ class NoBytes:
         page = self._geometry.page
         return AdapterLayout.build(manifest.parts, self._geometry.dims, page.num_layers, page.page_elems, page.itemsize)
 
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout) -> None:
-        return None
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
 
-    def place(self, image: None, pages: list[int]) -> None:
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         """Nothing to move."""
 
 
@@ -116,9 +122,11 @@ class Study:
         self._pool = PagePool(num_pages)
         order, costs = EvictionOrder(), RestoreCosts()
         images = HostImages(1 << 40, InlineReads())
+        ticks = itertools.count()
         self._store = AdapterStore(
-            self._pool, NoBytes(geometry), images, order, costs, geometry.page.page_bytes, time.monotonic
-        )
+            self._pool, NoBytes(geometry), images, order, costs, geometry.page.page_bytes,
+            clock=lambda: next(ticks) * _TICK,
+        )  # fmt: skip
         self._prefix = PrefixCache(self._pool, order, costs, geometry.block_tokens)
         self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix)
         self._live: deque[Live] = deque()

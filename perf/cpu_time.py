@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -62,3 +63,11 @@ def _seconds(pid: int) -> float:
 def _after_name(stat: Path) -> list[str]:
     """The fields after the command name, which may hold spaces and brackets; the first is the state."""
     return stat.read_text().rpartition(")")[2].split()
+
+
+def processor() -> str:
+    """The processor's name."""
+    for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

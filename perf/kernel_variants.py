@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from importlib import import_module
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, Protocol
 
 from ..ops.sgmv import AdapterRows, Segments
 from ..ops.sgmv_cost import Cost, expand_cost, shrink_cost
@@ -30,6 +31,35 @@ _TABLES = {"tiles": "*i32", "meta": "*i32", "first_elem": "*i64", "pages": "*i32
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
+class KernelVariant(Protocol):
+    """What a table line is about: a specialisation of a kernel that serving launches.
+
+    module: of `ops`, where the kernel is. tensor_cores: whether it must have a matrix instruction.
+    """
+
+    group: str
+    dtype: str
+    tokens: int
+    max_rank: int
+
+    @property
+    def kernel(self) -> str: ...
+
+    @property
+    def module(self) -> str: ...
+
+    @property
+    def tensor_cores(self) -> bool: ...
+
+    def constants(self) -> dict[str, int]: ...
+
+    def options(self) -> dict[str, int | bool]: ...
+
+    def signature(self) -> dict[str, str]: ...
+
+    def cost(self) -> Cost: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One specialisation of a kernel: that of a group of projections in a bucket, for adapters up to a rank."""
@@ -41,8 +71,15 @@ class Variant:
     max_rank: int
 
     @property
+    def module(self) -> str:
+        return "sgmv_triton"
+
+    @property
     def tensor_cores(self) -> bool:
         return self.kernel.endswith("prefill")
+
+    def options(self) -> dict[str, int | bool]:
+        return self.schedule().options()
 
     def schedule(self) -> Schedule:
         if self.tensor_cores:
@@ -78,7 +115,7 @@ class Variant:
 class Line:
     """What a variant takes on a GPU."""
 
-    variant: Variant
+    variant: KernelVariant
     arch: str
     registers: int
     spill_bytes: int
@@ -101,6 +138,7 @@ class Line:
         values = asdict(self)
         return {
             **values.pop("variant"),
+            "kernel": self.variant.kernel,
             **{f"cost_{key}": value for key, value in values.pop("cost").items()},
             **values,
         }
@@ -110,31 +148,31 @@ def variants() -> Iterator[Variant]:
     """All that serving launches: bf16 in full, f16 and f32 once per kernel and group."""
     for group in GROUPS:
         for side in ("shrink", "expand"):
-            for kernel, buckets in ((f"{side}_decode", (64, 256)), (f"{side}_prefill", (256, 8192))):
+            for kernel, buckets in ((f"{side}_decode", (8, 64, 256)), (f"{side}_prefill", (256, 8192))):
                 for max_rank in (16, 64, 256):
                     for tokens in buckets:
-                        yield Variant(kernel, group, "bf16", tokens, max_rank)
-                yield Variant(kernel, group, "fp16", buckets[0], 64)
+                        if tokens > 8 or max_rank > 64:  # below, the smallest bucket's launch is that of 64 tokens
+                            yield Variant(kernel, group, "bf16", tokens, max_rank)
+                yield Variant(kernel, group, "fp16", 64, 64)
                 if group == "qkv":
-                    yield Variant(kernel, group, "fp32", buckets[0], 64)
+                    yield Variant(kernel, group, "fp32", 64, 64)
 
 
-def compile_variant(job: tuple[Variant, str]) -> Line:
-    from ..ops import sgmv_triton
+def compile_variant(job: tuple[KernelVariant, str]) -> Line:
     from ..ops.offline_triton import compile_kernel
 
     variant, arch = job
     compiled = compile_kernel(
-        getattr(sgmv_triton, variant.kernel),
+        getattr(import_module(f"...ops.{variant.module}", __name__), variant.kernel),
         variant.signature(),
         variant.constants(),
         int(arch.removeprefix("sm_")),
-        variant.schedule().options(),
+        variant.options(),
     )
     return Line(variant, arch, **asdict(compiled), cost=variant.cost())
 
 
-def compile_all(archs: Sequence[str], workers: int, chosen: Sequence[Variant]) -> list[Line]:
+def compile_all(archs: Sequence[str], workers: int, chosen: Sequence[KernelVariant]) -> list[Line]:
     jobs = [(variant, arch) for arch in archs for variant in chosen]
     if workers == 1:
         return [compile_variant(job) for job in jobs]

@@ -1,7 +1,8 @@
 """Check the Triton kernels on a machine without a GPU: `python -m chorus.perf.kernels`.
 
-`--interpret` compares values with the reference in Triton's interpreter. `--compile sm_80,sm_90` compiles every variant
-and fails on a register spill, on too much shared memory, and where loads are narrow or a matrix instruction is missing.
+`--interpret` compares values in Triton's interpreter with the reference, or with the torch path of the same function.
+`--compile sm_80,sm_90` compiles every variant and fails on a register spill, on too much shared memory, and where loads
+are narrow or a matrix instruction is missing.
 A process does one of them. The last line is one JSON object.
 """
 
@@ -14,10 +15,13 @@ import re
 import sys
 import time
 from collections.abc import Sequence
+from importlib.metadata import version
 from importlib.util import find_spec
 
+from .elementwise_values import run_grid as run_elementwise
+from .elementwise_variants import elementwise_variants
 from .kernel_values import run_grid
-from .kernel_variants import SHARED_LIMIT, compile_all, variants
+from .kernel_variants import SHARED_LIMIT, KernelVariant, compile_all, variants
 
 _TITLES = (
     "arch",
@@ -34,7 +38,7 @@ _TITLES = (
     "MB",
     "MFLOP",
 )
-_COLUMNS = "{:6} {:14} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>8} {:>8}"
+_COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>8} {:>8}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -51,11 +55,11 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _interpret(args: argparse.Namespace, begin: float) -> int:
-    from ..ops.offline_triton import widen_bf16_products
+    from ..ops.offline_triton import mend_bf16
 
-    widen_bf16_products()
-    rows = run_grid(args.seed, args.cases)
-    print(f"{'schedule':15} {'dtype':10} {'launches':>8} {'ranks':>6} {'worst':>9} {'seconds':>8}")
+    mend_bf16()
+    rows = run_grid(args.seed, args.cases) + run_elementwise(args.seed, args.cases)
+    print(f"{'checked':15} {'dtype':10} {'launches':>8} {'ranks':>6} {'worst':>9} {'seconds':>8}")
     for row in rows:
         print(
             f"{row.schedule:15} {row.dtype:10} {row.launches:8} {len(row.ranks):6} {row.worst:9.1e} {row.seconds:8.1f}"
@@ -68,21 +72,23 @@ def _interpret(args: argparse.Namespace, begin: float) -> int:
 
 
 def _compile(args: argparse.Namespace, begin: float) -> int:
-    chosen = [variant for variant in variants() if re.search(args.only, f"{variant.kernel} {variant.group}")]
+    every: list[KernelVariant] = [*variants(), *elementwise_variants()]
+    chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
     lines = compile_all(args.compile, args.workers, chosen)
     print(_COLUMNS.format(*_TITLES))
     for line in lines:
         variant = line.variant
         print(
             _COLUMNS.format(
-                line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank,
+                line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or "-",
                 line.registers, line.spill_bytes, line.shared_bytes, line.matrix or "-", line.wide_loads,
                 f"{line.cost.bytes / 1e6:.1f}", f"{line.cost.flops / 1e6:.0f}",
             )
         )  # fmt: skip
     failures = [f"{line.arch} {line.variant}: {problem}" for line in lines for problem in line.problems()]
     _finish(failures)
-    result = {"compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT}
+    compiler = f"triton {version('triton')}"
+    result = {"compiler": compiler, "compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT}
     print(json.dumps({**result, "ok": not failures, "seconds": round(time.perf_counter() - begin, 1)}))
     return 1 if failures else 0
 
@@ -103,10 +109,10 @@ def _archs(text: str) -> list[str]:
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.kernels", description=__doc__.split("\n\n")[0])
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--interpret", action="store_true", help="compare values with the reference")
+    what.add_argument("--interpret", action="store_true", help="compare values with the torch implementations")
     what.add_argument("--compile", type=_archs, metavar="ARCHS", help="compile for these, such as sm_80,sm_90")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--cases", type=int, default=8, help="steps per schedule and dtype")
+    parser.add_argument("--cases", type=int, default=8, help="steps per schedule or kernel, and dtype")
     parser.add_argument("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
     parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
     return parser.parse_args(argv)

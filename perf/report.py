@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from .cpu_time import processor
 from .cpu_workload import CASES, Workload
 from .roofline import Bound, bound
 from .rounds import Results
@@ -23,6 +24,7 @@ def summarise(
     bounds = _bounds(workload, machine)
     peers = [name for name in present if name != "chorus"]
     return {
+        "processor": processor(),
         "workload": workload.to_json(),
         "contenders": versions,
         "absent": absent,
@@ -33,6 +35,7 @@ def summarise(
         "overhead": {case: _medians(results, f"overhead {case}") for case in ("base", "mixed")},
         "join": _medians(results, "join"),
         "schedule": _medians(results, "schedule"),
+        "repeats": {name: _repeats(results, name) for contender, name in results.samples if contender == "chorus"},
         "targets": [target.to_json() for target in targets(results, peers)],
     }
 
@@ -113,6 +116,13 @@ def _bound_values(found: Bound) -> dict[str, float]:
         "step_mb": found.step_bytes / 1e6,
         "decode_rate": found.decode_rate,
     }
+
+
+def _repeats(results: Results, name: str) -> dict[str, list[float]]:
+    """What every round that counts gave."""
+    counted = [sample.values for sample in results.counted("chorus", name)]
+    numbers = [key for key, value in counted[0].items() if isinstance(value, float)]
+    return {key: [values[key] for values in counted] for key in numbers}
 
 
 def _medians(results: Results, name: str) -> dict[str, float]:

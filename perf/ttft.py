@@ -14,8 +14,8 @@ from typing import Any
 from ..core.engine import Engine
 from ..core.request import Request
 from ..core.sampling_params import SamplingParams
+from ..memory.adapter import Adapter, Tier
 from ..memory.adapter_format import WEIGHTS_FILE
-from ..memory.adapter_store import Adapter, Tier
 from .cpu_workload import Job
 
 #: Decode steps that the running requests take before one joins.

@@ -22,7 +22,8 @@ from .worker import EngineWorker
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
-    from ..memory.adapter_store import Adapter, AdapterStore
+    from ..memory.adapter import Adapter
+    from ..memory.adapter_store import AdapterStore
 
 log = logging.getLogger(__name__)
 

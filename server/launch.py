@@ -29,6 +29,9 @@ log = logging.getLogger(__name__)
 SHUTDOWN_SECONDS = 20
 """How long answers in progress may go on once the server is told to stop."""
 
+LISTEN_BACKLOG = 2048
+"""Connections that may wait to be accepted; uvicorn's own default."""
+
 KEEP_ALIVE_SECONDS = 75
 """Well above what client pools keep idle connections for, so that no request meets a connection being closed."""
 
@@ -131,6 +134,7 @@ def serve(settings: Settings) -> None:
     check_model(settings)
     with bind(settings.host, settings.port) as bound:
         app = build_app(settings)
+        bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
         uvicorn_server(app, settings).run(sockets=[bound])
 

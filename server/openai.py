@@ -58,9 +58,10 @@ AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent."""
+    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far."""
 
     include_usage: bool = False
+    continuous_usage_stats: bool = False
 
 
 class GenerationRequest(BaseModel):
@@ -166,6 +167,10 @@ class GenerationRequest(BaseModel):
     @property
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        return self.include_usage and self.stream_options.continuous_usage_stats
 
     @abstractmethod
     def output_limit(self, room: int) -> int:

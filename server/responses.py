@@ -29,12 +29,13 @@ class Extras:
     """What an answer has beside its text.
 
     logprobs, prompt_logprobs: how many alternatives with each token. usage_chunk: whether a stream ends with its usage.
-    echoes: one per choice, or none at all.
+    running_usage: whether all chunks before that have theirs, too. echoes: one per choice, or none at all.
     """
 
     token_ids: bool = False
     step_info: bool = False
     usage_chunk: bool = False
+    running_usage: bool = False
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echoes: Sequence[Echo] = ()
@@ -80,14 +81,14 @@ class AnswerFormat(ABC):
             delta.text
             or delta.finish_reason
             or extras.step_info
-            or (delta.token_ids and (extras.token_ids or extras.logprobs is not None))
+            or (delta.token_ids and (extras.token_ids or extras.running_usage or extras.logprobs is not None))
             or (first and (extras.echoes or extras.prompt_logprobs is not None))
         ):
             return
         self._begun.add(delta.index)
         for chunk in self._chunks(delta, first):
             if extras.usage_chunk:
-                chunk["usage"] = None
+                chunk["usage"] = self.usage() if extras.running_usage else None
             if extras.step_info and delta.step is not None:
                 step = delta.step
                 chunk["step"] = {

@@ -1,4 +1,4 @@
-"""Least squares with non-negative coefficients: from profiled steps to a cost model's terms."""
+"""Weighted least squares with non-negative coefficients: from profiled steps to a cost model's terms."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ class Fit:
 
 
 def fit(terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> Fit:
-    """The non-negative coefficients that minimise the squared error of `rows @ coefficients` to `seconds`.
+    """The non-negative coefficients that minimise the sum of squared errors over seconds.
 
+    Long steps vary more than short ones: a sample's weight is 1 / its seconds, so that neither decides alone. R² is
+    that of the plain errors.
     rows: `[samples, len(terms)]`, a sample's value of each term; a constant term is 1 in every row.
     Raises FitError unless there are more samples than terms and they are finite.
     """
@@ -36,9 +38,11 @@ def fit(terms: Sequence[str], rows: Sequence[Sequence[float]], seconds: Sequence
     matrix, target = np.asarray(rows, dtype=np.float64), np.asarray(seconds, dtype=np.float64)
     if not (np.isfinite(matrix).all() and np.isfinite(target).all() and (target > 0).all()):
         raise FitError("samples must be finite, and take more than 0 seconds")
-    scale = np.abs(matrix).max(axis=0)
+    weights = 1.0 / np.sqrt(target)
+    weighted = matrix * weights[:, None]
+    scale = np.abs(weighted).max(axis=0)
     scale[scale == 0] = 1.0  # a term that no sample has stays 0
-    found = _nnls(matrix / scale, target) / scale
+    found = _nnls(weighted / scale, target * weights) / scale
     predicted = matrix @ found
     spread = float(((target - target.mean()) ** 2).sum())
     r2 = 1.0 - float(((target - predicted) ** 2).sum()) / spread if spread else 1.0

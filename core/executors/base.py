@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...memory.adapter_store import AdapterBackend
+from ...memory.adapter_backend import AdapterBackend
 from ...memory.layout import PageLayout
 from ..types import StepPlan, StepResult
 

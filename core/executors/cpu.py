@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Callable, Hashable
 from pathlib import Path
@@ -30,12 +29,14 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import draw
+from ..sampler import draw, is_greedy, take
 from ..types import StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
+from .model_len import max_model_len_of
 
-logger = logging.getLogger(__name__)
+#: Of the arena, where the configuration says nothing.
+DEFAULT_BYTES = 256 << 20
 
 
 class CpuExecutor:
@@ -46,7 +47,7 @@ class CpuExecutor:
         torch.set_num_threads(threads)
         self.config = ModelConfig.read(config.model)
         dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
-        max_model_len = _max_model_len(config, self.config)
+        max_model_len = max_model_len_of(config, self.config)
         self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
         self.layout = PageLayout(
             self.config.num_layers,
@@ -55,11 +56,11 @@ class CpuExecutor:
             config.block_tokens,
             dtype.itemsize,
         )
-        self.num_pages = config.num_pages or max(2, config.memory_bytes // self.layout.page_bytes)
+        self.num_pages = config.num_pages or max(2, (config.memory_bytes or DEFAULT_BYTES) // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
-        with open_weights(config.model, self.config, dtype) as weights:
+        with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
@@ -75,17 +76,29 @@ class CpuExecutor:
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def execute(self, plan: StepPlan) -> StepResult:
+        model = self._model
+        if isinstance(model, NativeDecoderModel):
+            greedy = all(map(is_greedy, plan.rows))
+            model.keep_logits(not greedy)
+            if greedy:  # nothing is left to torch
+                self._forward(plan)
+                return self._without_late(plan, take(plan.rows, model.best, [token >= 0 for token in model.best]))
         with torch.inference_mode():
-            logits = self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
-            result = draw(plan.rows, logits, self.model.eos_token_ids)
-            if plan.adapters and (late := self._lora.late_slots()):
-                for row in plan.rows:
-                    if row.slot in late:
-                        result.retract(row.request_id)
-            return result
+            return self._without_late(plan, draw(plan.rows, self._forward(plan), self.model.eos_token_ids))
 
     def close(self) -> None:
         self._model.close()
+
+    def _forward(self, plan: StepPlan) -> torch.Tensor:
+        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+
+    def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
+        """Take back what rows gave whose adapter didn't come in time."""
+        if plan.adapters and (late := self._lora.late_slots()):
+            for row in plan.rows:
+                if row.slot in late:
+                    result.retract(row.request_id)
+        return result
 
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
@@ -178,22 +191,3 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
             f"or it does not take this model in {dtype}; use 'auto' or 'torch'"
         )
     return supported and config.cpu_kernels != "torch"
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """The configured limit, or else the model's: its positions, or its sliding window where that is shorter.
-
-    Within the window, windowed attention is plain causal attention; beyond it is not served.
-    """
-    limit = model.max_context
-    name = "max_position_embeddings" if limit == model.max_position_embeddings else "sliding_window"
-    if config.max_model_len is None:
-        if limit < model.max_position_embeddings:
-            logger.info(
-                "max_model_len is %d, the model's sliding window, not its %d positions", limit,
-                model.max_position_embeddings,
-            )  # fmt: skip
-        return limit
-    if config.max_model_len > limit:
-        raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")
-    return config.max_model_len

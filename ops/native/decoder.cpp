@@ -7,49 +7,16 @@
 #include <cmath>
 #include <memory>
 #include "attention.h"
+#include "best.h"
+#include "descriptors.h"
 #include "elementwise.h"
 #include "gemm.h"
 #include "pool.h"
 #include "reader.h"
 #include "sgmv.h"
+#include "shares.h"
 
 namespace chorus {
-
-// The descriptors mirror the ctypes structures of ops/native.py, field by field.
-struct LayerDesc {
-    const float *input_norm, *post_attention_norm;
-    const void *qkv, *o, *gate_up, *down;   // packed panels
-    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none, like all biases
-    const float *o_bias, *gate_up_bias, *down_bias;
-};
-
-struct ModelDesc {
-    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
-    float eps;
-    int32_t reserved;
-    const LayerDesc* layer;
-    const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
-    const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
-    void* arena;
-    int64_t page_elems;
-};
-
-struct StepDesc {
-    int32_t tokens, rows, segments, logits_wanted;
-    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
-    const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
-    const int64_t* page_table;                             // [rows, table_stride]
-    int64_t table_stride;
-    const int64_t* logit_tokens;                  // [logits_wanted]
-    const int32_t *segment_begin, *segment_end;   // [segments]
-    const Adapter* const* segment_adapters;       // [segments]
-    float* logits;                                // [logits_wanted, vocab]
-    // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
-    // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
-    const std::atomic<int32_t>* const* segment_ready;
-    int32_t* segment_late;
-    int64_t max_stall_ns;  // of the step
-};
 
 template <class T>
 class Decoder {
@@ -61,6 +28,7 @@ class Decoder {
         groups_[1] = {{3, 0, m_.hidden}};
         groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
         groups_[3] = {{6, 0, m_.hidden}};
+        none_split_.assign(team_.size() + 1, 0);
     }
 
     void forward(const StepDesc& step) {
@@ -74,19 +42,21 @@ class Decoder {
         AttentionScratch attention;
         std::vector<const T*> rows;
         std::vector<T> panel, spare;
+        std::vector<float> logits;  // of one panel
     };
 
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
         const size_t tokens = std::max(step.tokens, step.logits_wanted);
-        grow(x_, tokens * m_.hidden);
-        grow(y_, tokens * std::max(qkv, 2 * m_.ffn));
-        grow(normed_, tokens * m_.hidden);
-        grow(q_, tokens * q);
-        grow(attended_, tokens * q);
-        grow(act_, tokens * m_.ffn);
-        attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+        grow(x_, tokens * spread<float>(m_.hidden));
+        grow(y_, tokens * spread<float>(std::max(qkv, 2 * m_.ffn)));
+        grow(normed_, tokens * spread<T>(m_.hidden));
+        grow(q_, tokens * spread<T>(q));
+        grow(attended_, tokens * spread<T>(q));
+        grow(act_, tokens * spread<T>(m_.ffn));
+        few_ = step.tokens <= kFewTokens;
+        decode_ = few_ && step.tokens == step.rows;
         const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
         int rank = 0;
         for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
@@ -100,9 +70,19 @@ class Decoder {
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
+            split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
+            split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
         }
+        if (decode_) {
+            decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
+            split(decodes_, team_.size(), decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+        } else {
+            attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+        }
+        best_.resize((size_t)team_.size() * step.logits_wanted);
         for (auto& s : scratch_) {
-            if ((int)s.rows.size() < rank) s.rows.resize(rank);
+            grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
+            grow(s.rows, rank + kAhead);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
@@ -112,9 +92,12 @@ class Decoder {
         int phase = 0;
         const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
         const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
+        const long ldx = spread<float>(hidden), ldn = spread<T>(hidden), ldq = spread<T>(q), lda = spread<T>(m_.ffn);
+        const long ldqkv = spread<float>(qkv), ldgu = spread<float>(2 * m_.ffn);
         const int heads_per_kv = m_.heads / m_.kv_heads;
+        const float scale = 1.0f / std::sqrt((float)head_dim);
         auto each_token = [&](auto work) { team_.each(phase, tokens, work); };
-        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + (long)t * hidden); });
+        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers_[l];
@@ -122,30 +105,63 @@ class Decoder {
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
             normalise(phase, tokens, w.input_norm);
-            project(step, thread, phase, 0, l, normed_.data(), hidden, w.qkv, qkv, y_.data(), qkv, false, w.qkv_bias);
-            each_token([&](int t) { rotate_and_store(step, w, t, y_.data() + (long)t * qkv, k_plane, v_plane); });
+            project(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false, w.qkv_bias);
+            auto rotate = [&](int t, int first, int count) {
+                for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
+            };
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
-            team_.each(phase, (int)attention_.size(), [&](int i) {
-                const AttentionUnit& unit = attention_[i];
-                attend<T>(cache, unit, q_.data(), attended_.data(), q, heads_per_kv,
-                          step.page_table + unit.row * step.table_stride, step.kv_lens[unit.row],
-                          step.qo_indptr[unit.row + 1], 1.0f / std::sqrt((float)head_dim), scratch_[thread].attention);
-            });
-            project(step, thread, phase, 1, l, attended_.data(), q, w.o, hidden, x_.data(), hidden, true, w.o_bias);
+            auto table = [&](int row) { return step.page_table + row * step.table_stride; };
+            if (decode_) {
+                each_split(team_, phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                    const long row = unit.row;
+                    rotate(row, unit.first, unit.heads);
+                    attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq, heads_per_kv, table(row),
+                                     step.kv_lens[row], scale, scratch_[thread].attention, next ? table(next->row) : nullptr,
+                                     next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
+                });
+            } else {
+                each_token([&](int t) { rotate(t, 0, m_.kv_heads); });
+                team_.each(phase, (int)attention_.size(), [&](int i) {
+                    const AttentionUnit& unit = attention_[i];
+                    attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
+                              step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);
+                });
+            }
+            project(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true, w.o_bias);
             normalise(phase, tokens, w.post_attention_norm);
-            project(step, thread, phase, 2, l, normed_.data(), hidden, w.gate_up, 2 * m_.ffn, y_.data(), 2 * m_.ffn, false, w.gate_up_bias);
+            project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu, false, w.gate_up_bias);
             each_token([&](int t) {
-                const float* gate = y_.data() + (long)t * 2 * m_.ffn;
-                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + (long)t * m_.ffn);
+                const float* gate = y_.data() + t * ldgu;
+                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
             });
-            project(step, thread, phase, 3, l, act_.data(), m_.ffn, w.down, hidden, x_.data(), hidden, true, w.down_bias);
+            project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
         }
         team_.each(phase, step.logits_wanted, [&](int r) {
-            rms_norm(x_.data() + step.logit_tokens[r] * hidden, m_.norm, hidden, m_.eps, normed_.data() + (long)r * hidden);
+            rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
-        const Product<T> head{normed_.data(), hidden, step.logits_wanted, (const T*)m_.lm_head, m_.vocab, hidden,
-                              step.logits, m_.vocab, false, nullptr};
-        team_.each(phase, head.units(), [&](int i) { head.run(i); });
+        run_head(step, thread, phase);
+    }
+
+    // Logits, and the best of each row while they are in the cache. Without a place for the logits only a panel's are kept.
+    void run_head(const StepDesc& step, int thread, int& phase) {
+        const int rows = step.logits_wanted, panel = panel_elems<T>(m_.hidden);
+        Best* best = best_.data() + (long)thread * rows;
+        std::fill(best, best + rows, Best{});
+        Product<T> head{normed_.data(), spread<T>(m_.hidden), rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
+        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
+            const Tile t = head.tile_of(i);
+            float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
+            const int ldy = step.logits ? m_.vocab : kPanel;
+            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
+                             t.columns, false, nullptr);
+            for (int r = 0; r < t.rows; r++) best[t.row + r].see(y + (long)r * ldy, t.columns, t.column);
+        }, [](const LoraUnit&, const LoraUnit*) {});
+        if (thread) return;
+        for (int r = 0; r < rows; r++) {
+            Best all = best_[r];
+            for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + r]);
+            step.best[r] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
+        }
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -171,48 +187,79 @@ class Decoder {
     void normalise(int& phase, int tokens, const float* weight) {
         const int hidden = m_.hidden;
         team_.each(phase, tokens, [&](int t) {
-            rms_norm(x_.data() + (long)t * hidden, weight, hidden, m_.eps, normed_.data() + (long)t * hidden);
+            rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps, normed_.data() + t * spread<T>(hidden));
         });
     }
 
     // y (+)= x · wᵀ and the step's LoRA products of one group.
     //
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
-    // Many: shrink first, then expand onto each tile of the base product while it is still in the cache; segments of few
-    // tokens still expand by themselves.
-    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, int k, const void* w, int n,
-                 float* y, int ldy, bool accumulate, const float* bias) {
-        const Product<T> product{x, k, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
+    // Many: shrink first, then expand as more of the base product's reduction dimension. By themselves still expand segments
+    // of few tokens, a second part of an adapter for the same tokens, and panels that hold columns of two modules.
+    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w, int n,
+                 float* y, long ldy, bool accumulate, const float* bias) {
+        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
         const auto &shrinks = shrink_[g], &expands = expand_[g];
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
-        auto run_shrink = [&](const LoraUnit& u) {
+        // The rows that a unit begins with, to be fetched in time.
+        auto first_rows = [&](const LoraUnit* u, bool of_b, const T** rows) -> const T* const* {
+            if (!u) return nullptr;
+            const Adapter& adapter = *step.segment_adapters[u->segment];
+            if (adapter.first_elem[layer] < 0) return nullptr;
+            const int module = groups_[g][u->module].module, count = std::min<int>(kAhead, of_b ? adapter.rank : u->count);
+            arena.rows(adapter, first_row(adapter, layer, of_b ? 0 : u->first, of_b ? adapter.b_offset[module] + u->first : adapter.a_offset[module]),
+                       adapter.slab_elems, count, 0, rows, nullptr, 0);
+            for (int i = count; i < kAhead; i++) rows[i] = rows[count - 1];
+            return rows;
+        };
+        auto run_shrink = [&](const LoraUnit& u, const LoraUnit* next) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, k, k, h_.data() + u.module * plane, ldh_,
-                      scratch_[thread].spare.data());
+            const T* ahead[kAhead];
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_.data() + u.module * plane, ldh_,
+                      scratch_[thread].spare.data(), first_rows(next, false, ahead));
         };
-        auto run_expand = [&](const LoraUnit& u) {
+        auto run_expand = [&](const LoraUnit& u, const LoraUnit* next) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_,
-                      y + target.column, ldy, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+            if (next)  // its outputs may have been written by another thread
+                for (int t = next->token; t < next->token + next->tokens; t++)
+                    for (int c = 0; c < next->count; c += kLanes)
+                        prefetch(y + (long)t * ldy + groups_[g][next->module].column + next->first + c);
+            const T* ahead[kAhead];
+            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_, y + target.column, ldy,
+                      scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data(),
+                      first_rows(next, true, ahead));
         };
         if (fused_) {
-            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i]); });
+            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i], nullptr); });
             team_.each(phase, base, [&](int i) {
-                product.run(i);
-                expand_tile(step, g, product.tile_of(i), run_expand);
+                const Tile tile = product.tile_of(i);
+                int done = tile.row;  // rows below are complete
+                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
+                    const Adapter& adapter = *step.segment_adapters[u.segment];
+                    if (u.token < done || u.count < tile.columns || adapter.first_elem[layer] < 0) return;
+                    if (done < u.token) product.run(tile, done, u.token - done, nullptr);
+                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
+                                                       ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+                    product.run(tile, u.token, u.tokens, &extra);
+                    done = u.token + u.tokens;
+                });
+                if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
+                done = tile.row;
+                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
+                    if (u.token < done || u.count < tile.columns) return run_expand(u, nullptr);
+                    if (step.segment_adapters[u.segment]->first_elem[layer] >= 0) done = u.token + u.tokens;
+                });
             });
         } else {
-            team_.each(phase, base + (int)shrinks.size(), [&](int i) {
-                if (i < base) product.run(i);
-                else run_shrink(shrinks[i - base]);
-            });
+            run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
+                      [&](int i, bool more) { product.run(i, accumulate && more); }, run_shrink);
         }
-        if (!expands.empty()) team_.each(phase, (int)expands.size(), [&](int i) { run_expand(expands[i]); });
+        if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g], run_expand);
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
@@ -228,23 +275,32 @@ class Decoder {
                 const int first = std::max(tile.column, target.column) - target.column;
                 const int last = std::min(tile.column + tile.columns, target.column + target.width) - target.column;
                 if (first < last && step.segment_adapters[s]->b_offset[target.module] >= 0)
-                    run_expand({s, m, first, last - first, begin, end - begin});
+                    run_expand({s, m, first, last - first, begin, end - begin}, nullptr);
             }
         }
     }
 
-    // Norm (where the architecture has it) and rotate q and k, then write q to its buffer, k and v to their page.
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, float* y, T* k_plane, T* v_plane) {
-        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim;
+    // Of one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k, then
+    // write q to its buffer, k and v to their page.
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, int kv_head, float* y, T* k_plane, T* v_plane) {
+        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, group = m_.heads / m_.kv_heads;
         const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
-        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv;
-        for (int h = 0; h < m_.heads + m_.kv_heads; h++) {
-            float* x = y + h * head_dim;
-            const bool key = h >= m_.heads;
+        const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv + kv_head * head_dim;
+        for (int i = 0; i <= group; i++) {
+            const bool key = i == group;
+            const int head = key ? m_.heads + kv_head : kv_head * group + i;
+            float* x = y + head * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            rotate(x, cos, sin, head_dim, key ? k_plane + place + (h - m_.heads) * head_dim : q_.data() + (long)t * q + h * head_dim);
+            rotate(x, cos, sin, head_dim, key ? k_plane + place : q_.data() + t * spread<T>(q) + head * head_dim);
         }
-        convert(y + q + kv, kv, v_plane + place);
+        convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
+    }
+
+    // Elements from row to row: an odd number of cache lines, so that rows don't fall into the same few sets.
+    template <class E>
+    static long spread(int n) {
+        constexpr int line = 64 / (int)sizeof(E);
+        return ((n + line - 1) / line | 1) * (long)line;
     }
 
     template <class V>
@@ -258,11 +314,17 @@ class Decoder {
     std::vector<Scratch> scratch_;
     std::vector<Target> groups_[4];
     std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<int> shrink_split_[4], expand_split_[4], decode_split_, none_split_;
+    std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
+    std::vector<DecodeUnit> decodes_;
+    std::vector<Best> best_;
     std::vector<float> x_, y_;
     std::vector<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
-    bool fused_ = false;  // the step has a long segment
+    bool fused_ = false;   // the step has a long segment
+    bool few_ = false;     // it has few tokens
+    bool decode_ = false;  // and each is a row of its own
     std::chrono::steady_clock::time_point deadline_;
 };
 

@@ -14,9 +14,13 @@ constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panel
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
 
+// More of the reduction dimension for the same outputs, from other memory: y += Σ_k x[m, k] · w[n, k].
+template <class T>
+struct Extra { const T* x; long ldx; const T* panel; int k; };
+
 template <class T, int ROWS>
 inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
-                 const float* bias) {
+                 const float* bias, const Extra<T>* extra) {
     using K = Kind<T>;
     const __mmask16 m0 = head_mask(columns), m1 = head_mask(columns > kLanes ? columns - kLanes : 0);
     __m512 acc[ROWS][2];
@@ -41,6 +45,19 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
             acc[r][1] = K::mac(acc[r][1], w1, b);
         }
     }
+    if (extra) {
+        x = extra->x;
+        w = extra->panel;
+        for (int i = 0; i < extra->k; i += K::pair, w += kPanel * K::pair) {
+            const auto w0 = K::load(w), w1 = K::load(w + kLanes * K::pair);
+#pragma GCC unroll 12
+            for (int r = 0; r < ROWS; r++) {
+                const auto b = K::broadcast(x + r * extra->ldx + i);
+                acc[r][0] = K::mac(acc[r][0], w0, b);
+                acc[r][1] = K::mac(acc[r][1], w1, b);
+            }
+        }
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < ROWS; r++) {
         store16(y + r * ldy, acc[r][0], m0);
@@ -51,13 +68,13 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
 // All `rows` rows against one panel.
 template <class T>
 inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
-                          bool accumulate, const float* bias) {
-    int r = 0;
-    for (; r + kRows <= rows; r += kRows) tile<T, kRows>(x + r * ldx, ldx, panel, k, y + r * ldy, ldy, columns, accumulate, bias);
-    x += r * ldx;
-    y += r * ldy;
-    switch (rows - r) {
-#define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias); break;
+                          bool accumulate, const float* bias, const Extra<T>* extra = nullptr) {
+    Extra<T> here{};
+    if (extra) here = *extra, extra = &here;
+    for (; rows >= kRows; rows -= kRows, x += kRows * ldx, y += kRows * ldy, here.x += kRows * here.ldx)
+        tile<T, kRows>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra);
+    switch (rows) {
+#define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
         CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
         CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11)
 #undef CHORUS_TILE
@@ -82,10 +99,20 @@ struct Product {
         const int row = unit / panels() * kRowChunk, column = unit % panels() * kPanel;
         return {row, rows - row < kRowChunk ? rows - row : kRowChunk, column, n - column < kPanel ? n - column : kPanel};
     }
-    void run(int unit) const {
+    // fetch: whether the next unit runs on the same thread, and its outputs may have been written by another.
+    void run(int unit, bool fetch = false) const {
         const Tile t = tile_of(unit);
-        panel_product<T>(x + t.row * ldx, ldx, t.rows, w + unit % panels() * panel_elems<T>(k), k,
-                         y + t.row * ldy + t.column, ldy, t.columns, accumulate, bias ? bias + t.column : nullptr);
+        if (fetch)
+            for (int r = 0; r < t.rows; r++) {
+                prefetch(y + (t.row + r) * ldy + t.column + kPanel);
+                prefetch(y + (t.row + r) * ldy + t.column + kPanel + kLanes);
+            }
+        run(t, t.row, t.rows, nullptr);
+    }
+    // Some rows of a tile.
+    void run(const Tile& t, int row, int rows, const Extra<T>* extra) const {
+        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, y + row * ldy + t.column, ldy,
+                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra);
     }
 };
 

@@ -19,7 +19,7 @@ namespace chorus {
 
 class Team {
    public:
-    explicit Team(int threads) : size_(threads) {
+    explicit Team(int threads) : size_(threads), shares_(threads) {
         for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
@@ -32,6 +32,7 @@ class Team {
     // Run body(thread) on every thread of the team; the caller is thread 0.
     void run(const std::function<void(int)>& body) {
         body_ = &body;
+        round_ += phase_.load(std::memory_order_relaxed);
         phase_ = 0;
         for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
@@ -48,11 +49,46 @@ class Team {
         barrier(phase);
     }
 
+    // As `each`, but every thread has its own units 0 … count(thread)-1 and does them in order, so that what a unit leads
+    // up to in memory is this thread's too. Whoever is done takes from the end of what another still has to do.
+    // work(owner, unit, more): more says that the owner's next unit follows on the same thread.
+    template <class Count, class Work>
+    void each_own(int& phase, int thread, Count count, Work work) {
+        const uint32_t tag = (round_ + phase) & kTagMask;
+        for (int i = 0; i < size_; i++) {
+            const int owner = (thread + i) % size_;
+            bool more = false;
+            for (int unit; (unit = take(shares_[owner], tag, count(owner), i > 0, more)) >= 0;) work(owner, unit, more);
+        }
+        barrier(phase);
+    }
+
    private:
+    // A thread's units that are left in the phase `tag`: tag, last, first. Whoever comes first sets it up for its phase,
+    // so that a thread that isn't running holds up nothing but the unit it is in.
+    struct alignas(64) Share : std::atomic<uint64_t> {};
+    static constexpr uint32_t kTagMask = 0xFFFFFF;
+    static constexpr int kUnitBits = 20;
+
+    static int take(Share& share, uint64_t tag, int count, bool from_end, bool& more) {
+        constexpr uint64_t mask = (1 << kUnitBits) - 1;
+        uint64_t state = share.load(std::memory_order_relaxed);
+        for (;;) {
+            const bool set_up = state >> 2 * kUnitBits == tag;
+            uint64_t first = set_up ? state & mask : 0, last = set_up ? state >> kUnitBits & mask : (uint64_t)count;
+            if (set_up && first >= last) return -1;
+            const bool none = first >= last;
+            const int unit = none ? -1 : from_end ? (int)--last : (int)first++;
+            more = !from_end && first < last;
+            if (share.compare_exchange_weak(state, tag << 2 * kUnitBits | last << kUnitBits | first, std::memory_order_relaxed)) return unit;
+        }
+    }
+
     void barrier(int& phase) {
         int at = phase++;
         if (size_ == 1) {
             counters_[at % 3].store(0, std::memory_order_relaxed);
+            phase_.store(at + 1, std::memory_order_relaxed);
             return;
         }
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
@@ -100,6 +136,8 @@ class Team {
     alignas(64) std::atomic<int> done_{0};
     struct alignas(64) Counter : std::atomic<int> { using std::atomic<int>::atomic; using std::atomic<int>::operator=; };
     Counter counters_[3];
+    uint32_t round_ = 0;  // phases of all steps before this one
+    std::vector<Share> shares_;
 };
 
 }  // namespace chorus

@@ -12,7 +12,8 @@
 namespace chorus {
 
 constexpr int kModules = 7;
-constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 256;
+constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 512;
+constexpr int kAhead = 8;  // rank-rows that are worked on together, and fetched meanwhile
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
 struct Adapter {  // mirrors ops/native.py
@@ -28,17 +29,25 @@ template <class T>
 struct Arena {
     T* data;
     int64_t page_elems;
-    // Elements elem … elem+width-1 of an adapter, which run over its pages; a row that goes on in another page is put
-    // together in `spare` (room for `width` elements).
-    const T* row(const Adapter& a, int64_t elem, int width, T* spare) const {
+    // Where `count` rows of `width` elements begin that are `step` apart in an adapter, the first at `elem`. A row that
+    // goes on in another page is put together in `spare` (rows `lds` apart); without, it is where it begins.
+    void rows(const Adapter& a, int64_t elem, int64_t step, int count, int width, const T** out, T* spare, long lds) const {
         int64_t index = elem / page_elems, at = elem % page_elems;
-        if (at + width <= page_elems) return data + a.pages[index] * page_elems + at;
+        for (int i = 0; i < count; i++) {
+            out[i] = data + a.pages[index] * page_elems + at;
+            if (spare && at + width > page_elems) out[i] = join(a, index, at, width, spare + i * lds);
+            for (at += step; at >= page_elems; at -= page_elems) index++;
+        }
+    }
+
+   private:
+    const T* join(const Adapter& a, int64_t index, int64_t at, int width, T* out) const {
         for (int done = 0; done < width; index++, at = 0) {
             const int count = (int)std::min<int64_t>(width - done, page_elems - at);
-            memcpy(spare + done, data + a.pages[index] * page_elems + at, count * sizeof(T));
+            memcpy(out + done, data + a.pages[index] * page_elems + at, count * sizeof(T));
             done += count;
         }
-        return spare;
+        return out;
     }
 };
 
@@ -81,9 +90,9 @@ inline void expand_units(const Segments& segments, const std::vector<Target>& gr
         }
 }
 
-// h[t][i] for TOKENS tokens and RANKS rank-rows. next: the rows that come after them, null when there are none.
+// h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`.
 template <class T, int TOKENS, int RANKS>
-inline void dots(const T* x, long ldx, const T* const* rows, const T* const* next, int k, float scale, T* h, long ldh) {
+inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, float scale, T* h, long ldh) {
     using K = Kind<T>;
     __m512 acc[16];
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
@@ -92,9 +101,9 @@ inline void dots(const T* x, long ldx, const T* const* rows, const T* const* nex
         typename K::Reg a[RANKS];
 #pragma GCC unroll 8
         for (int r = 0; r < RANKS; r++) a[r] = K::load(rows[r] + i);
-        if (next)
+        if (fetch)
 #pragma GCC unroll 8
-            for (int r = 0; r < RANKS; r++) prefetch(next[r] + i);
+            for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + i);
 #pragma GCC unroll 4
         for (int t = 0; t < TOKENS; t++) {
             const auto b = K::load(x + t * ldx + i);
@@ -112,25 +121,28 @@ inline void dots(const T* x, long ldx, const T* const* rows, const T* const* nex
 }
 
 template <class T, int TOKENS>
-inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh,
-                       bool first) {
+inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh, bool fetch) {
     constexpr int most = TOKENS <= 2 ? 8 : 4;
     int r = 0;
-    for (; r + most <= ranks; r += most)
-        dots<T, TOKENS, most>(x, ldx, rows + r, first && r + 2 * most <= ranks ? rows + r + most : nullptr, k, scale, h + r, ldh);
-    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 4; }
-    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh); r += 2; }
-    if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, nullptr, k, scale, h + r, ldh);
+    for (; r + most <= ranks; r += most) dots<T, TOKENS, most>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
+    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, fetch, k, scale, h + r, ldh); r += 4; }
+    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, fetch, k, scale, h + r, ldh); r += 2; }
+    if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
+}
+
+// Where row `rank` of A or Bᵀ begins in the adapter.
+inline int64_t first_row(const Adapter& adapter, int layer, int rank, int offset) {
+    return adapter.first_elem[layer] + rank * adapter.slab_elems + offset;
 }
 
 // h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
-// spare: room for kRankChunk rows of A.
+// spare: room for kRankChunk rows of A. next: the kAhead rows that this thread needs after these, or null.
 template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* x, long ldx, int k, T* h, long ldh, T* spare) {
-    const T* rows[kRankChunk];
-    const int64_t first = adapter.first_elem[layer] + unit.first * adapter.slab_elems + adapter.a_offset[module];
-    for (int i = 0; i < unit.count; i++) rows[i] = arena.row(adapter, first + i * adapter.slab_elems, k, spare + (long)i * k);
+                   const T* x, long ldx, int k, T* h, long ldh, T* spare, const T* const* next) {
+    const T* rows[kRankChunk + kAhead];
+    arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count, k, rows, spare, k);
+    for (int i = 0; i < kAhead; i++) rows[unit.count + i] = next ? next[i] : rows[unit.count - 1];
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
     for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
@@ -140,43 +152,40 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
 }
 
-// Few tokens: COLUMNS·16 columns of y for TOKENS tokens stay in registers while the rank-rows pass.
-template <class T, int TOKENS, int COLUMNS>
-inline void add_rows(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
-    __m512 acc[TOKENS][COLUMNS];
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows; meanwhile fetches the RANKS rows that follow them.
+template <class T, int TOKENS, int RANKS>
+inline void add_rows(const T* const* rows, const T* h, long ldh, float* y, long ldy, int columns) {
+    constexpr int line = 64 / (int)sizeof(T);
+    __m512 factor[TOKENS][RANKS];
     for (int t = 0; t < TOKENS; t++)
-        for (int c = 0; c < COLUMNS; c++) acc[t][c] = load16(y + t * ldy + c * kLanes, head_mask(std::max(0, columns - c * kLanes)));
-    if (columns >= COLUMNS * kLanes) {
-        for (int r = 0; r < rank; r++) {
-            __m512 factor[TOKENS];
-            for (int t = 0; t < TOKENS; t++) factor[t] = _mm512_set1_ps(widen(h[t * ldh + r]));
-            if (r + 4 < rank)
-#pragma GCC unroll 16
-                for (int c = 0; c < COLUMNS; c += 64 / (int)sizeof(T) / kLanes) prefetch(rows[r + 4] + c * kLanes);
-#pragma GCC unroll 16
-            for (int c = 0; c < COLUMNS; c++) {
-                const __m512 b = load16(rows[r] + c * kLanes);
-#pragma GCC unroll 4
-                for (int t = 0; t < TOKENS; t++) acc[t][c] = _mm512_fmadd_ps(factor[t], b, acc[t][c]);
+        for (int r = 0; r < RANKS; r++) factor[t][r] = _mm512_set1_ps(widen(h[t * ldh + r]));
+    for (int c = 0; c < columns; c += line) {
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
+#pragma GCC unroll 2
+        for (int l = c; l < c + line; l += kLanes) {
+            const __mmask16 mask = head_mask(std::max(0, columns - l));
+            __m512 acc[TOKENS];
+            for (int t = 0; t < TOKENS; t++) acc[t] = load16(y + t * ldy + l, mask);
+#pragma GCC unroll 8
+            for (int r = 0; r < RANKS; r++) {
+                const __m512 b = load16(rows[r] + l, mask);
+                for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_fmadd_ps(factor[t][r], b, acc[t]);
             }
+            for (int t = 0; t < TOKENS; t++) store16(y + t * ldy + l, acc[t], mask);
         }
-    } else {
-        for (int r = 0; r < rank; r++)
-            for (int c = 0; c < COLUMNS && c * kLanes < columns; c++) {
-                const __m512 b = load16(rows[r] + c * kLanes, head_mask(columns - c * kLanes));
-                for (int t = 0; t < TOKENS; t++) acc[t][c] = _mm512_fmadd_ps(_mm512_set1_ps(widen(h[t * ldh + r])), b, acc[t][c]);
-            }
     }
-    for (int t = 0; t < TOKENS; t++)
-        for (int c = 0; c < COLUMNS && c * kLanes < columns; c++) store16(y + t * ldy + c * kLanes, acc[t][c], head_mask(columns - c * kLanes));
 }
 
-template <class T, int TOKENS, int COLUMNS>
-inline void add_rows_chunk(const T** rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
-    for (int c = 0; c < columns; c += COLUMNS * kLanes) {
-        add_rows<T, TOKENS, COLUMNS>(rows, rank, h, ldh, y + c, ldy, columns - c);
-        for (int r = 0; r < rank; r++) rows[r] += COLUMNS * kLanes;
-    }
+// All rank-rows, a few at a time: y's columns stay in the first-level cache, the rows stream past.
+template <class T, int TOKENS>
+inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
+    constexpr int most = TOKENS <= 2 ? kAhead : 4;
+    int r = 0;
+    for (; r + most <= rank; r += most) add_rows<T, TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
+    if (most == 8 && rank - r >= 4) { add_rows<T, TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
+    if (rank - r >= 2) { add_rows<T, TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns); r += 2; }
+    if (rank - r) add_rows<T, TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
 // Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer.
@@ -198,20 +207,31 @@ inline void pack_rows(const float* const* rows, int rank, int offset, int column
     }
 }
 
-// rows, panel, spare: room for `rank` row pointers, one panel of `rank + 1` rows, and `rank` rows of kColumnChunk columns.
+// The unit's columns, at most kPanel, as a panel: what the expand adds to a product of its tokens.
+template <class T>
+inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
+                             const T* h, long ldh, const T** rows, T* panel, T* spare) {
+    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, adapter.rank,
+               unit.count, rows, spare, kPanel);
+    pack_rows(rows, adapter.rank, 0, unit.count, panel);
+    return {h + unit.token * ldh, ldh, panel, (adapter.rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair};
+}
+
+// rows: room for rank + kAhead row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
+// columns. next: as in `shrink`.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare) {
+                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare, const T* const* next) {
     const int rank = adapter.rank;
-    const int64_t first = adapter.first_elem[layer] + adapter.b_offset[module] + unit.first;
-    for (int i = 0; i < rank; i++)
-        rows[i] = arena.row(adapter, first + i * adapter.slab_elems, unit.count, spare + (long)i * kColumnChunk);
+    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank, unit.count,
+               rows, spare, kColumnChunk);
+    for (int i = 0; i < kAhead; i++) rows[rank + i] = next ? next[i] : rows[rank - 1];
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {
-        case 1: add_rows_chunk<T, 1, 16>(rows, rank, h, ldh, y, ldy, unit.count); return;
-        case 2: add_rows_chunk<T, 2, 8>(rows, rank, h, ldh, y, ldy, unit.count); return;
-        case 3: add_rows_chunk<T, 3, 8>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 1: add_ranks<T, 1>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 2: add_ranks<T, 2>(rows, rank, h, ldh, y, ldy, unit.count); return;
+        case 3: add_ranks<T, 3>(rows, rank, h, ldh, y, ldy, unit.count); return;
         default: break;
     }
     const int k = (rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair;

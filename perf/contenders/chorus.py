@@ -42,6 +42,10 @@ class Contender:
         model = type(self._engine._executor._model).__name__
         return {"version": _version(), "engine": f"{model} from {Path(cpu.__file__).parents[2]}"}
 
+    @property
+    def engine(self) -> Engine:
+        return self._engine
+
     def run(self, case: str) -> dict[str, Any]:
         self._prepare(case)
         workload, names = self._job.workload, list(self._job.adapters)

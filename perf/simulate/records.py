@@ -45,6 +45,12 @@ class Records:
         for append, value in zip(self._appends, served, strict=True):
             append(value)
 
+    def extend(self, other: Records) -> None:
+        """Take over what another run recorded."""
+        for name, column in self._columns.items():
+            column.extend(other._columns[name])
+        self.num_failed += other.num_failed
+
     def __len__(self) -> int:
         return len(self._columns["arrival"])
 

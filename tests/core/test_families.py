@@ -201,7 +201,7 @@ def logits_of(executor: CpuExecutor, prompts: list[list[int]]) -> torch.Tensor:
     executor._model.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
     engine = Engine(EngineConfig(model="."), executor)
     for index, prompt in enumerate(prompts):
-        engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0)))
+        engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0, logprobs=0)))
     engine.step()
     return seen[0].clone()
 

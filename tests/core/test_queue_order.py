@@ -14,7 +14,7 @@ from chorus.core.engine import Engine
 from chorus.core.queue_order import queue_order
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_store import Tier
+from chorus.memory.adapter import Tier
 from chorus.memory.host_images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected

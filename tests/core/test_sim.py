@@ -16,8 +16,8 @@ from chorus.core.executors.sim import MODEL, SimAdapters, StepPrice, VirtualCloc
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
 from chorus.core.types import FinishReason
+from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import Tier
 
 PROFILE = load_profile("a100-llama2-7b")
 LAYERS = PROFILE.geometry.num_layers

@@ -30,9 +30,10 @@ from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.buckets import DecodeBuckets
+from chorus.memory.adapter import Adapter
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.adapter_store import Adapter, UnknownAdapter
+from chorus.memory.adapter_store import UnknownAdapter
 from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import InlineReads, Reads
 from chorus.memory.layout import MODULES, PageLayout

@@ -9,8 +9,8 @@ import pytest
 
 from chorus.core.load_policy import LoadPolicy
 from chorus.core.types import FinishReason
+from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import Tier
 from chorus.memory.eviction import RestoreCosts
 from chorus.memory.host_images import ThreadReads
 
@@ -80,13 +80,19 @@ def start(gqa, drive):
 
 
 def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
-    driver, gate = start(max_load_stall_seconds=60.0)
+    timers = []
+
+    def before(plan):
+        if not timers and any(row.request_id == "x" for row in plan.rows):
+            timers.extend(threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 9))
+            for timer in timers:
+                timer.start()
+
+    driver, gate = start(max_load_stall_seconds=60.0, before=before)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
-    timers = [threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 9)]
-    for timer in timers:
-        timer.start()
     driver.step()
-    assert len(driver.answers["x"].tokens) == 1, "it did not start before all was read"
+    assert timers, "it waited for all of the adapter"
+    assert len(driver.answers["x"].tokens) == 1
     answers = driver.drain()
     for timer in timers:
         timer.join()
@@ -181,6 +187,6 @@ class FakeAdapter:
 )
 def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, alone, may):
     costs = RestoreCosts(prefix_page=0.1)
-    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.04)
+    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.02)
     assert policy.may_start(FakeAdapter(), 32, alone=alone) is may
     assert policy.may_start(FakeAdapter([3]), 1, alone=False)

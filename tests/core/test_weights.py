@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.checkpoint import INDEX, Checkpoint
-from chorus.core.load_progress import LoadProgress, load_progress
+from chorus.core.load_progress import LoadProgress, count_progress, load_progress
 from chorus.core.model_config import ModelConfig, UnsupportedModel
 from chorus.core.weights import EMBED, LM_HEAD, WeightLoader, open_weights, tensor_shapes
 
@@ -145,6 +145,7 @@ def test_progress_counts_every_byte_once(checkpoint):
     loader = it.loader(torch.bfloat16, advance=seen.append)
     every_tensor(loader)
     assert sum(seen) == loader.num_bytes == sum(t.numel() * 4 for t in it.tensors.values())
+    assert loader.num_bytes_kept == loader.num_bytes // 2
 
 
 def test_progress_is_silent_off_a_terminal_and_shown_on_one(checkpoint, monkeypatch, capsys):
@@ -159,6 +160,19 @@ def test_progress_is_silent_off_a_terminal_and_shown_on_one(checkpoint, monkeypa
     out, err = capsys.readouterr()
     assert out == ""
     assert f"loading {it.path.name}" in err
+
+
+def test_counted_progress_says_how_many_of_how_many(monkeypatch, capsys):
+    with count_progress("capturing", 3) as progress:
+        assert type(progress) is LoadProgress
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("TTY_COMPATIBLE", "1")
+    with count_progress("capturing", 3) as progress:
+        progress.advance(2)
+    err = capsys.readouterr().err
+    assert "capturing" in err
+    assert "2/3" in err
 
 
 # -- tied embeddings
@@ -304,7 +318,7 @@ PEAK = """
 import sys, torch
 from pathlib import Path
 from chorus.core.model_config import ModelConfig
-from chorus.core.native_model import _native_layer, _pack
+from chorus.core.native_model import _native_layer, _PackedWeights
 from chorus.core.weights import open_weights
 from chorus.ops import native
 
@@ -312,14 +326,15 @@ def status(name):
     return next(int(l.split()[1]) << 10 for l in open("/proc/self/status") if l.startswith(name))
 
 path, dtype, packed = Path(sys.argv[1]), getattr(torch, sys.argv[2]), sys.argv[3] == "packed"
-_pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
+native.pack(torch.ones(64, 64, dtype=dtype)).float().to(torch.bfloat16)
 config = ModelConfig.read(path)
 open("/proc/self/clear_refs", "w").write("5")  # resets the peak
 before = status("VmRSS:")
 with open_weights(path, config, dtype) as weights:
     embed = weights.embed()
-    layers = [_native_layer(l) for l in weights.layers(_pack)] if packed else list(weights.layers())
-    head = _pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
+    pack = _PackedWeights(config, dtype).add if packed else None
+    layers = [_native_layer(l) for l in weights.layers(pack)] if packed else list(weights.layers())
+    head = pack(weights.lm_head(embed)) if packed else weights.lm_head(embed)
 print(status("VmHWM:") - before)
 """
 

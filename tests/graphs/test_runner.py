@@ -54,3 +54,25 @@ def test_failed_capture_is_tried_again():
     assert runner.keys == ()
     assert runner.replay(1, StepMode.BASE) == "done"
     assert attempts == [1, 1]
+
+
+def test_reports_what_captures_took(log):
+    free = iter((100, 70, 70, 90))  # another process may give memory back meanwhile
+    runner = GraphRunner(lambda bucket, mode: lambda: None, lambda: next(free))
+    first = runner.capture(4, StepMode.LORA)
+    runner.replay(2, StepMode.BASE)
+    assert runner.report == [first, runner.report[1]]
+    assert [(step.bucket, step.mode, step.num_bytes) for step in runner.report] == [
+        (4, StepMode.LORA, 30),
+        (2, StepMode.BASE, 0),
+    ]
+    assert all(step.seconds >= 0 for step in runner.report)
+    runner.replay(4, StepMode.LORA)
+    assert len(runner.report) == 2, "a replay captures nothing"
+
+
+def test_clear_gives_everything_up(runner, log):
+    runner.replay(4, StepMode.BASE)
+    runner.clear()
+    assert runner.keys == ()
+    assert runner.report == []

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import AdapterStore, Tier, UnknownAdapter
+from chorus.memory.adapter_store import AdapterStore, UnknownAdapter
 from chorus.memory.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.host_images import HostImages, InlineReads
 from chorus.memory.pages import OutOfPages, PageKind, PagePool

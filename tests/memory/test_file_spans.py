@@ -25,10 +25,12 @@ def path(content, tmp_path_factory):
     return path
 
 
-@pytest.fixture(params=["direct", "plain"])
+@pytest.fixture(params=["queued", "direct", "plain"])
 def fd(path, request, monkeypatch):
     if request.param == "plain":
         monkeypatch.setattr(file_spans, "_open_direct", lambda fd: None)
+    if request.param == "direct":
+        monkeypatch.setattr(file_spans, "_queue", lambda: None)
     fd = os.open(path, os.O_RDONLY)
     yield fd
     os.close(fd)
@@ -49,14 +51,14 @@ spans_of_a_file = st.lists(
 
 
 def test_every_span_is_read_wherever_it_lies(fd, content):
-    @given(spans_of_a_file, st.booleans())
-    def check(spans, cold):
+    @given(st.lists(spans_of_a_file, max_size=9), st.booleans())
+    def check(groups, cold):
         if cold:
             forget(fd)
         with FileSpans(fd) as reader:
-            address = reader.read(spans)
-            for start, end in spans:
-                assert ctypes.string_at(address(start), end - start) == content[start:end]
+            for spans, address in zip(groups, reader.read(groups), strict=True):
+                for start, end in spans:
+                    assert ctypes.string_at(address(start), end - start) == content[start:end]
 
     check()
 
@@ -64,25 +66,35 @@ def test_every_span_is_read_wherever_it_lies(fd, content):
 def test_one_read_follows_another(fd, content):
     with FileSpans(fd) as reader:
         for start in (0, 250_000, 5):
-            address = reader.read([(start, start + 1000)])
+            (address,) = reader.read([[(start, start + 1000)]])
             assert ctypes.string_at(address(start), 1000) == content[start : start + 1000]
 
 
 def test_a_span_beyond_the_files_end_is_told(fd):
     with FileSpans(fd) as reader:
-        assert reader.read([(0, 10), (SIZE - 10, SIZE + 1)]) is None
-        assert reader.read([(SIZE + 100_000, SIZE + 100_001)]) is None
+        beyond = [[(0, 10), (SIZE - 10, SIZE + 1)], [(SIZE + 100_000, SIZE + 100_001)], [(0, 10)]]
+        assert [address is None for address in reader.read(beyond)] == [True, True, False]
 
 
 def test_what_cannot_be_read_is_told(tmp_path):
     fd = os.open(tmp_path, os.O_RDONLY)  # a directory
     with FileSpans(fd) as reader:
-        assert reader.read([(0, 10)]) is None
+        assert list(reader.read([[(0, 10)]])) == [None]
     os.close(fd)
 
 
 def test_only_what_was_read_has_an_address(fd):
     with FileSpans(fd) as reader:
-        address = reader.read([(0, 10)])
+        (address,) = reader.read([[(0, 10)]])
         with pytest.raises(KeyError):
             address(250_000)
+
+
+def test_a_reader_that_is_left_early_leaves_nothing_under_way(fd, content):
+    forget(fd)
+    groups = [[(start, start + 30_000)] for start in range(0, 270_000, 30_000)]
+    with FileSpans(fd) as reader:
+        next(found := reader.read(groups))
+        found.close()
+        (address,) = reader.read([[(7, 1000)]])
+        assert ctypes.string_at(address(7), 993) == content[7:1000]

@@ -8,8 +8,9 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from chorus.ops.activation import silu_and_mul
-from chorus.ops.norm import rms_norm
-from chorus.ops.rope import apply_rope, rotary_table
+from chorus.ops.kv_write import HeadNorms, rotate_and_write, write_kv
+from chorus.ops.norm import add_rms_norm, rms_norm
+from chorus.ops.rope import RotaryEmbedding, Rotation, apply_rope, rotary_table
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -72,3 +73,41 @@ def test_silu_and_mul(dtype):
     with torch.inference_mode():
         gate_up = torch.cat((module.gate_proj(x), module.up_proj(x)), dim=-1)
         torch.testing.assert_close(module.down_proj(silu_and_mul(gate_up)), module(x))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_add_rms_norm_updates_the_residual(dtype):
+    x, residual, weight = torch.randn(5, 24).to(dtype), torch.randn(5, 24).to(dtype), torch.randn(24).to(dtype)
+    summed = residual + x
+    got = add_rms_norm(x, residual, weight, 1e-5)
+    assert torch.equal(residual, summed)
+    assert torch.equal(got, rms_norm(summed, weight, 1e-5))
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize("normed", [False, True])
+def test_rotate_and_write_is_norm_rotation_and_write(tokens, normed):
+    heads, kv_heads, head_dim = 6, 2, 8
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * head_dim)
+    positions = torch.randint(0, 50, (tokens,))
+    place = torch.randperm(24)[:tokens]
+    norms = HeadNorms(torch.randn(head_dim), torch.randn(head_dim), 1e-5) if normed else None
+    cos, sin = rotary_table(torch.tensor([1.0, 0.3, 0.1, 0.01]), 50)
+    caches = torch.zeros(2, 6, 3, 2, 4, kv_heads, head_dim)
+
+    q, k, v = (part.unflatten(1, (-1, head_dim)) for part in qkv.split((48, 16, 16), dim=1))
+    if norms is not None:
+        q, k = rms_norm(q, norms.q, 1e-5), rms_norm(k, norms.k, 1e-5)
+    q, k = (apply_rope(x, cos[positions][:, None], sin[positions][:, None]) for x in (q, k))
+    write_kv(caches[0][:, 1, 0], caches[0][:, 1, 1], k, v, place // 4, place % 4)
+
+    rotary = RotaryEmbedding(torch.tensor([1.0, 0.3, 0.1, 0.01]), 50, torch.float32)
+    table = Rotation(cos, sin, positions)  # as on a GPU: the table and where to look
+    for rotation in (rotary.at(positions), table):
+        caches[1].zero_()
+        got = rotate_and_write(
+            qkv, rotation, norms, caches[1][:, 1, 0], caches[1][:, 1, 1], place // 4, place % 4
+        )  # fmt: skip
+        assert got.shape == (tokens, heads, head_dim)
+        assert torch.equal(got, q)
+        assert torch.equal(caches[0], caches[1])

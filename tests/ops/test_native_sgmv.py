@@ -51,7 +51,7 @@ class Base:
     ) -> None:
         self.block_tokens = block_tokens
         self.path = path
-        self._executors: dict[tuple[torch.dtype, str], CpuExecutor] = {}
+        self._executors: dict[tuple[torch.dtype, str, int], CpuExecutor] = {}
         description = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": hidden,
             "intermediate_size": ffn, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
@@ -75,11 +75,11 @@ class Base:
                 weight(f"model.layers.{layer}.{'self_attn' if module in MODULES[:4] else 'mlp'}.{module}", d_out, d_in)
         save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
 
-    def executor(self, dtype: torch.dtype, kernels: str) -> CpuExecutor:
-        key = dtype, kernels
+    def executor(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> CpuExecutor:
+        key = dtype, kernels, threads
         if key not in self._executors:
             config = EngineConfig(
-                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=1,
+                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=threads,
                 num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
             )  # fmt: skip
             self._executors[key] = CpuExecutor(config)
@@ -152,9 +152,9 @@ class Step:
             )  # fmt: skip
             self.segments.add(begin, end, rows)
 
-    def logits(self, dtype: torch.dtype, kernels: str) -> torch.Tensor:
+    def logits(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> torch.Tensor:
         """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
-        executor = self.base.executor(dtype, kernels)
+        executor = self.base.executor(dtype, kernels, threads)
         arena = executor._arena
         assert arena.layout.page_elems == self.layout.page_elems
         arena.pages.fill_(float("nan"))
@@ -236,6 +236,17 @@ def test_native_and_torch_agree_in_bf16(base, seed, lengths):
     by_torch = distance(step.logits(torch.bfloat16, "torch"), expected)
     by_native = distance(step.logits(torch.bfloat16, "native"), expected)
     assert by_native < min(BF16_BOUND, BF16_OVER_TORCH * by_torch)
+
+
+@needs_native
+@pytest.mark.parametrize("threads", [2, 3, 5])
+@pytest.mark.parametrize("lengths", [[1] * 9, [1] * 40, [2, 1, 1], [60, 1, 1, 1], [200, 17, 3]], ids=str)
+def test_threads_share_the_work_without_a_trace(base, threads, lengths):
+    """Who does what depends on luck; the logits don't, to the last bit."""
+    step = mixed_step(len(lengths), base("usual"), lengths)
+    expected = step.logits(torch.bfloat16, "native")
+    for _ in range(5):
+        assert torch.equal(step.logits(torch.bfloat16, "native", threads), expected)
 
 
 @needs_native

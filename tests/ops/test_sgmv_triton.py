@@ -44,9 +44,9 @@ def steps(draw: st.DrawFn) -> Case:
 
 def interpret() -> None:
     """Run in a process of its own. Tables are kept from step to step, as replays of a captured launch keep them."""
-    from chorus.ops.offline_triton import widen_bf16_products
+    from chorus.ops.offline_triton import mend_bf16
 
-    widen_bf16_products()
+    mend_bf16()
     kept = {(name, dtype): make_tables() for name in schedules() for dtype in TOLERANCE}
 
     @settings(max_examples=40, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))

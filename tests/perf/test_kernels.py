@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 
 import pytest
 
 from chorus.ops.sgmv_cost import Cost
 from chorus.perf import kernels
+from chorus.perf.elementwise_variants import elementwise_variants
 from chorus.perf.kernel_values import RANKS, cases
 from chorus.perf.kernel_variants import SHARED_LIMIT, Line, Variant, variants
 
@@ -48,5 +50,25 @@ def test_the_grid_goes_through_all_ranks():
 
 
 def test_variants_differ():
-    listed = list(variants())
+    listed = [*variants(), *elementwise_variants()]
     assert len(set(listed)) == len(listed)
+
+
+def test_every_variant_says_what_it_costs():
+    for variant in elementwise_variants():
+        cost = variant.cost()
+        assert cost.bytes > 64 * 4096, "a launch moves its rows at least once"
+        assert cost.flops > 0
+    costs = {(v.group, v.dtype): v.cost() for v in elementwise_variants()}
+    assert costs["norm", "fp32"].bytes == 2 * costs["norm", "bf16"].bytes == 2 * 4096 * 2 * (2 * 64 + 1)
+    assert costs["add", "bf16"].bytes == 4096 * 2 * (4 * 64 + 1)
+    assert costs["silu", "bf16"].bytes == 3 * 64 * 14336 * 2
+    assert costs["rotary", "bf16"].bytes == 64 * (2 * 48 * 128 * 2 + 128 * 2 + 24)
+
+
+def test_signatures_name_the_kernels_arguments():
+    pytest.importorskip("triton")
+    for variant in elementwise_variants():
+        module = import_module(f"chorus.ops.{variant.module}")
+        given = set(variant.signature()) | set(variant.constants())
+        assert given == set(getattr(module, variant.kernel).arg_names)

@@ -23,7 +23,7 @@ from chorus.core.engine import EngineStats
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
-from chorus.memory.adapter_store import Tier
+from chorus.memory.adapter import Tier
 from chorus.server.app import create_app
 from chorus.server.served_model import ServedModel
 from chorus.server.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_store import Tier
+from chorus.memory.adapter import Tier
 from chorus.server.engine_view import EngineView
 
 

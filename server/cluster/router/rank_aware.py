@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from ....core.costs.models import CostModel
 from .replica_state import ReplicaState, Routed
 
-
 _MOST_SCORES = 1 << 18
 
 

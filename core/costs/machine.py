@@ -1,0 +1,185 @@
+"""A profile of this machine: the real executor measured and fitted (`chorus profile`)."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from ..config import EngineConfig
+from ..engine import Engine, adapter_directories
+from ..executors.base import Executor
+from ..model_config import ModelConfig
+from ..request import Request
+from ..sampling_params import SamplingParams
+from ..types import StepPlan, StepResult
+from .fit import Fit, fit
+from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer
+from .models import Kernel
+from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
+
+_OVERHEAD_STEPS = 40
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """A profile and how steady the machine was. noise: how far a median round is above the best one."""
+
+    profile: Profile
+    noise: float
+    uncached: bool
+
+
+class TimedExecutor:
+    """Another executor, with the seconds that its steps took."""
+
+    def __init__(self, inner: Executor) -> None:
+        self._inner = inner
+        self.model, self.layout, self.num_pages, self.adapters = (
+            inner.model, inner.layout, inner.num_pages, inner.adapters,
+        )  # fmt: skip
+        self.seconds = 0.0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        began = time.perf_counter()
+        try:
+            return self._inner.execute(plan)
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+def measure_machine(
+    config: EngineConfig,
+    *,
+    batches: int = 240,
+    rounds: int = 5,
+    seed: int = 0,
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Measured:
+    """Measure `config`'s model with `config`'s adapters where it runs. progress: (steps done, steps in all).
+
+    Raises MeasureError for what can't be measured, UnsupportedModel and AdapterFormatError for what can't be loaded.
+    """
+    if config.adapters is None:
+        raise MeasureError("there are no adapters to measure with; name a directory of some, of several ranks")
+    paths = adapter_directories(config.adapters)
+    engine = Engine.from_config(config)
+    try:
+        return _measure(engine, paths, batches, rounds, seed, progress)
+    finally:
+        engine.close()
+
+
+def _measure(
+    engine: Engine, paths: Sequence[Path], batches: int, rounds: int, seed: int, progress: Callable[[int, int], None]
+) -> Measured:
+    config, executor = engine.config, engine.executor
+    profiler = StepProfiler(
+        executor, paths, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
+        seed=seed,
+    )  # fmt: skip
+    transfers = profiler.measure_transfers(rounds)
+    decodes, prefills = profiler.decode_plans(batches), profiler.prefill_plans(max(40, batches // 3))
+    done, total = 0, rounds * (len(decodes) + len(prefills))
+
+    def step_done() -> None:
+        nonlocal done
+        done += 1
+        progress(done, total)
+
+    decode = profiler.measure(decodes, Kernel.SGMV, rounds, step_done)
+    prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
+    model = ModelConfig.read(config.model)
+    device = device_name(config.device)
+    how = f"measured on this machine, the median of {rounds} rounds"
+    profile = Profile(
+        name=f"{config.model.resolve().name}-measured",
+        device=device,
+        model=f"{model.architecture}, {model.num_layers} layers, hidden size {model.hidden_size}",
+        source=f"chorus profile on {device}: {how}; {_describe(engine)}",
+        kernel=Kernel.SGMV.value,
+        geometry=Geometry(
+            source="config.json of the model",
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            intermediate_size=model.intermediate_size,
+            num_heads=model.num_heads,
+            num_kv_heads=model.num_kv_heads,
+            head_dim=model.head_dim,
+            vocab_size=model.vocab_size,
+            max_model_len=executor.model.max_model_len,
+            itemsize=executor.layout.itemsize,
+        ),
+        memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's arena"),
+        decode=_terms(fit_decode(decode), how),
+        prefill=_terms(fit_prefill(prefill), how),
+        disk=_terms(fit_transfer(transfers.num_bytes, transfers.read), how),
+        link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
+        overhead=_terms(_measure_overhead(config, executor), "measured on this machine, the median of engine steps"),
+    )
+    return Measured(profile, _noise(decode, prefill), transfers.uncached)
+
+
+def _measure_overhead(config: EngineConfig, executor: Executor) -> Fit:
+    """What an engine's decode steps take beside the executor, by the number of rows."""
+    timed = TimedExecutor(executor)
+    engine = Engine(config, timed)
+    values, seconds = [], []
+    length = min(_OVERHEAD_STEPS, executor.model.max_model_len - 2)
+    for rows in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, config.max_num_seqs}):
+        if rows > config.max_num_seqs:
+            break
+        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
+        for index in range(rows):
+            engine.add_request(Request(f"overhead-{rows}-{index}", [1], params))
+        took = []
+        while engine.has_work():
+            before, began = timed.seconds, time.perf_counter()
+            engine.step()
+            took.append(time.perf_counter() - began - (timed.seconds - before))
+        values.append((1.0, rows))
+        seconds.append(median(took))
+    if len(values) <= 2:
+        return Fit({"base": median(seconds), "per_row": 0.0}, 0.0, 0.0, len(values))
+    return fit(("base", "per_row"), values, seconds)
+
+
+def _terms(found: Fit, how: str) -> Terms:
+    return Terms(
+        terms={name: Number(value=value, source=how) for name, value in found.terms.items()},
+        fit=FitReport(r2=found.r2, mean_error=found.mean_error, samples=found.num_samples),
+    )
+
+
+def _noise(*parts: Samples) -> float:
+    return max(part.noise for part in parts)
+
+
+def _describe(engine: Engine) -> str:
+    config = engine.config
+    threads = "all" if config.threads is None else config.threads
+    return (
+        f"max_num_seqs {config.max_num_seqs}, max_num_batched_tokens {config.max_num_batched_tokens}, "
+        f"threads {threads}, dtype {config.dtype}"
+    )
+
+
+def device_name(device: str) -> str:
+    """What the executor runs on, for people."""
+    if device != "cpu":
+        import torch
+
+        if torch.cuda.is_available():
+            return torch.cuda.get_device_name()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.is_file():
+        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return " ".join(line.partition(":")[2].split())
+    return platform.processor() or platform.machine()

@@ -1,0 +1,217 @@
+"""Measuring a cost model: made-up steps on a real executor, timed and fitted.
+
+Every step is run once per round and the median over rounds counts: what a step takes as a rule, which a burst of other
+work hardly changes. How far the medians are above the least times is reported as noise.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+from ...graphs.buckets import DecodeBuckets
+from ...memory.adapter import Adapter
+from ...memory.adapter_format import WEIGHTS_FILE
+from ...memory.host_image import HostImage
+from ...memory.pages import PageKind, PagePool
+from ..executors.base import Executor
+from ..sampling_params import SamplingParams
+from ..types import BASE_SLOT, ScheduledRow, StepPlan
+from .fit import Fit, fit
+from .models import Kernel
+from .work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
+
+_PARAMS = SamplingParams(temperature=0.0)
+_KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
+_BASE_SHARE = 0.15  # of rows, how many use no adapter
+
+
+class MeasureError(ValueError):
+    """What was given can't be measured; the text says what is needed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transfers:
+    """Bytes and median seconds of each adapter's way. uncached: the files were read from the disk itself."""
+
+    num_bytes: list[int]
+    read: list[float]
+    place: list[float]
+    uncached: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Samples:
+    """Steps with the median seconds of each. noise: the median over steps of median / least - 1."""
+
+    work: list[StepWork]
+    seconds: list[float]
+    noise: float
+
+
+class StepProfiler:
+    """Runs steps on an executor that nobody else uses meanwhile; it fills the arena as it likes."""
+
+    def __init__(
+        self, executor: Executor, adapters: Sequence[Path], *, max_num_seqs: int, max_num_batched_tokens: int,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
+        """adapters: directories, of as many ranks as may be. Raises AdapterFormatError, and MeasureError for none."""
+        if not adapters:
+            raise MeasureError("there are no adapters to measure with; name a directory of some, of several ranks")
+        self._executor = executor
+        self._max_num_seqs = max_num_seqs
+        self._max_tokens = max_num_batched_tokens
+        self._random = random.Random(seed)
+        self._buckets = DecodeBuckets(max_num_seqs)
+        self._pool = PagePool(executor.num_pages)
+        self._adapters = [self._adapter(path, version) for version, path in enumerate(adapters, 1)]
+        room = self._pool.num_free - sum(adapter.num_pages for adapter in self._adapters)
+        if room < 2 * max_num_seqs:
+            raise MeasureError(
+                f"the adapters leave {max(0, room)} pages of {self._pool.num_usable} for KV; raise memory_bytes"
+            )
+        self._steps = 0
+
+    # -- adapters
+
+    def measure_transfers(self, rounds: int) -> Transfers:
+        """Read every adapter and place it, `rounds` times; they stay in the arena."""
+        backend = self._executor.adapters
+        page_bytes = self._executor.layout.page_bytes
+        reads, places = [], []
+        uncached = True
+        for adapter in self._adapters:
+            adapter.pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
+            read, place = [], []
+            images = []  # kept, so that every read is into memory of its own, as the first read of an adapter is
+            for _ in range(rounds):
+                uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
+                images.append(image := HostImage())
+                began = time.perf_counter()
+                backend.read(adapter.manifest, adapter.layout, image)
+                ended = time.perf_counter()
+                transfer = backend.place(image, adapter.layout, adapter.pages)
+                while transfer is not None and not transfer.is_done():
+                    time.sleep(0)
+                place.append(time.perf_counter() - ended)
+                read.append(ended - began)
+            reads.append(median(read))
+            places.append(median(place))
+        sizes = [adapter.num_pages * page_bytes for adapter in self._adapters]
+        return Transfers(sizes, reads, places, uncached)
+
+    def _adapter(self, path: Path, version: int) -> Adapter:
+        backend = self._executor.adapters
+        manifest = backend.inspect(path)
+        return Adapter(path.name, version, manifest, backend.layout(manifest))
+
+    # -- steps
+
+    def decode_plans(self, count: int) -> list[StepPlan]:
+        """Decode batches of every size, of few and of many adapters, over short and long KV."""
+        sizes = [1 + index % self._max_num_seqs for index in range(count)]
+        return [self._plan([(1, self._slots(size))], size) for size in sizes]
+
+    def prefill_plans(self, count: int) -> list[StepPlan]:
+        """One to four prompts or chunks of them, some beside decoding requests."""
+        plans = []
+        for _ in range(count):
+            prompts = self._random.choice([1, 1, 2, 4])
+            decodes = self._random.choice([0, 0, self._random.randrange(self._max_num_seqs)])
+            decodes = min(decodes, self._max_num_seqs - prompts)
+            budget = (self._max_tokens - decodes) // prompts
+            length = max(2, int(budget * self._random.random() ** 2))
+            groups = [(length, self._slots(prompts))]
+            if decodes > 0:
+                groups.append((1, self._slots(decodes)))
+            plans.append(self._plan(groups, None))
+        return plans
+
+    def measure(
+        self, plans: Sequence[StepPlan], kernel: Kernel, rounds: int, progress: Callable[[], None] = lambda: None
+    ) -> Samples:
+        """Median seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
+        every: list[list[float]] = [[] for _ in plans]
+        for _ in range(rounds):
+            for index, plan in enumerate(plans):
+                began = time.perf_counter()
+                self._executor.execute(plan)
+                every[index].append(time.perf_counter() - began)
+                progress()
+        noise = median(median(times) / min(times) - 1 for times in every)
+        return Samples([StepWork.of(plan, kernel) for plan in plans], [median(times) for times in every], noise)
+
+    def _slots(self, count: int) -> list[int]:
+        """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
+        choices = self._random.sample(range(len(self._adapters)), self._random.randint(1, len(self._adapters)))
+        if self._random.random() < _BASE_SHARE:
+            return [BASE_SLOT] * count
+        return [
+            BASE_SLOT if self._random.random() < _BASE_SHARE else self._random.choice(choices) for _ in range(count)
+        ]
+
+    def _plan(self, groups: list[tuple[int, list[int]]], size: int | None) -> StepPlan:
+        """groups: (tokens of each row, adapter of each row). size: rows of a decode batch, None with prefill."""
+        used = sorted({slot for _, slots in groups for slot in slots} - {BASE_SLOT})
+        number = {slot: index for index, slot in enumerate(used)} | {BASE_SLOT: BASE_SLOT}
+        pages = self._page_lists([count for count, slots in groups for _ in slots])
+        rows = []
+        for count, slots in groups:
+            for slot in sorted(number[slot] for slot in slots):
+                tokens = [self._random.randrange(self._executor.model.vocab_size) for _ in range(count)]
+                table, start = next(pages)
+                rows.append(
+                    ScheduledRow(f"row{len(rows)}", slot, tokens, start, table, _PARAMS, 0, True, tokens, start + count)
+                )
+        self._steps += 1
+        bucket = None if size is None else self._buckets.pick(size)
+        return StepPlan(self._steps, rows, [self._adapters[slot] for slot in used], bucket)
+
+    def _page_lists(self, counts: list[int]) -> Iterator[tuple[list[int], int]]:
+        """Pages of each row, its own, and how many tokens it has already, for rows of so many new tokens."""
+        block = self._executor.layout.block_tokens
+        limit = self._executor.model.max_model_len
+        adapter_pages = sum(adapter.num_pages for adapter in self._adapters)
+        free = list(range(1 + adapter_pages, self._executor.num_pages))
+        self._random.shuffle(free)
+        most = int(len(free) * _KV_SHARE / len(counts)) * block
+        fill = self._random.random()
+        for count in counts:
+            room = max(0, min(most, limit) - count)
+            start = int(room * fill * self._random.random())
+            needed = -(-(start + count) // block)
+            if needed > len(free):
+                raise MeasureError("a step of max_num_batched_tokens does not fit the arena; raise memory_bytes")
+            yield [free.pop() for _ in range(needed)], start
+
+
+def fit_decode(samples: Samples) -> Fit:
+    return fit(DECODE_TERMS, [term_values(work) for work in samples.work], samples.seconds)
+
+
+def fit_prefill(samples: Samples) -> Fit:
+    return fit(PREFILL_TERMS, [term_values(work) for work in samples.work], samples.seconds)
+
+
+def fit_transfer(num_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
+    """Latency and seconds per byte; all is put on the bytes where the sizes are too few to tell the two apart."""
+    if len(set(num_bytes)) > 1 and len(num_bytes) > 2:
+        return fit(("latency", "per_byte"), [(1.0, size) for size in num_bytes], seconds)
+    rate = sum(seconds) / sum(num_bytes)
+    errors = [abs(rate * size - took) / took for size, took in zip(num_bytes, seconds, strict=True)]
+    return Fit({"latency": 0.0, "per_byte": rate}, 0.0, sum(errors) / len(errors), len(num_bytes))
+
+
+def forget_file(path: Path) -> bool:
+    """Ask the system to drop a file's cached pages; whether it can be asked."""
+    if not hasattr(os, "posix_fadvise"):
+        return False
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return True

@@ -1,0 +1,140 @@
+"""The CUDA executor: weights, KV cache and adapters on one GPU."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+
+from ...graphs.device import CudaDevice, Device
+from ...graphs.runner import CapturedStep
+from ...memory.arena import Arena
+from ...memory.layout import PageLayout
+from ...ops.attention_backend import choose_attention
+from ..config import EngineConfig
+from ..model import DecoderModel
+from ..model_config import ModelConfig
+from ..ranges import span
+from ..sampler import draw, take
+from ..types import StepPlan, StepResult
+from ..weights import open_weights
+from . import cuda_memory
+from .base import ModelInfo
+from .cuda_adapters import CudaAdapterBackend
+from .cuda_steps import CudaSteps
+from .model_len import max_model_len_of
+
+logger = logging.getLogger(__name__)
+
+
+class CudaExecutor:
+    """Runs steps on one GPU. One thread at a time, any thread."""
+
+    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+        """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
+        self._config = config
+        self.config = ModelConfig.read(config.model)
+        self._device = CudaDevice(_index(config.device)) if device is None else device
+        self._dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
+        max_model_len = max_model_len_of(config, self.config)
+        self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
+        self.layout = PageLayout(
+            self.config.num_layers,
+            self.config.num_kv_heads,
+            self.config.head_dim,
+            config.block_tokens,
+            self._dtype.itemsize,
+        )
+        with self._device.scope():
+            free, _ = self._device.memory()
+            self._steps = self._load()
+            with torch.inference_mode():
+                self._steps.warm_up()
+                self.num_pages = self._measure(free)
+            self._arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
+            self._steps.use_arena(self._arena)
+            self.adapters = CudaAdapterBackend(
+                self.config, self._arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
+            )
+            with torch.inference_mode():
+                self._steps.capture_ahead()
+            self._device.synchronize()
+
+    @property
+    def captured(self) -> Sequence[CapturedStep]:
+        """What has been captured so far, in order."""
+        return self._steps.captured
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        with self._device.scope(), torch.inference_mode(), span(_name(plan)):
+            self.adapters.advance()
+            if plan.bucket is None:
+                logits, chosen = self._steps.ragged(plan.rows, plan.adapters)
+            else:
+                logits, chosen = self._steps.decode(plan.bucket, plan.rows, plan.adapters)
+            result = draw(plan.rows, logits, self.model.eos_token_ids) if chosen is None else take(plan.rows, *chosen)
+            if plan.adapters and (late := self._steps.lora.late_slots()):
+                for row in plan.rows:
+                    if row.slot in late:
+                        result.retract(row.request_id)
+            return result
+
+    def close(self) -> None:
+        """Give the GPU's memory back. The executor is of no use afterwards."""
+        self._device.synchronize()
+        self.adapters.close()
+        self._steps.close()
+        del self._steps, self._arena, self.adapters
+        self._device.release()
+
+    def _load(self) -> CudaSteps:
+        """Weights and static buffers, with an arena of two pages until it is known how large the real one can be."""
+        config, model, device = self._config, self.config, self._device
+        where = device.torch_device
+        arena = Arena(self.layout, 2, self._dtype, where)
+        with open_weights(config.model, model, self._dtype, load_format=config.load_format, device=where) as weights:
+            cuda_memory.check_weights(weights.num_bytes_kept, *device.memory())
+            decoder = DecoderModel(model, weights, arena, self.model.max_model_len)
+        attention = choose_attention(
+            model.num_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            self.layout.block_tokens,
+            self._dtype,
+            where,
+            max_rows=config.max_num_seqs,
+            max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
+        )
+        logger.info("attention by %s: %s", attention.name, attention.reason)
+        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len)
+
+    def _measure(self, free_at_first: int) -> int:
+        """How many pages the arena gets, by what the largest step and the graphs leave.
+
+        free_at_first: bytes before anything was loaded.
+        """
+        config, device, page_bytes = self._config, self._device, self.layout.page_bytes
+        activations = device.peak_bytes(self._steps.largest_step)
+        graphs = self._steps.graph_bytes()
+        device.release()
+        free, total = device.memory()
+        use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)
+        if config.num_pages is None and config.memory_bytes is None:
+            needed = self.layout.pages_for_tokens(self.model.max_model_len) + 1
+            pages = cuda_memory.num_pages(use, page_bytes, needed, config.gpu_memory_utilization)
+        else:
+            pages = config.num_pages or max(2, config.memory_bytes // page_bytes)
+            cuda_memory.check_pages(use, page_bytes, pages)
+        logger.info("an arena of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
+        return pages
+
+
+def _index(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
+
+
+def _name(plan: StepPlan) -> str:
+    """The step's name for profilers: `step.decode.b8.lora`, `step.ragged.base`."""
+    kind = "ragged" if plan.bucket is None else f"decode.b{plan.bucket}"
+    return f"step.{kind}.{'lora' if plan.adapters else 'base'}"

@@ -1,0 +1,58 @@
+"""How adapters come to a GPU: read into pinned memory, copied layer by layer beside compute."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ...graphs.device import Device
+from ...memory.adapter_format import AdapterFormatError, AdapterManifest
+from ...memory.adapter_layout import AdapterLayout
+from ...memory.arena import Arena
+from ...memory.dma import open_dma
+from ...memory.host_image import HostImage
+from ...memory.transfer import Transfer
+from ..lora_state_cuda import MAX_PARTS
+from ..model_config import ModelConfig
+from .cpu import CpuAdapterBackend
+
+
+class CudaAdapterBackend(CpuAdapterBackend):
+    """Refuses what the static tables can't hold. `place` is called by the thread that launches steps."""
+
+    def __init__(
+        self, config: ModelConfig, arena: Arena, dtype: torch.dtype, device: Device, max_rank: int, pinned_bytes: int
+    ) -> None:
+        """pinned_bytes: most host memory that is pinned for images."""
+        super().__init__(config, arena, dtype)
+        self._device = device
+        self._max_rank = max_rank
+        self._dma = open_dma(arena.pages, pinned_bytes)
+        self._buffers = self._dma.buffers
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        manifest = super().inspect(path)
+        if manifest.rank > self._max_rank:
+            raise AdapterFormatError(
+                f"{path}: has rank {manifest.rank}, above max_lora_rank {self._max_rank}; raise max_lora_rank"
+            )
+        if len(manifest.parts) > MAX_PARTS:
+            raise AdapterFormatError(
+                f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "
+                f"on a GPU at most {MAX_PARTS} may"
+            )
+        return manifest
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        with self._device.scope():
+            transfer = self._dma.copies.start(image, layout, pages)
+        return None if transfer.is_done() else transfer
+
+    def advance(self) -> None:
+        """Issue what can be issued, and let go of images whose copies are complete."""
+        self._dma.copies.advance()
+
+    def close(self) -> None:
+        """Wait until nothing is being copied."""
+        self._dma.copies.close()

@@ -1,0 +1,233 @@
+"""Steps on a GPU: ragged ones eager, decode steps in static buffers, captured once per bucket."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from ...graphs.buckets import DecodeBuckets
+from ...graphs.device import Device
+from ...graphs.device_buffers import DeviceDecodeBuffers
+from ...graphs.runner import CapturedStep, GraphRunner, StepMode
+from ...graphs.staging import Download, Upload
+from ...memory.adapter import Adapter
+from ...memory.arena import Arena
+from ...memory.pages import PagePool
+from ...ops.attention_backend import AttentionBackend
+from ...ops.sampling import sample
+from ..batch import StepBatch, ragged_batch
+from ..config import EngineConfig
+from ..load_progress import count_progress
+from ..lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model import DecoderModel
+from ..sampler import is_greedy
+from ..sampling_params import SamplingParams
+from ..types import BASE_SLOT, ScheduledRow
+from . import cuda_memory
+
+logger = logging.getLogger(__name__)
+
+#: A step's logits, and each row's most likely token; None when that is not all that its rows ask for.
+Outputs = tuple[torch.Tensor, list[list[int]] | None]
+
+
+class CudaSteps:
+    """Owns what a step reads and writes beside weights and arena; all of it is allocated once.
+
+    A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
+    that copy, for the bytes of adapters that are still being read, and for nothing else.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        model: DecoderModel,
+        arena: Arena,
+        attention: AttentionBackend,
+        device: Device,
+        max_model_len: int,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._device = device
+        self._max_model_len = max_model_len
+        self._layout = layout = arena.layout
+        rows, tokens, where = config.max_num_seqs, config.max_num_batched_tokens, device.torch_device
+        self._sizes = sizes = DecodeBuckets(rows).sizes
+        self._ragged_attention = attention.ragged()
+        self._attention = {size: attention.decode(size) for size in sizes}
+        self._buffers = DeviceDecodeBuffers(
+            sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
+        )
+        self._logits = torch.zeros(rows, model.config.vocab_size, device=where)
+        self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
+        self._download = Download(device, self._chosen.numel() * self._chosen.itemsize)
+        self._inputs = torch.zeros(5 * (tokens + 1), dtype=torch.long, device=where)
+        self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
+        self.lora = CudaLoraState(
+            model.config,
+            arena.pages,
+            layout,
+            max_rank=config.max_lora_rank,
+            max_adapters=min(rows, config.max_adapters_per_step or rows),
+            max_rows=rows,
+            max_tokens=tokens,
+            max_stall=config.max_load_stall_seconds,
+            make_copy=partial(Upload, device),
+        )
+        self._bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        self._graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+        self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
+
+    def use_arena(self, arena: Arena) -> None:
+        """Work on another arena of the same layout from now on; nothing may have been captured."""
+        self._model.use_arena(arena)
+        self.lora.use_arena(arena.pages)
+
+    @property
+    def captured(self) -> Sequence[CapturedStep]:
+        """What has been captured so far, in order."""
+        return self._graphs.report
+
+    # -- steps
+
+    def ragged(self, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
+        """Run a step of any rows."""
+        lora = None
+        if adapters:
+            lora = self.lora.begin_ragged(adapters, [row.slot for row in rows], [len(row.tokens) for row in rows])
+        batch = self._to_device(
+            ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora)
+        )
+        _, chosen = self._outputs(len(rows))
+        greedy = all(is_greedy(row) for row in rows)
+
+        def step() -> torch.Tensor:
+            logits = self._model.forward(batch)
+            if greedy:
+                _pick(logits, chosen)
+            return logits
+
+        logits = self._device.run(step)
+        return logits, self._download(chosen).tolist() if greedy else None
+
+    def decode(self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
+        """Run a step of one token per row in the bucket's static buffers, captured if steps are."""
+        self._fill(bucket, rows)
+        mode, launches, captured = StepMode.BASE, None, None
+        if adapters:
+            mode, captured = StepMode.LORA, self._bucket_lora[bucket]
+            slots = [*(row.slot for row in rows), *([BASE_SLOT] * (bucket - len(rows)))]
+            launches = self.lora.begin_bucket(adapters, slots, captured)
+        if self._captures and launches is captured:
+            self._graphs.replay(bucket, mode)
+        else:
+            self._device.run(self._step(bucket, launches))
+        logits, chosen = self._outputs(bucket)
+        return logits, self._download(chosen).tolist() if all(is_greedy(row) for row in rows) else None
+
+    def _fill(self, bucket: int, rows: list[ScheduledRow]) -> None:
+        views = self._buffers.fill(
+            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
+        )
+        self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+
+    def _step(self, bucket: int, lora: LoraLaunches | None) -> Callable[[], None]:
+        """A bucket's step, from static buffers to static buffers."""
+        views = self._buffers.views[bucket]
+        batch = StepBatch(views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora)
+        logits, chosen = self._outputs(bucket)
+
+        def step() -> None:
+            self._model.forward(batch, logits)
+            _pick(logits, chosen)
+
+        return step
+
+    def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
+        return self._logits[:rows], self._chosen[: 2 * rows].view(2, rows)
+
+    def _to_device(self, batch: StepBatch) -> StepBatch:
+        """The batch with its tensors in static buffers of the device, in one copy."""
+        names = ("token_ids", "positions", "page", "offset", "logit_tokens")
+        values = [getattr(batch, name) for name in names]
+        width = -(-len(batch.token_ids) // 2) * 2  # columns begin on 16 bytes: kernels are compiled for that
+        columns = torch.zeros(len(names), width, dtype=torch.long)
+        for column, value in zip(columns, values, strict=True):
+            column[: len(value)] = value
+        static = self._inputs[: columns.numel()].view(columns.shape)
+        self._upload(static, columns)
+        return replace(
+            batch, **{name: column[: len(value)] for name, value, column in zip(names, values, static, strict=True)}
+        )
+
+    # -- capture
+
+    def warm_up(self) -> None:
+        """Have LoRA kernels compiled; the others are by `largest_step` and captures."""
+        self.lora.warm_up()
+
+    def capture_ahead(self) -> None:
+        """Capture every bucket, from the largest down."""
+        if not self._captures or self._config.graph_capture != "ahead":
+            return
+        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in StepMode]
+        with count_progress("capturing decode steps", len(keys)) as progress:
+            for bucket, mode in keys:
+                self._fill(bucket, [])
+                self._graphs.capture(bucket, mode)
+                progress.advance(1)
+        seconds, num_bytes = (sum(getattr(step, name) for step in self.captured) for name in ("seconds", "num_bytes"))
+        logger.info("captured %d graphs in %.1f s, %s", len(keys), seconds, cuda_memory.gib(num_bytes))
+
+    def graph_bytes(self) -> int:
+        """What all graphs will take: the two largest are captured, the others taken to be like the second, and given up
+        again."""
+        if not self._captures:
+            return 0
+        for bucket in self._sizes[:-3:-1]:
+            self._fill(bucket, [])
+            self._graphs.capture(bucket, StepMode.LORA)
+        first, *second = (step.num_bytes for step in self.captured)
+        self._graphs.clear()
+        return first + (len(self._sizes) * len(StepMode) - 1) * sum(second)
+
+    def largest_step(self) -> None:
+        """A prefill of as many tokens and a draw for as many rows as a step may have; KV goes to the dummy page.
+
+        The last row has one token, so that what serves decode rows among others is loaded, too.
+        """
+        config, greedy = self._config, SamplingParams(temperature=0.0)
+        decoding = [1] * (config.max_num_seqs > 1)
+        lengths, left = [], config.max_num_batched_tokens - len(decoding)
+        while left and len(lengths) < config.max_num_seqs - len(decoding):
+            lengths.append(min(left, self._max_model_len))
+            left -= lengths[-1]
+        rows = []
+        for length in lengths + decoding:
+            tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
+            rows.append(ScheduledRow("", BASE_SLOT, tokens, 0, pages, greedy, 0, True, tokens, length))
+        self.ragged(rows, ())
+        ones = torch.ones(self._config.max_num_seqs)
+        sample(self._logits, ones, torch.zeros_like(ones, dtype=torch.long), 0.9 * ones, 0.5 * ones, 0.1 * ones)
+
+    def close(self) -> None:
+        """Give up the graphs."""
+        self._graphs.clear()
+
+    def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
+        """Capture a bucket whose attention is planned."""
+        lora = self._bucket_lora[bucket] if mode is StepMode.LORA else None
+        return partial(self._device.run, self._device.capture(self._step(bucket, lora)))
+
+
+def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:
+    """Into out `[2, rows]` int64: each row's most likely token, and 1 if it can be told: no logit is NaN or +inf."""
+    best, tokens = logits.max(-1)
+    out[0].copy_(tokens)
+    out[1].copy_(best.isfinite())

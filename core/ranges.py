@@ -1,0 +1,41 @@
+"""Named spans of a step for profilers: `layer.12`, `attn.qkv`, `attn.run`, `mlp`, `lora.qkv`; names are stable.
+
+Off unless the environment says `CHORUS_NVTX=1`; then the package `nvtx` marks them, which is installed with
+`pip install 'chorus[profile]'`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+#: Opens a span that lasts as long as the context.
+Span = Callable[[str], AbstractContextManager[Any]]
+
+DOMAIN = "chorus"
+_OFF: AbstractContextManager[None] = nullcontext()
+
+
+def _no_span(name: str) -> AbstractContextManager[Any]:
+    return _OFF
+
+
+def make_span(enabled: bool) -> Span:
+    """A span maker; one that does nothing where not `enabled`, or where nvtx is not installed, which is logged."""
+    if not enabled:
+        return _no_span
+    try:
+        nvtx = import_module("nvtx")
+    except ImportError:
+        logger.warning("CHORUS_NVTX is set, but nvtx is not installed: pip install 'chorus[profile]'")
+        return _no_span
+    return lambda name: nvtx.annotate(name, domain=DOMAIN)
+
+
+span: Span = make_span(os.environ.get("CHORUS_NVTX") == "1")

@@ -1,0 +1,186 @@
+"""What steps need of the device they run on: a stream, pinned memory, events, graphs and numbers of bytes.
+
+`CudaDevice` is a GPU. `HostDevice` does the same on the CPU at once, so that everything above it runs without a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Result = TypeVar("Result")
+
+
+class DeviceError(RuntimeError):
+    """The device that was asked for can't be used; the text names the mend."""
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def record(self) -> None:
+        """Mark what has been given to the stream so far."""
+
+    def synchronize(self) -> None:
+        """Sleep until what was marked is done; at once when nothing was."""
+
+
+class Device(Protocol):
+    """Where steps run. Work is done in the order in which it is given, beside the host unless it says otherwise."""
+
+    torch_device: torch.device
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Inside, work goes to this device's stream, on whatever thread."""
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Host memory, uint8 `[num_bytes]`, that copies read and write beside the host."""
+
+    def event(self) -> Event: ...
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)` in its turn. Host memory must be pinned, and left alone until the copy is done."""
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        """Give the device the operators that `work` calls."""
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
+        tensors that it makes are gone by the next replay of any graph."""
+
+    def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` has allocated at most beyond those allocated before it."""
+
+    def synchronize(self) -> None:
+        """Wait until all work is done."""
+
+    def release(self) -> None:
+        """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
+
+
+class HostDevice:
+    """The CPU as a device that is done with everything when the call returns; a graph is a call.
+
+    memory_bytes: what `memory` says, free and in all.
+    """
+
+    def __init__(self, memory_bytes: int = 1 << 30) -> None:
+        self.torch_device = torch.device("cpu")
+        self._memory_bytes = memory_bytes
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Event:
+        return _PastEvent()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        return work()
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+
+        def replay() -> None:
+            work()
+
+        return replay
+
+    def memory(self) -> tuple[int, int]:
+        return self._memory_bytes, self._memory_bytes
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        work()
+        return 0
+
+    def synchronize(self) -> None:
+        """Nothing is under way."""
+
+    def release(self) -> None:
+        """Memory goes back by itself."""
+
+
+class CudaDevice:
+    """A GPU and one stream of it. Raises DeviceError when there is none of that index."""
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            built = "" if torch.version.cuda else "; this PyTorch was built without CUDA, install one that has it"
+            raise DeviceError(f"device is 'cuda', but PyTorch finds no GPU{built}; use device 'cpu' or 'auto'")
+        if index >= (count := torch.cuda.device_count()):
+            raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
+        self.torch_device = torch.device("cuda", index)
+        with torch.cuda.device(self.torch_device):
+            self._stream = torch.cuda.Stream()
+            self._pool = torch.cuda.graph_pool_handle()
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(self._stream)
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def event(self) -> Event:
+        return torch.cuda.Event()
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source, non_blocking=True)
+
+    def run(self, work: Callable[[], Result]) -> Result:
+        return work()
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        """All graphs share one memory pool. The first run compiles kernels and makes workspaces, which must not happen
+        in a capture. Other threads may allocate meanwhile, as those that read adapters into pinned memory do."""
+        with self.scope():
+            work()
+            torch.cuda.synchronize(self.torch_device)
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the stream must leave capture mode; the first error is the telling one
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph.replay
+
+    def memory(self) -> tuple[int, int]:
+        return torch.cuda.mem_get_info(self.torch_device)
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        self.synchronize()
+        torch.cuda.reset_peak_memory_stats(self.torch_device)
+        before = torch.cuda.memory_allocated(self.torch_device)
+        work()
+        self.synchronize()
+        return torch.cuda.max_memory_allocated(self.torch_device) - before
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.torch_device)
+
+    def release(self) -> None:
+        self.synchronize()
+        torch.cuda.empty_cache()
+        with torch.cuda.device(self.torch_device):
+            self._pool = torch.cuda.graph_pool_handle()  # the old one may be gone with its graphs
+
+
+class _PastEvent:
+    def record(self) -> None:
+        """What was given is done."""
+
+    def synchronize(self) -> None:
+        """It has happened."""

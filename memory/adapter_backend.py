@@ -1,0 +1,42 @@
+"""What an executor brings to read adapters and to move them into its arena."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+from .adapter_format import AdapterManifest
+from .adapter_layout import AdapterLayout
+from .host_image import HostImage
+
+
+class Transfer(Protocol):
+    """An adapter's bytes on their way into its pages, in layer order."""
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
+        ...
+
+    def is_done(self) -> bool: ...
+    def has_failed(self) -> bool: ...
+
+    def cancel(self) -> None:
+        """Begin nothing more; the pages are others' once `is_quiet`."""
+        ...
+
+    def is_quiet(self) -> bool: ...
+
+
+class AdapterBackend(Protocol):
+    """How adapter bytes are read and moved; the executor brings it, so the store never touches a tensor."""
+
+    def inspect(self, path: Path) -> AdapterManifest: ...
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        """Read the weights into `image`, publishing every layer; on a thread of its own."""
+        ...
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        """Move an image, whole or still being read, into its pages; None when it already has been."""
+        ...

@@ -1,0 +1,102 @@
+"""Which attention serves: FlashInfer where it can, torch's where it can't; and why."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import Protocol
+
+import torch
+
+from .attention import Attention, PagedAttention
+
+
+class AttentionBackend(Protocol):
+    """Makes the attention objects of one executor.
+
+    name: for logs. reason: why this one serves. captures: whether `decode` may be captured in a CUDA graph; if not,
+    every step is run eagerly.
+    """
+
+    name: str
+    reason: str
+    captures: bool
+
+    def ragged(self) -> Attention:
+        """For steps of any rows: prefill chunks first, then rows of one token."""
+        ...
+
+    def decode(self, bucket: int) -> Attention:
+        """For exactly `bucket` rows of one token."""
+        ...
+
+
+class TorchBackend:
+    """`PagedAttention`: on any device, in any dtype, eager."""
+
+    name = "torch"
+    captures = False
+
+    def __init__(
+        self, num_heads: int, kv_heads: int, head_dim: int, block_tokens: int, device: torch.device, reason: str
+    ) -> None:
+        self.reason = reason
+        self._shape = (num_heads, kv_heads, head_dim, block_tokens, device)
+
+    def ragged(self) -> PagedAttention:
+        return PagedAttention(*self._shape)
+
+    def decode(self, bucket: int) -> PagedAttention:
+        return PagedAttention(*self._shape)
+
+
+def choose_attention(
+    num_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    block_tokens: int,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    *,
+    max_rows: int,
+    max_pages_per_row: int,
+    wanted: str = "auto",
+) -> AttentionBackend:
+    """The backend for a model's heads on a device.
+
+    max_rows: most rows of a step. max_pages_per_row: most pages of a row. wanted: `auto`, `flashinfer` or `torch`.
+    ValueError where FlashInfer is wanted and cannot serve; with `auto` the backend's `reason` says so instead.
+    """
+    if wanted not in ("auto", "flashinfer", "torch"):
+        raise ValueError(f"attention is {wanted!r}; it may be 'auto', 'flashinfer' or 'torch'")
+    device = torch.device(device)
+    obstacle = "it is wanted" if wanted == "torch" else flashinfer_obstacle(dtype, head_dim, device)
+    if obstacle is not None:
+        if wanted == "flashinfer":
+            raise ValueError(f"attention is 'flashinfer', but {obstacle}; use 'auto' or 'torch'")
+        return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, obstacle)
+    from .attention_flashinfer import FlashInferBackend
+
+    return FlashInferBackend(
+        num_heads, kv_heads, head_dim, block_tokens, dtype, device, max_rows=max_rows,
+        max_pages_per_row=max_pages_per_row,
+        num_sms=torch.cuda.get_device_properties(device).multi_processor_count,
+    )  # fmt: skip
+
+
+def flashinfer_obstacle(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
+    """Why FlashInfer cannot serve, None if it can."""
+    from .attention_flashinfer import DTYPES, HEAD_DIMS
+
+    if device.type != "cuda":
+        return f"FlashInfer needs a CUDA device, this one is {device}"
+    if dtype not in DTYPES:
+        return f"FlashInfer takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}"
+    if head_dim not in HEAD_DIMS:
+        return f"FlashInfer takes heads of {', '.join(map(str, HEAD_DIMS))} elements, the model's have {head_dim}"
+    if (capability := torch.cuda.get_device_capability(device)) < (8, 0):
+        return f"FlashInfer needs compute capability 8.0, {device} has {'.'.join(map(str, capability))}"
+    try:
+        version("flashinfer-python")
+    except PackageNotFoundError:
+        return "FlashInfer is not installed: pip install 'chorus[cuda13]' or 'chorus[cuda12]'"
+    return None

@@ -1,0 +1,225 @@
+"""Paged attention by FlashInfer, eager for ragged steps and captured for decode buckets.
+
+What was read in FlashInfer 0.6.4 (`csrc/batch_prefill*.cu`, `csrc/batch_decode.cu`, `page.cuh`, `scheduler.cuh`) and
+what follows from it here:
+
+- K and V may have any strides over pages, tokens and heads, as long as they are the same for both and a head's elements
+  lie side by side; offsets are 64 bits wide. A layer of the page-outermost arena is taken as it is.
+- A plan reads `indptr` and `last_page_len` on the host, and only passes `indices` on. So page ids go to the device in
+  one copy of our own, and nothing is ever read back.
+- A plan writes page-locked memory of the wrapper's and starts a copy from it, just as we do with our staging buffer:
+  neither may be written again before that copy is done. An event after every plan guards both.
+- The integer workspace holds what the last plan said until `run` is over: a wrapper has its own. The float workspace is
+  scratch of a single `run`: all wrappers share one.
+- In graph mode the launch grid depends on the number of rows alone, so a replay after any other plan is right.
+- The Hopper prefill kernel (fa3) neither splits a long KV over processors nor packs the heads that share it, and every
+  row takes a tile of 128 queries. A decode row would be slow there, so decode rows of a mixed step have a wrapper of
+  their own, which splits and packs. fa2 could take both kinds in one launch, but picks its tile from the rows' mean.
+
+FlashInfer itself is imported when the first backend is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import ModuleType
+from typing import Any, Protocol
+
+import torch
+
+from .attention_plan import PlanBuffers
+
+DTYPES = (torch.bfloat16, torch.float16)
+HEAD_DIMS = (64, 128, 256)
+
+#: Least float workspace, what FlashInfer's authors recommend.
+FLOAT_WORKSPACE_BYTES = 128 << 20
+
+#: A decode plan needs some tens of bytes per row; FlashInfer's own 8 MiB for each of many buckets would add up.
+DECODE_INT_WORKSPACE_BYTES = 1 << 20
+
+
+class Event(Protocol):
+    """What is used of `torch.cuda.Event`."""
+
+    def record(self) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+
+class FlashInferBackend:
+    """Makes the attention objects of one executor; they share buffers.
+
+    A plan holds until the next plan of any of them, and all run on one stream.
+    """
+
+    captures = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        kv_heads: int,
+        head_dim: int,
+        block_tokens: int,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        *,
+        max_rows: int,
+        max_pages_per_row: int,
+        num_sms: int,
+        module: ModuleType | Any | None = None,
+        new_event: Callable[[], Event] | None = None,
+    ) -> None:
+        """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
+        self.module = import_module("flashinfer") if module is None else module
+        self.name = f"flashinfer {self.module.__version__}"
+        self.reason = "the device, dtype and head size suit it"
+        self.device = torch.device(device)
+        self.group = num_heads // kv_heads
+        self.plan_arguments = {
+            "num_qo_heads": num_heads, "num_kv_heads": kv_heads, "page_size": block_tokens, "q_data_type": dtype,
+            "kv_data_type": dtype,
+        }  # fmt: skip
+        self.head_dim = head_dim
+        self.buffers = PlanBuffers(max_rows, max_pages_per_row, block_tokens, self.device)
+        self.event = (torch.cuda.Event if new_event is None else new_event)()
+        size = max(FLOAT_WORKSPACE_BYTES, float_workspace_bytes(num_heads, kv_heads, head_dim, max_rows, num_sms))
+        self.workspace = torch.zeros(size, dtype=torch.uint8, device=self.device)
+
+    def ragged(self) -> RaggedAttention:
+        """For steps of any rows, run eagerly."""
+        return RaggedAttention(self)
+
+    def decode(self, bucket: int) -> DecodeAttention:
+        """For `bucket` rows of one token; `run` may be captured once `plan` has been called."""
+        return DecodeAttention(self, bucket)
+
+    @property
+    def tensor_cores(self) -> bool:
+        """Whether decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which the heads that share a
+        KV head fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone."""
+        return self.group >= 4
+
+
+class RaggedAttention:
+    """Rows of any lengths: prefill chunks first, then decode rows of one token. Eager."""
+
+    def __init__(self, backend: FlashInferBackend) -> None:
+        self._backend = backend
+        module = backend.module
+        # fa3's tile of 192 queries at a head size of 64 suits chunks badly, and it is seldom built ahead
+        kernel = "auto" if backend.head_dim == 128 else "fa2"
+        self._prefill = module.BatchPrefillWithPagedKVCacheWrapper(backend.workspace, "NHD", backend=kernel)
+        self._decode = module.BatchDecodeWithPagedKVCacheWrapper(
+            backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores
+        )
+        self._prefill_tokens = 0
+        self._num_tokens = 0
+
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+        """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
+        backend, buffers = self._backend, self._backend.buffers
+        num_prefills = count_prefills(qo_indptr, len(kv_lens))
+        backend.event.synchronize()
+        split = buffers.write(page_table, kv_lens, num_prefills, qo_indptr)
+        buffers.upload()
+        self._prefill_tokens, self._num_tokens = qo_indptr[num_prefills], qo_indptr[-1]
+        if num_prefills:
+            self._prefill.plan(
+                qo_indptr=buffers.qo_indptr[: num_prefills + 1],
+                paged_kv_indptr=buffers.prefill_indptr[: num_prefills + 1],
+                paged_kv_indices=buffers.indices[:split],
+                paged_kv_last_page_len=buffers.host_last_page_len[:num_prefills],
+                head_dim_qk=backend.head_dim,
+                causal=True,
+                **backend.plan_arguments,
+            )
+        if num_decodes := len(kv_lens) - num_prefills:
+            self._decode.plan(
+                indptr=buffers.host_indptr[: num_decodes + 1],
+                indices=buffers.indices[split : buffers.num_indices],
+                last_page_len=buffers.host_last_page_len[num_prefills : len(kv_lens)],
+                head_dim=backend.head_dim,
+                **backend.plan_arguments,
+            )
+        backend.event.record()
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with one layer's cache, as `PagedAttention.run`."""
+        out = torch.empty_like(q)
+        split = self._prefill_tokens
+        if split:
+            self._prefill.run(q[:split], (k_cache, v_cache), out=out[:split])
+        if split < self._num_tokens:
+            self._decode.run(q[split:], (k_cache, v_cache), out=out[split:])
+        return out.view(len(q), -1)
+
+
+class DecodeAttention:
+    """A bucket's rows of one token each over static buffers: `plan` before every replay, `run` inside the graph."""
+
+    def __init__(self, backend: FlashInferBackend, bucket: int) -> None:
+        self._backend = backend
+        self._bucket = bucket
+        buffers = backend.buffers
+        self._wrapper = backend.module.BatchDecodeWithPagedKVCacheWrapper(
+            backend.workspace,
+            "NHD",
+            use_cuda_graph=True,
+            use_tensor_cores=backend.tensor_cores,
+            paged_kv_indptr_buffer=buffers.indptr[: bucket + 1],
+            paged_kv_indices_buffer=buffers.indices,
+            paged_kv_last_page_len_buffer=buffers.last_page_len[:bucket],
+        )
+        self._wrapper.reset_workspace_buffer(
+            backend.workspace, torch.empty(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=backend.device)
+        )
+        self._planned = False
+
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+        """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
+        backend, buffers = self._backend, self._backend.buffers
+        if len(kv_lens) != self._bucket or qo_indptr[-1] != self._bucket or count_prefills(qo_indptr, len(kv_lens)):
+            raise ValueError(f"the bucket has {self._bucket} rows of one token, the step {len(kv_lens)} rows")
+        backend.event.synchronize()
+        buffers.write(page_table, kv_lens)
+        buffers.upload()
+        arguments = {
+            "indptr": buffers.host_indptr[: self._bucket + 1],
+            "indices": buffers.indices[: buffers.num_indices],
+            "last_page_len": buffers.host_last_page_len[: self._bucket],
+            "head_dim": backend.head_dim,
+            **backend.plan_arguments,
+        }
+        if self._planned:
+            # the same plan without copies, which `upload` has made, and without a Python loop over the rows
+            backend.module.decode.fast_decode_plan(self._wrapper, **arguments)
+        else:
+            self._wrapper.plan(**arguments)
+            self._planned = True
+        backend.event.record()
+
+    def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
+        """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
+        return self._wrapper.run(q, (k_cache, v_cache)).view(len(q), -1)
+
+
+def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
+    """Rows with more than one token; they come first. ValueError where they don't."""
+    row = 0
+    while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
+        row += 1
+    if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
+        raise ValueError("rows with more than one token must come before those with one")
+    return row
+
+
+def float_workspace_bytes(num_heads: int, kv_heads: int, head_dim: int, max_rows: int, num_sms: int) -> int:
+    """Most bytes of partial results that `PrefillPlan` and `DecodePlan` of `scheduler.cuh` lay out: an output and a sum
+    in float32 per head and row of a tile, for two tiles per processor, or in graph mode for every row of the batch."""
+    group, split_tiles = num_heads // kv_heads, max(2 * num_sms // kv_heads, 1)
+    decode_tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
+    decode_tiles = max(split_tiles, -(-max_rows * group // decode_tile) + max_rows - 1)
+    rows = max(split_tiles * (128 if head_dim < 256 else 64), decode_tiles * decode_tile)
+    return num_heads * rows * (head_dim + 1) * 4 + 64

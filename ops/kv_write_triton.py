@@ -1,0 +1,116 @@
+"""Query and key norms, rotary embedding and the append to the paged cache in one pass on a GPU.
+
+Rounds where the torch path rounds: after each norm, each product with cos or sin, and their sum.
+Import this module lazily: it needs triton.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .elementwise_schedule import rotary_blocks, rotary_constants, rotary_options
+from .kv_write import HeadNorms
+from .rope import Rotation
+
+
+@triton.jit
+def _normed(low, high, weight, column, own, eps, HEAD_DIM: tl.constexpr, dtype: tl.constexpr):
+    """RMSNorm of heads given as their halves, float32 `[heads, half]`."""
+    mean = (tl.sum(low * low, axis=1) + tl.sum(high * high, axis=1)) / HEAD_DIM
+    scale = tl.rsqrt(mean + eps)[:, None]
+    for_low = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)[None, :]
+    for_high = tl.load(weight + HEAD_DIM // 2 + column, mask=own, other=0.0).to(tl.float32)[None, :]
+    low = (for_low * (low * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    high = (for_high * (high * scale).to(dtype).to(tl.float32)).to(dtype).to(tl.float32)
+    return low, high
+
+
+@triton.jit
+def _rotated(low, high, cos, sin, dtype: tl.constexpr):
+    """low · cos - high · sin and high · cos + low · sin."""
+    first = (low * cos).to(dtype).to(tl.float32) - (high * sin).to(dtype).to(tl.float32)
+    second = (high * cos).to(dtype).to(tl.float32) + (low * sin).to(dtype).to(tl.float32)
+    return first.to(dtype), second.to(dtype)
+
+
+@triton.jit
+def rotate_and_write_heads(
+    q, k_cache, v_cache, qkv, cos, sin, rows, page, offset, q_norm, k_norm, eps,
+    qkv_stride, table_stride, page_stride, token_stride, head_stride,
+    HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    """Grid (tokens, blocks of query heads and behind them of KV heads).
+
+    q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM], …_stride
+    apart. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], whose halves are the same.
+    rows, page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read with NORM.
+    """
+    token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    HALF: tl.constexpr = HEAD_DIM // 2
+    Q_BLOCKS: tl.constexpr = (HEADS + BLOCK_H - 1) // BLOCK_H
+    dtype = q.dtype.element_ty
+    column = tl.arange(0, BLOCK_D)
+    own = column < HALF
+    at = tl.load(rows + token) * table_stride + column
+    c = tl.load(cos + at, mask=own, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + at, mask=own, other=0.0).to(tl.float32)[None, :]
+    source = qkv + token * qkv_stride
+    if block < Q_BLOCKS:
+        head = block * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < HEADS)[:, None] & own[None, :]
+        place = head[:, None] * HEAD_DIM + column[None, :]
+        low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
+        if NORM:
+            low, high = _normed(low, high, q_norm, column, own, eps, HEAD_DIM, dtype)
+        first, second = _rotated(low, high, c, s, dtype)
+        target = q + token * (HEADS * HEAD_DIM) + place
+        tl.store(target, first, mask=mask)
+        tl.store(target + HALF, second, mask=mask)
+    else:
+        head = (block - Q_BLOCKS) * BLOCK_H + tl.arange(0, BLOCK_H)
+        mask = (head < KV_HEADS)[:, None] & own[None, :]
+        place = (HEADS + head)[:, None] * HEAD_DIM + column[None, :]
+        low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
+        high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
+        v_low = tl.load(source + place + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
+        v_high = tl.load(source + place + (KV_HEADS * HEAD_DIM + HALF), mask=mask, other=0.0)
+        if NORM:
+            low, high = _normed(low, high, k_norm, column, own, eps, HEAD_DIM, dtype)
+        first, second = _rotated(low, high, c, s, dtype)
+        slot = tl.load(page + token) * page_stride + tl.load(offset + token) * token_stride
+        slot = slot + head[:, None] * head_stride + column[None, :]
+        tl.store(k_cache + slot, first, mask=mask)
+        tl.store(k_cache + slot + HALF, second, mask=mask)
+        tl.store(v_cache + slot, v_low, mask=mask)
+        tl.store(v_cache + slot + HALF, v_high, mask=mask)
+
+
+def rotate_and_write(
+    qkv: torch.Tensor,
+    rotation: Rotation,
+    norms: HeadNorms | None,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+) -> torch.Tensor:
+    """As `kv_write.rotate_and_write`; the rotation is a table and its rows."""
+    tokens = len(qkv)
+    kv_heads, head_dim = k_cache.shape[2:]
+    num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
+    q = torch.empty(tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
+    if not tokens:
+        return q
+    if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
+        raise ValueError("K and V have the same strides; rows of qkv and heads of the cache are contiguous")
+    q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
+    rotate_and_write_heads[(tokens, rotary_blocks(num_heads, kv_heads))](
+        q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm, eps,
+        qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3],
+        **rotary_constants(num_heads, kv_heads, head_dim, norms is not None), **rotary_options(),
+    )  # fmt: skip
+    return q

@@ -1,0 +1,45 @@
+// What ops/native.py hands over: a model once, a step every time.
+#pragma once
+#include <atomic>
+#include "sgmv.h"
+
+namespace chorus {
+
+// The descriptors mirror the ctypes structures of ops/native.py, field by field.
+struct LayerDesc {
+    const float *input_norm, *post_attention_norm;
+    const void *qkv, *o, *gate_up, *down;   // packed panels
+    const float *qkv_bias, *q_norm, *k_norm;  // null where the architecture has none, like all biases
+    const float *o_bias, *gate_up_bias, *down_bias;
+};
+
+struct ModelDesc {
+    int32_t hidden, ffn, layers, heads, kv_heads, head_dim, vocab, block_tokens;
+    float eps;
+    int32_t reserved;
+    const LayerDesc* layer;
+    const void *embed, *lm_head;  // [vocab, hidden] as it is; packed panels
+    const float *norm, *cos, *sin;  // cos, sin: [positions, head_dim]
+    void* arena;
+    int64_t page_elems;
+};
+
+struct StepDesc {
+    int32_t tokens, rows, segments, logits_wanted;
+    const int64_t *token_ids, *positions, *page, *offset;  // [tokens]
+    const int32_t *qo_indptr, *kv_lens;                    // [rows + 1], [rows]
+    const int64_t* page_table;                             // [rows, table_stride]
+    int64_t table_stride;
+    const int64_t* logit_tokens;                  // [logits_wanted]
+    const int32_t *segment_begin, *segment_end;   // [segments]
+    const Adapter* const* segment_adapters;       // [segments]
+    float* logits;                                // [logits_wanted, vocab]; null when only the best are wanted
+    // Of adapters that are still coming: how many layers have (below 0: the rest never will), null for a segment whose
+    // adapter is there; null as a whole when all are. late: set for those that were waited for in vain.
+    const std::atomic<int32_t>* const* segment_ready;
+    int32_t* segment_late;
+    int64_t max_stall_ns;  // of the step
+    int64_t* best;                                // [logits_wanted]: the likeliest token, -1 when its logit is not finite
+};
+
+}  // namespace chorus

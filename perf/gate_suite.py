@@ -1,0 +1,146 @@
+"""A quick CPU suite for the regression gate: `python -m chorus.perf.gate_suite`, then `python -m chorus.perf.gate`.
+
+Ratios of processor time, so that neither the machine's speed nor what else it runs decides: steps with LoRA against
+steps without, and the engine's own work against a fixed loop that is timed beside it. Every round gives one value of
+each, from the fastest of a few tries; the gate estimates the noise from them. What waits instead of working is not seen
+here. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from . import random_model
+from .allocator import Geometry as PoolGeometry
+from .allocator import Study
+from .contenders.chorus import Contender
+from .cpu_time import processor
+from .cpu_workload import Geometry, Job, Workload
+from .schedule_time import Load, schedule_times
+from .step_overhead import StepTimer
+
+#: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
+WORKLOAD = Workload(
+    Geometry(hidden=512, ffn=1536, layers=4, heads=8, kv_heads=2, vocab=4096, positions=512),
+    requests=8, prompt_tokens=32, output_tokens=24, threads=1,
+)  # fmt: skip
+
+_LOAD = Load(running=64, waiting=200, adapters=200)
+_POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
+_LOOP = 20_000
+_GEMMS = 40
+_TRIES = 3
+
+#: Stages of a step that are not the model's.
+_AROUND = ("schedule", "prepare", "draw", "update", "other")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate_suite", description=__doc__.split("\n\n")[0])
+    parser.add_argument("--rounds", type=int, default=9, help="values of each metric (default: %(default)s)")
+    args = parser.parse_args(argv)
+    result = measure(args.rounds)
+    for name, values in result["repeats"].items():
+        print(f"{name:24s} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
+    print(json.dumps(result))
+    return 0
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The result that the gate's suite `cpu` is about."""
+    began = time.perf_counter()
+    with TemporaryDirectory(prefix="chorus-gate-") as directory:
+        model = random_model.checkpoint(WORKLOAD, Path(directory))
+        adapters = {name: str(path) for name, path in random_model.adapters(WORKLOAD, Path(directory)).items()}
+        contender = Contender()
+        opened = contender.open(Job(WORKLOAD, str(model), adapters, True, {}).to_json())
+        try:
+            _round(contender)  # the first is slower: caches are cold and nothing is compiled
+            found = [_round(contender) for _ in range(rounds)]
+        finally:
+            contender.close()
+    return {
+        "suite": "cpu",
+        "device": processor(),
+        "model": opened["engine"].split()[0],
+        "rounds": rounds,
+        "repeats": {name: [values[name] for values in found] for name in found[0]},
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _round(contender: Contender) -> dict[str, float]:
+    """One value of each metric."""
+    base, mixed = _stages(contender, "base"), _stages(contender, "mixed")
+    loop = _fastest(_loop)
+    return {
+        "mixed / base": _ratio(contender, "mixed", "base"),
+        "one / base": _ratio(contender, "one", "base"),
+        "base step / gemm": base["forward"] * 1e-6 / _fastest(_gemm),
+        "around base step / loop": sum(base[stage] for stage in _AROUND) * 1e-6 / loop,
+        "around mixed step / loop": sum(mixed[stage] for stage in _AROUND) * 1e-6 / loop,
+        "schedule / loop": schedule_times(_LOAD, 8, time.process_time, min)["slowest"] / loop,
+        "memory / loop": _fastest(_memory) / loop,
+    }
+
+
+def _stages(contender: Contender, case: str) -> dict[str, float]:
+    """Microseconds of processor time per stage of a decode step."""
+    with StepTimer(contender.engine, time.process_time) as timer:
+        contender.run(case)
+    return timer.summary(WORKLOAD.requests, min)
+
+
+def _ratio(contender: Contender, case: str, other: str) -> float:
+    """Processor time of `case` over that of `other`, in the order A B B A: what drifts slowly cancels out."""
+    seconds = [_seconds(lambda name=name: contender.run(name)) for name in (case, other, other, case)]
+    return min(seconds[0], seconds[3]) / min(seconds[1], seconds[2])
+
+
+def _fastest(work: Callable[[], Any]) -> float:
+    return min(_seconds(work) for _ in range(_TRIES))
+
+
+def _seconds(work: Callable[[], Any]) -> float:
+    began = time.process_time()
+    work()
+    return time.process_time() - began
+
+
+def _loop() -> int:
+    """What the interpreter is busy with in an engine: attributes, dictionaries, lists, calls."""
+    table: dict[int, list[int]] = {}
+    for index in range(_LOOP):
+        row = table.setdefault(index % 97, [])
+        row.append(index)
+        if len(row) > 16:
+            row.clear()
+    return sum(map(len, table.values()))
+
+
+def _gemm() -> None:
+    """Products of a step's shape, by torch."""
+    import torch
+
+    shape = WORKLOAD.geometry
+    weight = torch.ones(shape.ffn, shape.hidden, dtype=getattr(torch, WORKLOAD.dtype))
+    rows = torch.ones(WORKLOAD.requests, shape.hidden, dtype=weight.dtype)
+    for _ in range(_GEMMS):
+        torch.nn.functional.linear(rows, weight)
+
+
+def _memory() -> None:
+    """Page pool, adapter store, eviction and block tables under load."""
+    Study(PoolGeometry(), _POOL_PAGES, _POOL_ADAPTERS, seed=0).run(_POOL_CYCLES, occupancy=0.9)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

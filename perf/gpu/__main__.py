@@ -1,0 +1,96 @@
+"""`python -m chorus.perf.gpu`: run the sections that have no results yet, then show all that there are.
+
+Every section runs in a process of its own and writes its own file, so one that fails or hangs costs no other. The last
+line is one JSON object; the exit code is not zero while a section has failed or is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from .environment import describe_host
+from .options import Options
+from .report import REPORT, digest, report
+from .sections.registry import SECTIONS
+from .store import RESULT, OtherSettings, ResultStore
+
+#: Least time that is worth starting a section in.
+_LEAST_SECONDS = 15.0
+_LOG_TAIL = 6000
+
+
+def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
+    options = Options.parse(argv)
+    store = options.store()
+    for name in options.redo:
+        store.forget(name)
+    try:
+        store.check(SECTIONS)
+    except OtherSettings as error:
+        print(error, file=sys.stderr)
+        return 2
+    environment = describe_host(options.device)
+    deadline = clock() + options.budget
+    for name in options.sections:
+        if store.is_done(name):
+            _say(f"{name}: there already")
+            continue
+        left = deadline - clock()
+        if left < _LEAST_SECONDS:
+            _say(f"{name}: no time left; call again")
+            continue
+        timeout = min(options.section_timeout, left)
+        _run(name, options, store, environment, timeout)
+    combined = store.combine(SECTIONS, environment)
+    report(combined, options.out / REPORT)
+    print(json.dumps(digest(combined, store.directory / RESULT)))
+    return 1 if combined["failed"] or combined["missing"] else 0
+
+
+def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float) -> None:
+    """Run a section's process, its output in a log; record how it ended where it could not itself."""
+    _say(f"{name}: {SECTIONS[name]} …")
+    store.forget(name)
+    log = options.out / f"{name}.log"
+    command = worker_command(name, options)
+    began = time.monotonic()
+    with log.open("w", encoding="utf-8") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)
+        try:
+            code = process.wait(None if math.isinf(timeout) else timeout)
+            reason = f"the process ended with {code}"
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            reason = f"not done after {timeout:.0f} s"
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
+    seconds = time.monotonic() - began
+    if store.load(name) is None:
+        store.write_failed(name, seconds, environment, f"{reason}\n{_tail(log)}")
+    _say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
+
+
+def worker_command(name: str, options: Options) -> list[str]:
+    return [sys.executable, "-m", f"{__package__}.worker", name, *options.argv()]
+
+
+def _tail(log: Path) -> str:
+    return log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,165 @@
+"""Gather what a GPU machine without a network lacks: `python -m chorus.perf.gpu.carry --out DIR`.
+
+Downloads wheels for that machine's Python with pip, copies an archive of FlashInfer's prebuilt modules beside them
+where one is given, and writes a script to be sourced there: it unpacks both and sets the environment.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tarfile
+import zipfile
+from collections.abc import Sequence
+from email.message import Message
+from email.parser import HeaderParser
+from pathlib import Path
+
+from .environment import COMMIT_VARIABLE, commit
+
+#: What the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and accelerate with
+#: what these need. FlashInfer is pinned: prebuilt modules belong to one version.
+PACKAGES = (
+    "flashinfer-python==0.6.4", "apache-tvm-ffi", "nvidia-ml-py", "requests", "urllib3", "idna", "certifi",
+    "charset-normalizer", "packaging", "typing-extensions",
+    "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "pydantic-settings", "python-dotenv",
+    "starlette", "uvicorn", "h11", "anyio", "click", "httpx", "httpcore", "prometheus-client", "jinja2", "markupsafe",
+    "rich", "markdown-it-py", "mdurl", "pygments",
+    "pytest", "pytest-timeout", "pluggy", "iniconfig", "hypothesis", "sortedcontainers", "peft", "nvtx",
+)  # fmt: skip
+
+#: Newest first: pip takes a wheel of any of them, and none of another number.
+PLATFORMS = tuple(
+    [f"manylinux_2_{minor}_x86_64" for minor in range(39, 16, -1)] + ["manylinux2014_x86_64", "manylinux1_x86_64"]
+)
+
+_INSTALL = "-q --disable-pip-version-check --no-index --no-deps --no-compile --upgrade"
+
+WHEELS, MODULES, SCRIPT = "wheels", "flashinfer-aot", "enter.sh"
+
+
+def download(packages: Sequence[str], python: str, out: Path) -> None:
+    """Put a wheel of each package for `python` (`3.12`) into `out`. Their needs are not followed: name them too."""
+    platforms = [part for name in PLATFORMS for part in ("--platform", name)]
+    command = [
+        sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps",
+        "--only-binary=:all:", "--implementation", "cp", "--python-version", python, *platforms, "--dest", str(out),
+        *packages,
+    ]  # fmt: skip
+    subprocess.run(command, check=True)
+
+
+def unmet(wheels: Path, python: str) -> tuple[list[str], list[str]]:
+    """Needs of the wheels for `python`: those that a carried version does not meet, and packages that are not carried.
+
+    The latter must be on the other machine.
+    """
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    metadata = {canonicalize_name(found["Name"]): found for found in map(_metadata, sorted(wheels.glob("*.whl")))}
+    environment = {"python_version": python, "sys_platform": "linux", "platform_system": "Linux", "extra": ""}
+    wrong, elsewhere = [], set()
+    for name, found in metadata.items():
+        for text in found.get_all("Requires-Dist") or ():
+            need = Requirement(text)
+            if need.marker is not None and not need.marker.evaluate(environment):
+                continue
+            carried = metadata.get(canonicalize_name(need.name))
+            if carried is None:
+                elsewhere.add(canonicalize_name(need.name))
+            elif not need.specifier.contains(carried["Version"], prereleases=True):
+                wrong.append(f"{name} needs {need}, carried is {carried['Version']}; add --also '{need.name}==…'")
+    return wrong, sorted(elsewhere)
+
+
+def _metadata(wheel: Path) -> Message:
+    with zipfile.ZipFile(wheel) as files:
+        (name,) = (each for each in files.namelist() if each.endswith(".dist-info/METADATA"))
+        return HeaderParser().parsestr(files.read(name).decode("utf-8"))
+
+
+def write_script(out: Path, archive: Path | None, tree: dict[str, object]) -> Path:
+    """The script that a shell on the other machine sources, in the repository's root. tree: its commit."""
+    revision = f"{tree['hash'] or 'unknown'}{'-dirty' if tree['dirty'] else ''}"
+    unpack = []
+    if archive is not None:
+        unpack = [
+            'aot="$site/flashinfer/data/aot"; mkdir -p "$aot"',
+            f'tar -xf "$here/{archive.name}" -C "$aot"',
+            "export FLASHINFER_DISABLE_JIT=1",
+        ]
+    lines = [
+        "# Source this in the root of the repository: . DIR/enter.sh",
+        'here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
+        'site="${CHORUS_SITE:-/tmp/chorus-site}"; mkdir -p "$site"',
+        f'python3 -m pip install {_INSTALL} --target "$site" "$here/{WHEELS}"/*.whl',
+        *unpack,
+        'ln -sfn "$PWD" "$site/chorus"',
+        'export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"',
+        f"export {COMMIT_VARIABLE}={shlex.quote(revision)}",
+    ]
+    path = out / SCRIPT
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def take_archive(archive: Path, out: Path) -> Path:
+    """Copy a tar archive of FlashInfer's modules. ValueError when it holds no modules, or names beyond its folder."""
+    with tarfile.open(archive) as tar:
+        names = tar.getnames()
+    if not any(name.endswith(".so") for name in names):
+        raise ValueError(f"{archive}: holds no *.so; an archive of flashinfer/data/aot is needed")
+    if unsafe := [name for name in names if name.startswith("/") or ".." in Path(name).parts]:
+        raise ValueError(f"{archive}: {unsafe[0]} would be unpacked outside its folder")
+    suffix = "".join(archive.suffixes[-2:]) if archive.suffixes[-2:-1] == [".tar"] else archive.suffix
+    return Path(shutil.copyfile(archive, out / f"{MODULES}{suffix}"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    wheels = args.out / WHEELS
+    shutil.rmtree(wheels, ignore_errors=True)  # two versions of a package would stop pip there
+    wheels.mkdir(parents=True)
+    archive = take_archive(args.flashinfer_aot, args.out) if args.flashinfer_aot else None
+    left_out = {_name(each) for each in (*args.without, *args.also)}  # a package of --also replaces ours
+    wanted = [*(name for name in PACKAGES if _name(name) not in left_out), *args.also]
+    try:
+        download(wanted, args.python, wheels)
+    except subprocess.CalledProcessError as error:
+        print(f"pip could not download everything (exit {error.returncode}); see above", file=sys.stderr)
+        return 1
+    wrong, elsewhere = unmet(wheels, args.python)
+    script = write_script(args.out, archive, commit())
+    files = [path for path in args.out.rglob("*") if path.is_file()]
+    total = sum(os.path.getsize(path) for path in files)
+    print(f"{len(list(wheels.iterdir()))} wheels, {total / 2**20:.1f} MiB in all in {args.out}")
+    print(f"there, in the root of the repository: . {script}")
+    print(f"it must have: {', '.join(elsewhere)}")
+    for line in wrong:
+        print(line, file=sys.stderr)
+    return 1 if wrong else 0
+
+
+def _name(requirement: str) -> str:
+    """The package of `NAME==VERSION`, as pip compares names."""
+    return requirement.partition("==")[0].lower().replace("_", "-").replace(".", "-")
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gpu.carry", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder to carry")
+    add("--python", default="3.12", metavar="VERSION", help="of the other machine (default: %(default)s)")
+    add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
+    add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
+    add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""The marks that GPU results are held against: H200, Llama-3.1-8B, bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+LARGEST_BATCH = 64
+SGMV_LEAST_BATCH = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One mark. value is the worst measured, None when it was not; where: the case that gave it."""
+
+    name: str
+    value: float | None
+    mark: float
+    at_most: bool
+    where: str = "-"
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.mark if self.at_most else self.value >= self.mark
+
+
+def goals(sections: Mapping[str, Any]) -> list[Goal]:
+    """All marks; sections: the values of those that are done."""
+    steps = [row for row in sections.get("decode", {}).get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
+    shares = [
+        row
+        for row in sections.get("sgmv", {}).get("cells", ())
+        if row["tokens"] >= SGMV_LEAST_BATCH and row["ranks"] == "16" and row["popularity"] == "distinct"
+    ]
+    cold = [row for row in sections.get("ttft", {}).get("rows", ()) if row["rank"] == 16 and row["loading"] == "stream"]
+    return [
+        _worst("decode step, base / byte floor", steps, "base_over_floor", 1.20),
+        _worst(
+            "(decode step, distinct r16, less adapters' byte floor) / base", steps, "lora_less_floor_over_base", 1.08
+        ),
+        _worst("base step / that of an engine without LoRA", steps, "base_over_plain", 1.01),
+        _worst("SGMV share of bandwidth, distinct r16", shares, "share", 0.75, at_most=False),
+        _worst("cold TTFT / warm TTFT, r16", cold, "cold_over_warm", 1.10),
+    ]
+
+
+def _worst(name: str, rows: Iterable[Mapping[str, Any]], key: str, mark: float, *, at_most: bool = True) -> Goal:
+    known = [row for row in rows if row.get(key) is not None]
+    if not known:
+        return Goal(name, None, mark, at_most)
+    row = (max if at_most else min)(known, key=lambda row: row[key])
+    return Goal(name, row[key], mark, at_most, _where(row))
+
+
+def _where(row: Mapping[str, Any]) -> str:
+    if "bucket" in row:
+        return f"batch {row['bucket']}"
+    if "tokens" in row:
+        return f"batch {row['tokens']}"
+    return f"prompt of {row['prompt_tokens']}"

@@ -1,0 +1,192 @@
+"""A decode step's LoRA work on synthetic adapters in pages, at a model's true shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ...memory.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.layout import MODULES
+from ...ops.sgmv import AdapterRows, Segments
+from ...ops.sgmv import sgmv as sgmv_torch
+from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost
+from ...ops.sgmv_schedule import Schedule
+from ...ops.sgmv_tables import SgmvTables
+from .sizes import ModelSize
+
+#: How large the weights are; B's are as A's.
+_SCALE = 0.02
+
+
+@dataclass(frozen=True)
+class Group:
+    """Projections that share an input: (module id, first column, width) of each, and the step's x and y."""
+
+    name: str
+    d_in: int
+    modules: tuple[tuple[int, int, int], ...]
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """A kernel's launch for a group of projections, and what it has to move and to compute."""
+
+    kernel: str
+    group: str
+    cost: Cost
+
+
+class ArenaPages:
+    """Pages of random numbers that all cases' adapters lie in, handed out in a random order."""
+
+    def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, num_pages: int, seed: int) -> None:
+        self.layout = size.page_layout(dtype.itemsize)
+        self.dtype, self.device = dtype, device
+        generator = torch.Generator(device).manual_seed(seed)
+        self.pages = torch.empty(num_pages, self.layout.page_elems, dtype=dtype, device=device)
+        self.pages.normal_(0, _SCALE, generator=generator)
+        self._order = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)).tolist()
+
+    def take(self, counts: Sequence[int]) -> list[list[int]]:
+        """A list of different pages for each count; the same ones on every call."""
+        if sum(counts) > len(self._order):
+            raise ValueError(f"the case needs {sum(counts)} pages, the arena has {len(self._order)}")
+        pages = iter(self._order)
+        return [[next(pages) for _ in range(count)] for count in counts]
+
+
+class LoraCase:
+    """Segments of `lengths` tokens, adapter i of rank `ranks[i]` on all projections, in `layers` layers.
+
+    Timed work goes through all layers, so that between two uses of a layer's rows there are all other layers' bytes;
+    with enough of them no cache holds what is read.
+    """
+
+    def __init__(
+        self,
+        size: ModelSize,
+        arena: ArenaPages,
+        lengths: Sequence[int],
+        ranks: Sequence[int],
+        layers: int,
+        schedule: Schedule,
+        max_rank: int,
+        seed: int = 0,
+    ) -> None:
+        self.layers, self.schedule, self.ranks, self.lengths = layers, schedule, tuple(ranks), tuple(lengths)
+        self._arena, self._size = arena, size
+        self.tokens = sum(lengths)
+        rows = _adapters(size, arena, ranks, layers)
+        self.segments, begin = Segments(), 0
+        for length, adapter in zip(lengths, rows, strict=True):
+            self.segments.add(begin, begin + length, adapter)
+            begin += length
+        generator = torch.Generator(arena.device).manual_seed(seed)
+        self.groups = [self._group(name, d_in, modules, generator) for name, (d_in, modules) in size.groups().items()]
+        # a bucket's grid must do for any split of its tokens, so it is that of an adapter per token
+        self.num_tiles = schedule.max_tiles(self.tokens, self.tokens if not schedule.tensor_cores else len(lengths))
+        self.tables = SgmvTables(
+            slots=len(rows),
+            layers=layers,
+            max_pages=max(len(adapter.pages) for adapter in rows),
+            max_rank=max_rank,
+            max_tiles=self.num_tiles,
+            scratch=max(
+                SgmvTables.scratch_elems(schedule.splits(group.d_in), self.tokens, len(group.modules), max_rank)
+                for group in self.groups
+            ),
+            device=arena.device,
+        )
+        self.tables.plan(self.segments, schedule.tile_tokens)
+
+    def launch(self, layer: int, group: Group) -> None:
+        from ...ops.sgmv_triton import sgmv
+
+        sgmv(
+            group.y, group.x, self._arena.pages, self.tables, layer, group.modules, self.schedule, self.num_tiles
+        )  # fmt: skip
+
+    def run(self, groups: Sequence[Group] | None = None) -> None:
+        """Every layer's launches, of all groups or of some."""
+        for layer in range(self.layers):
+            for group in groups or self.groups:
+                self.launch(layer, group)
+
+    def cost(self, groups: Sequence[Group] | None = None) -> Cost:
+        """Bytes and FLOPs of one layer."""
+        names = {group.name for group in groups or self.groups}
+        return sum((launch.cost for launch in self.launches() if launch.group in names), Cost(0, 0))
+
+    def launches(self) -> list[Launch]:
+        """The launches of one layer, in order."""
+        return layer_launches(self._size, self.segments, self.schedule, self._arena.dtype.itemsize)
+
+    def error(self) -> float:
+        """Largest difference from torch's products in layer 0, as a share of the largest of them."""
+        worst = 0.0
+        for group in self.groups:
+            want = torch.zeros_like(group.y)
+            group.y.zero_()
+            self.launch(0, group)
+            sgmv_torch(want, group.x, self._arena.pages, self.segments, 0, group.modules)
+            scale = float(want.float().abs().max())
+            worst = max(worst, float((group.y.float() - want.float()).abs().max()) / scale)
+            group.y.zero_()
+        return worst
+
+    def _group(
+        self, name: str, d_in: int, modules: tuple[tuple[int, int, int], ...], generator: torch.Generator
+    ) -> Group:
+        options = {"dtype": self._arena.dtype, "device": self._arena.device}
+        x = torch.empty(self.tokens, d_in, **options).normal_(generator=generator)
+        return Group(name, d_in, modules, x, torch.zeros(self.tokens, sum(m[2] for m in modules), **options))
+
+
+def layer_launches(size: ModelSize, segments: Segments, schedule: Schedule, itemsize: int) -> list[Launch]:
+    """The launches of one layer, in the order in which a step makes them."""
+    phase = "prefill" if schedule.tensor_cores else "decode"
+    found = []
+    for name, (d_in, modules) in size.groups().items():
+        splits = schedule.splits(d_in)
+        shrink = shrink_cost(segments, 0, modules, d_in, splits, itemsize)
+        found.append(Launch(f"shrink_{phase}", name, shrink))
+        found.append(Launch(f"expand_{phase}", name, expand_cost(segments, 0, modules, splits, itemsize)))
+    return found
+
+
+def layers_for(bytes_per_layer: int, cache_bytes: int, most: int = 256) -> int:
+    """Layers whose bytes are four times the cache, so that going through them in turn reads from memory."""
+    return min(most, max(1, -(-4 * cache_bytes // bytes_per_layer)))
+
+
+def num_pages(size: ModelSize, ranks: Sequence[int], layers: int, itemsize: int) -> int:
+    """Pages that adapters of these ranks take, each its own."""
+    page_bytes = size.page_layout(itemsize).page_bytes
+    return sum(-(-layer_bytes(size, [rank], itemsize) * layers // page_bytes) for rank in ranks)
+
+
+def layer_bytes(size: ModelSize, ranks: Sequence[int], itemsize: int) -> int:
+    """Bytes of all adapters' rank-rows in one layer."""
+    return sum(ranks) * sum(d_in + d_out for d_in, d_out in size.dims.values()) * itemsize
+
+
+def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: int) -> list[AdapterRows]:
+    layouts = {}
+    for rank in set(ranks):
+        part = AdapterPart(rank, 1.0, tuple(range(layers)), MODULES)
+        layouts[rank] = AdapterLayout.build(
+            [part], size.dims, layers, arena.layout.page_elems, arena.dtype.itemsize
+        )  # fmt: skip
+    taken = arena.take([layouts[rank].num_pages for rank in ranks])
+    rows = []
+    for rank, pages in zip(ranks, taken, strict=True):
+        (place,) = layouts[rank].parts
+        slabs = place.slabs
+        rows.append(
+            AdapterRows(pages, rank, 1.0, slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.first_elem)
+        )  # fmt: skip
+    return rows

@@ -1,0 +1,102 @@
+"""The command line of the GPU benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .sections.registry import SECTIONS
+from .sizes import SIZES
+from .store import ResultStore
+
+if TYPE_CHECKING:
+    from .context import Context
+
+#: A quick run ends within 8 minutes, and one section that hangs leaves time for the others.
+QUICK_SECONDS, QUICK_SECTION_SECONDS = 480.0, 200.0
+
+_EPILOG = "Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.items()) + "."
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line said."""
+
+    out: Path
+    quick: bool
+    device: str
+    model_size: str
+    work_dir: Path
+    seed: int
+    sections: tuple[str, ...]
+    redo: tuple[str, ...]
+    budget: float
+    section_timeout: float
+
+    @classmethod
+    def parse(cls, argv: list[str] | None) -> Options:
+        args = _parser().parse_args(argv)
+        out = args.out.resolve()
+        model = args.model_size or ("tiny" if args.device == "cpu" else "llama-3.1-8b")
+        return cls(
+            out, args.quick, args.device, model, (args.work_dir or out / "work").resolve(), args.seed,
+            tuple(args.sections or SECTIONS), tuple(SECTIONS if "all" in args.redo else args.redo),
+            args.budget or (QUICK_SECONDS if args.quick else math.inf),
+            args.section_timeout or (QUICK_SECTION_SECONDS if args.quick else math.inf),
+        )  # fmt: skip
+
+    def argv(self) -> list[str]:
+        """The command line of a worker."""
+        return [
+            "--quick" if self.quick else "--full", "--out", str(self.out), "--device", self.device,
+            "--model-size", self.model_size, "--work-dir", str(self.work_dir), "--seed", str(self.seed),
+        ]  # fmt: skip
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What must be equal for results to belong together."""
+        return {
+            "run": "quick" if self.quick else "full", "device": self.device, "model": self.model_size, "seed": self.seed
+        }  # fmt: skip
+
+    def store(self) -> ResultStore:
+        return ResultStore(self.out, self.settings)
+
+    def context(self) -> Context:
+        """What sections are given. Raises RuntimeError where the device is not there."""
+        import torch
+
+        from .context import Context
+        from .timer import CudaTimer, WallTimer
+
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
+        timer = CudaTimer(0.05 if self.quick else 0.3) if self.device == "cuda" else WallTimer(1)
+        return Context(
+            self.device, SIZES[self.model_size], self.quick, timer, self.store(), self.work_dir, self.seed
+        )  # fmt: skip
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m chorus.perf.gpu",
+        description="Run every GPU test and measurement; a second call runs only what is missing.",
+        epilog=_EPILOG,
+    )
+    add = parser.add_argument
+    how = parser.add_mutually_exclusive_group(required=True)
+    how.add_argument("--quick", action="store_true", help="few cases: at most 8 minutes")
+    how.add_argument("--full", action="store_true", help="all cases")
+    add("--out", type=Path, required=True, help="folder of the result files")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run of the benchmark itself")
+    add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
+    add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME", help="only these; default: all")
+    add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
+    add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
+    add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
+    add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
+    add("--seed", type=int, default=0)
+    return parser

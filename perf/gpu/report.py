@@ -1,0 +1,85 @@
+"""All sections' results for people: tables, the goals, and what failed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .goals import goals
+from .sections.registry import SECTIONS, section
+from .table import Table
+
+REPORT = "report.txt"
+SMOKE = "smoke run, not a measurement"
+_WIDTH = 120
+
+
+def report(combined: dict[str, Any], path: Path) -> None:
+    """Print the tables and write them to `path`. A run without a GPU is said to be none with every table."""
+    from rich.console import Console
+
+    with path.open("w", encoding="utf-8") as file:
+        for console in (Console(width=_WIDTH), Console(file=file, width=_WIDTH)):
+            for part in _parts(combined):
+                if isinstance(part, Table):
+                    console.print(part.title, style="bold", highlight=False, markup=False)
+                    console.print(part.render(), highlight=False)
+                else:
+                    console.print(part, highlight=False, markup=False)
+
+
+def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
+    """What matters most, short enough for one line; path: where the rest is."""
+    measured = combined["settings"]["device"] == "cuda"
+    found = {"ok": not combined["failed"] and not combined["missing"], "measurement": measured}
+    found |= {"settings": combined["settings"], "device": combined["environment"]["device"].get("name")}
+    found |= {"commit": combined["environment"]["commit"], "one_commit": combined["one_commit"]}
+    found |= {"done": list(combined["sections"]), "failed": list(combined["failed"]), "missing": combined["missing"]}
+    if measured:
+        marks = goals(combined["sections"])
+        found["goals"] = [
+            {"name": goal.name, "value": goal.value, "mark": goal.mark, "met": goal.met} for goal in marks
+        ]
+    return {**found, "seconds": combined["seconds"], "result": str(path)}
+
+
+def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
+    smoke = combined["settings"]["device"] != "cuda"
+    for name in SECTIONS:
+        if name in combined["sections"]:
+            for table in section(name).tables(combined["sections"][name]):
+                if smoke:
+                    table.title += f" ({SMOKE})"
+                yield table
+    if not smoke:
+        yield _goal_table(combined)
+    yield from _closing(combined, smoke)
+
+
+def _goal_table(combined: dict[str, Any]) -> Table:
+    table = Table("goals (H200, Llama-3.1-8B, bf16)", ["goal", "measured", "mark", "met", "worst at"])
+    for goal in goals(combined["sections"]):
+        mark = f"{'≤' if goal.at_most else '≥'} {goal.mark:g}"
+        met = "not measured" if goal.met is None else "met" if goal.met else "MISSED"
+        table.add(goal.name, goal.value, mark, met, goal.where)
+    return table
+
+
+def _closing(combined: dict[str, Any], smoke: bool) -> list[str]:
+    environment = combined["environment"]
+    commit = environment["commit"]
+    dirty = {True: " with local changes", False: "", None: " (changes unknown)"}[commit["dirty"]]
+    lines = [
+        f"device {environment['device'].get('name')}, driver {environment['driver']}, commit {commit['hash']}{dirty}, "
+        f"{environment['date']}",
+        ", ".join(f"{name} {value}" for name, value in environment["versions"].items()),
+    ]
+    if not combined["one_commit"]:
+        lines.append("the sections were not all measured at one clean commit")
+    lines += [f"FAILED {name}: {error.strip().splitlines()[-1]}" for name, error in combined["failed"].items()]
+    if combined["missing"]:
+        lines.append(f"not run yet: {', '.join(combined['missing'])}; the same command runs them")
+    if smoke:
+        lines.append(f"device {combined['settings']['device']}: {SMOKE}")
+    return lines

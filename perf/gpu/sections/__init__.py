@@ -1,0 +1,1 @@
+"""The parts of the GPU benchmark; each gives plain values, and a table of them."""

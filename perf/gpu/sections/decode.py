@@ -1,0 +1,137 @@
+"""Decode steps per bucket: base, every request another adapter, and the base of an engine without LoRA."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from ....core.executors.cuda_memory import OutOfDeviceMemory
+from ..adapter_files import adapter_dirs
+from ..context import Context
+from ..floors import floors, stated
+from ..subject import Subject
+from ..table import Table
+
+RANK = 16
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds of whole engine steps (schedule, execute, draw, update), beside the byte floor."""
+    buckets = context.pick((1, 2), (1, 2, 4, 8, 16, 32, 64), (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 96, 128))
+    most = max(buckets)
+    found: dict[str, Any] = {
+        "timed": "engine steps by the host clock, median; they end with the tokens on the host. device: replays alone",
+        "rank": RANK,
+        "floor": stated(context),
+        "buckets": [],
+    }
+    size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
+    adapters = adapter_dirs(context.size, context.dtype_name, RANK, most, context.work_dir)
+    with Subject(context, adapters, **size) as subject:
+        try:
+            with Subject(context, {}, **size) as plain:
+                base = {bucket: _beside(context, subject, plain, bucket) for bucket in buckets}
+        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+            found["plain_absent"] = f"no room for a second engine: {error}"
+            base = {bucket: _Base(*_steps(context, subject, [None] * bucket)) for bucket in buckets}
+        for bucket in buckets:
+            context.say(f"decode, {bucket} adapters")
+            lora = _steps(context, subject, list(adapters)[:bucket])
+            found["buckets"].append(_row(context, bucket, base[bucket], lora))
+        found["startup"] = subject.startup()
+    return found
+
+
+@dataclass(frozen=True)
+class _Base:
+    """Seconds of base steps: of the engine with adapters, of the one without, and the median ratio of the two."""
+
+    step: float
+    device: float
+    plain: float | None = None
+    ratio: float | None = None
+
+
+def _beside(context: Context, subject: Subject, plain: Subject, bucket: int) -> _Base:
+    """Base steps of both engines in turn, so that what drifts slowly meets both alike."""
+    context.say(f"decode, base, {bucket} rows")
+    per_round, rounds = context.pick(2, 8, 16), context.pick(2, 6, 10)
+    engines = {"base": subject, "plain": plain}
+    requests = {
+        name: engine.decoding([None] * bucket, _prompt(context), per_round * rounds) for name, engine in engines.items()
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in engines}
+    for index in range(rounds):
+        for name in sorted(engines, reverse=bool(index % 2)):
+            seconds[name].append(median(engines[name].step_seconds(per_round, bucket)))
+    device = subject.replay_seconds(bucket, lora=False)
+    for name, engine in engines.items():
+        engine.clear(requests[name])
+    ratios = [base / without for base, without in zip(seconds["base"], seconds["plain"], strict=True)]
+    return _Base(median(seconds["base"]), device, median(seconds["plain"]), median(ratios))
+
+
+def _steps(context: Context, subject: Subject, adapters: Sequence[str | None]) -> tuple[float, float]:
+    """Median seconds of a decode step, and of its replay alone."""
+    count = context.pick(4, 24, 100)
+    requests = subject.decoding(adapters, _prompt(context), count)
+    seconds = subject.step_seconds(count, len(adapters))
+    device = subject.replay_seconds(len(adapters), lora=any(adapters))
+    subject.clear(requests)
+    return median(seconds), device
+
+
+def _row(context: Context, bucket: int, base: _Base, lora: tuple[float, float]) -> dict[str, Any]:
+    floor = floors(context, bucket, _prompt(context), (RANK,) * bucket)
+    base_floor = floor.decode - floor.adapters
+    step, device = lora
+    return {
+        "bucket": bucket,
+        "context_tokens": _prompt(context),
+        "base_ms": base.step * 1e3,
+        "plain_ms": None if base.plain is None else base.plain * 1e3,
+        "lora_ms": step * 1e3,
+        "base_device_ms": base.device * 1e3,
+        "lora_device_ms": device * 1e3,
+        "base_floor_ms": base_floor * 1e3,
+        "adapters_floor_ms": floor.adapters * 1e3,
+        "step_bytes": floor.step_bytes,
+        "base_over_floor": base.step / base_floor,
+        "base_device_over_floor": base.device / base_floor,
+        "base_over_plain": base.ratio,
+        "lora_over_base": step / base.step,
+        "lora_less_floor_over_base": (step - floor.adapters) / base.step,
+        "lora_device_less_floor_over_base": (device - floor.adapters) / base.device,
+        "lora_over_floor": step / floor.decode,
+        "tokens_per_s": bucket / step,
+    }
+
+
+def _prompt(context: Context) -> int:
+    return context.pick(8, 256, 512)
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    steps = Table(
+        f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections",
+        ["bucket", "no LoRA", "base", "floor", "base/floor", "base/no LoRA", "LoRA", "adapters' floor", "LoRA/base",
+         "less floor"],
+    )  # fmt: skip
+    device = Table(
+        "(c) the same, replays alone", ["bucket", "base", "base/floor", "LoRA", "(LoRA less adapters' floor)/base"]
+    )
+    for row in values["buckets"]:
+        steps.add(
+            row["bucket"], row["plain_ms"], row["base_ms"], row["base_floor_ms"], row["base_over_floor"],
+            row["base_over_plain"], row["lora_ms"], row["adapters_floor_ms"], row["lora_over_base"],
+            row["lora_less_floor_over_base"],
+        )  # fmt: skip
+        device.add(
+            row["bucket"], row["base_device_ms"], row["base_device_over_floor"], row["lora_device_ms"],
+            row["lora_device_less_floor_over_base"],
+        )  # fmt: skip
+    return [steps, device]

@@ -1,0 +1,127 @@
+"""Captured decode steps against eager ones: the same tokens, log-probabilities and KV, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ....memory.pages import PagePool
+from ..adapter_files import adapter_dirs
+from ..context import Context
+from ..subject import Subject
+from ..table import Table
+
+_TOP = 5
+
+
+class Differs(ArithmeticError):
+    """A captured step computed other bits than an eager one."""
+
+
+@dataclass
+class Trace:
+    """What an engine gave for a case: per request its tokens, and log-probabilities as exact floats."""
+
+    tokens: dict[str, list[int]] = field(default_factory=dict)
+    logprobs: dict[str, list[Any]] = field(default_factory=dict)
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Raises Differs with the first case whose bits are not the same.
+
+    The KV of all steps lies in the arena: equal arenas mean that every layer of every step gave equal bits up to the
+    last layer's projections, which tokens and log-probabilities then show.
+    """
+    ranks = context.pick((4, 8), (8, 16, 64), (8, 16, 32, 64))
+    each = context.pick(2, 8, 16)
+    adapters: dict[str, Any] = {}
+    for rank in ranks:
+        adapters |= adapter_dirs(context.size, context.dtype_name, rank, each, context.work_dir)
+    largest = context.pick(4, 24, 64)
+    size = {"max_seqs": largest, "max_batched": context.pick(64, 2048, 4096), "max_len": 64}
+    found: dict[str, Any] = {"compared": f"tokens, log-probabilities of the {_TOP} likeliest, all KV", "cases": []}
+    size |= {"inline_reads": True}
+    with (
+        Subject(context, adapters, graph_capture="ahead", **size) as captured,
+        Subject(context, adapters, graph_capture="off", **size) as eager,
+    ):
+        for subject in (captured, eager):  # the same pages in both
+            subject.load(list(adapters))
+        for name, chosen in _cases(list(adapters), largest):
+            context.say(f"graph against eager: {name}")
+            steps = context.pick(3, 12, 24)
+            one, other = _trace(captured, chosen, steps), _trace(eager, chosen, steps)
+            _compare(name, one, other)
+            pages = _compare_arenas(name, captured, eager)
+            found["cases"].append({"case": name, "rows": len(chosen), "steps": steps, "equal": True, "pages": pages})
+        found["startup"] = captured.startup()
+    return found
+
+
+def _cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None]]]:
+    """Fuller and emptier buckets, then other adapters than before, more of them, mixed ranks, some rows and none."""
+    one, some, last = names[:1], names[::3], names[-largest:]
+    return [
+        ("base, one row", [None]),
+        ("base, padded bucket", [None] * (largest - 1)),
+        ("one adapter", list(one)),
+        ("one adapter, all rows", list(one) * largest),
+        ("mixed ranks, padded bucket", list(some)),
+        ("an adapter per row", list(names[:largest])),
+        ("other adapters, some rows base", [name if index % 2 else None for index, name in enumerate(last)]),
+        ("base again", [None] * 3),
+    ]  # fmt: skip
+
+
+def _trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace:
+    trace = Trace()
+    for name in adapters:
+        request = subject.add(6, steps, name, logprobs=_TOP)
+        trace.tokens[request.id], trace.logprobs[request.id] = [], []
+    while subject.engine.has_work():
+        for output in subject.step():
+            trace.tokens[output.request_id] += output.token_ids
+            trace.logprobs[output.request_id] += [(item.logprob, item.top) for item in output.logprobs]
+    return trace
+
+
+def _compare(name: str, captured: Trace, eager: Trace) -> None:
+    for what in ("tokens", "logprobs"):
+        mine, theirs = getattr(captured, what), getattr(eager, what)
+        for request, values in mine.items():
+            if values != theirs[request]:
+                step = next(
+                    at for at, pair in enumerate(zip(values, theirs[request], strict=True)) if pair[0] != pair[1]
+                )
+                raise Differs(f"{name}: {what} of {request} differ from step {step} on")
+
+
+def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
+    """Compare all pages but the dummy, which padding rows write, and adapters'; returns how many are not empty."""
+    mine, theirs = (subject.executor._arena.pages for subject in (captured, eager))
+    kind = {4: torch.int32, 2: torch.int16}[mine.itemsize]
+    same = (mine.view(kind) == theirs.view(kind)).all(dim=1)
+    left_out = [PagePool.DUMMY, *captured.adapter_pages()]
+    same[left_out] = True
+    if not bool(same.all()):
+        wrong = (~same).nonzero().flatten().tolist()
+        raise Differs(f"{name}: {len(wrong)} of {len(same)} pages differ, the first is {wrong[0]}")
+    used = mine.view(kind).any(dim=1)
+    used[left_out] = False
+    return int(used.sum())
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    table = Table(f"(g) captured against eager: {values['compared']}", ["case", "rows", "steps", "equal bits"])
+    for row in values["cases"]:
+        table.add(row["case"], row["rows"], row["steps"], row["equal"])
+    startup = values["startup"]
+    built = Table("(g) engine start", ["seconds", "graphs", "capture s", "slowest s", "graphs MB"])
+    built.add(
+        startup["seconds"], startup["graphs"], startup["capture_seconds"], startup["slowest_capture_seconds"],
+        startup["graph_bytes"] / 1e6,
+    )  # fmt: skip
+    return [table, built]

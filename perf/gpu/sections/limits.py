@@ -1,0 +1,82 @@
+"""What the device can do at best: copying, reading, taking bytes from the host, multiplying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..context import Context
+from ..table import Table
+
+PAGE_BYTES = 2 << 20
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Rates in bytes or FLOP per second; what is counted is said beside each."""
+
+    def rate(counted: str, amount: float, work: Callable[[], Any], *, unit: str, capture: bool = True) -> dict:
+        sample = context.timer.time(work, capture=capture)
+        return {unit: amount / sample.seconds, "seconds": sample.seconds, "counted": counted, "count": sample.count}
+
+    return {
+        "method": context.timer.method,
+        **_device_memory(context, rate),
+        **_host_to_device(context, rate),
+        "matmul": _matmul(context, rate),
+    }
+
+
+def _device_memory(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
+    """Copying, and reading by the better of two reductions."""
+    num_bytes = context.pick(1 << 20, 4 << 30, 8 << 30)
+    source = torch.empty(num_bytes // 4, dtype=torch.float32, device=context.device).normal_()
+    target = torch.empty_like(source)
+    what = "bytes read + bytes written, device to device"
+    copy = rate(what, 2 * num_bytes, lambda: target.copy_(source), unit="bytes_per_s")
+    reads = {
+        name: rate("bytes read", num_bytes, work, unit="bytes_per_s")
+        for name, work in (("sum", source.sum), ("amax", source.amax))
+    }
+    best = max(reads, key=lambda name: reads[name]["bytes_per_s"])
+    return {"copy": copy, "read": {**reads[best], "by": best}}
+
+
+def _host_to_device(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
+    """From pinned memory: at once, and in pages as adapters are loaded."""
+    num_bytes = context.pick(4 << 20, 1 << 30, 1 << 30)
+    pinned = context.device == "cuda"
+    host = torch.ones(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+    target = torch.empty(num_bytes, dtype=torch.uint8, device=context.device)
+    pairs = list(zip(target.split(PAGE_BYTES), host.split(PAGE_BYTES), strict=True))
+
+    def pages() -> None:
+        for page, image in pairs:
+            page.copy_(image, non_blocking=True)
+
+    what = f"bytes copied from {'pinned' if pinned else 'pageable'} host memory"
+    return {
+        "host_to_device": rate(
+            what, num_bytes, lambda: target.copy_(host, non_blocking=True), unit="bytes_per_s", capture=False
+        ),
+        "host_to_device_pages": rate(
+            f"{what}, {PAGE_BYTES} bytes at a time", num_bytes, pages, unit="bytes_per_s", capture=False
+        ),
+    }
+
+
+def _matmul(context: Context, rate: Callable[..., dict]) -> dict[str, Any]:
+    size = context.pick(64, 8192, 8192)
+    a, b = (torch.randn(size, size, device=context.device).to(torch.bfloat16) for _ in range(2))
+    out = torch.empty_like(a)
+    work = rate(f"2 · {size}³, bf16, random data", 2 * size**3, lambda: torch.matmul(a, b, out=out), unit="flops_per_s")
+    return {**work, "size": size}
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    table = Table("(a) limits", ["what", "rate", "unit", "counted"])
+    for name in ("copy", "read", "host_to_device", "host_to_device_pages"):
+        table.add(name, values[name]["bytes_per_s"] / 1e9, "GB/s", values[name]["counted"])
+    table.add("matmul", values["matmul"]["flops_per_s"] / 1e12, "TFLOP/s", values["matmul"]["counted"])
+    return [table]

@@ -1,0 +1,71 @@
+"""Output tokens per second, end to end, for Punica's four popularities and for the base model."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+from ..adapter_files import adapter_dirs
+from ..context import Context
+from ..popularity import POPULARITIES, segment_lengths
+from ..subject import Subject
+from ..table import Table
+
+RANK = 16
+
+
+def run(context: Context) -> dict[str, Any]:
+    """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
+    requests, seats = context.pick((4, 2), (64, 64), (256, 64))
+    prompt, output = context.pick((8, 4), (128, 64), (256, 256))
+    adapters = adapter_dirs(context.size, context.dtype_name, RANK, requests, context.work_dir)
+    names = list(adapters)
+    found: dict[str, Any] = {
+        "requests": requests,
+        "seats": seats,
+        "prompt_tokens": prompt,
+        "output_tokens": output,
+        "rank": RANK,
+        "timed": "from the first request's coming to the last token, by the host clock; prefill and loads included",
+        "rows": [],
+    }
+    size = {"max_seqs": seats, "max_batched": context.pick(64, 8192, 8192), "max_len": prompt + output + 16}
+    with Subject(context, adapters, **size) as subject:
+        _run(subject, [None] * requests, prompt, output)  # captures graphs, compiles kernels
+        base = _run(subject, [None] * requests, prompt, output)
+        found["base"] = {"seconds": base, "tokens_per_s": requests * output / base}
+        for popularity in POPULARITIES:
+            context.say(f"end to end, {popularity}")
+            lengths = segment_lengths(popularity, requests)
+            chosen = [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
+            Random(context.seed).shuffle(chosen)
+            for name in set(chosen):
+                subject.to_disk(name)
+            cold = _run(subject, chosen, prompt, output)
+            warm = _run(subject, chosen, prompt, output)
+            found["rows"].append(
+                {"popularity": popularity, "adapters": len(lengths), "cold_tokens_per_s": requests * output / cold,
+                 "tokens_per_s": requests * output / warm, "over_base": base / warm}
+            )  # fmt: skip
+    return found
+
+
+def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int) -> float:
+    """Seconds until all requests are answered."""
+    for adapter in adapters:
+        subject.add(prompt, output, adapter)
+    return subject.finish()
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    table = Table(
+        f"(f) end to end, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
+        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}",
+        ["popularity", "adapters", "cold", "warm", "warm/base"],
+    )
+    table.add("base", 0, None, values["base"]["tokens_per_s"], 1.0)
+    for row in values["rows"]:
+        table.add(
+            row["popularity"], row["adapters"], row["cold_tokens_per_s"], row["tokens_per_s"], row["over_base"]
+        )  # fmt: skip
+    return [table]

@@ -1,0 +1,223 @@
+"""SGMV at a model's shapes: time of a layer's LoRA work, and its share of the measured bandwidth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ....ops.sgmv_schedule import decode, prefill
+from ..context import Context
+from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
+from ..popularity import POPULARITIES, segment_lengths
+from ..rivals import RIVALS, RivalAbsent
+from ..table import Table
+
+#: Adapters of a case by its name: all of one rank, or these in turn.
+RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
+MAX_RANK = 64
+
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+SOME_BATCHES = (1, 8, 32, 64, 256)
+
+_PREFILL_SEGMENTS = 16
+_PREFILL_LAYERS = 8
+
+#: Largest difference from torch, as a share of the largest output.
+TOLERANCE = {"bfloat16": 3e-2, "float32": 1e-4}
+
+
+class WrongValues(ArithmeticError):
+    """A kernel computed something else than torch does."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One case of the grid."""
+
+    tokens: int
+    ranks: str
+    popularity: str
+
+    @property
+    def lengths(self) -> list[int]:
+        return segment_lengths(self.popularity, self.tokens)
+
+    def adapter_ranks(self) -> list[int]:
+        chosen = RANKS[self.ranks]
+        return [chosen[index % len(chosen)] for index in range(len(self.lengths))]
+
+
+def cells(context: Context) -> Iterator[Cell]:
+    """A quick run leaves out some batches of the ranks that no mark speaks of."""
+    for ranks in context.pick(("mixed",), tuple(RANKS), tuple(RANKS)):
+        some = context.quick and ranks not in ("16", "mixed")
+        batches = context.pick((1, 3), SOME_BATCHES if some else BATCHES, BATCHES)
+        for popularity in context.pick(("distinct", "zipf-1.5"), POPULARITIES, POPULARITIES):
+            for tokens in batches:
+                if tokens > 1 or popularity == "distinct":  # one request is one adapter, whatever the popularity
+                    yield Cell(tokens, ranks, popularity)
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Microseconds per layer (all seven projections, and per group of them), shares, and other ways beside them."""
+    cache = context.l2_bytes()
+    grid = list(cells(context))
+    itemsize = context.dtype.itemsize
+    pages = max(num_pages(context.size, cell.adapter_ranks(), _layers(context, cell), itemsize) for cell in grid)
+    pages = max(pages, num_pages(context.size, [MAX_RANK] * _PREFILL_SEGMENTS, _PREFILL_LAYERS, itemsize))
+    arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
+    found: dict[str, Any] = {
+        "method": context.timer.method,
+        "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
+        "per": "one layer, all seven projections, unless a group is named",
+        "max_rank": MAX_RANK,
+        "bandwidth_bytes_per_s": context.bandwidth(),
+        "cells": [],
+        "groups": [],
+        "rivals_absent": {},
+    }
+    for cell in grid:
+        context.say(f"sgmv {cell}")
+        case = LoraCase(
+            context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
+            decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
+        )  # fmt: skip
+        row = _measure(context, cell, case)
+        row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
+        found["cells"].append(row)
+        if (
+            cell.popularity == "distinct"
+            and cell.tokens >= context.pick(3, 1, 1)
+            and cell.ranks in context.pick(("mixed",), ("16",), tuple(RANKS))
+        ):
+            found["groups"] += [_measure(context, cell, case, group.name) for group in case.groups]
+    found["prefill"] = _prefill(context, arena)
+    return found
+
+
+def _layers(context: Context, cell: Cell) -> int:
+    return layers_for(layer_bytes(context.size, cell.adapter_ranks(), context.dtype.itemsize), context.l2_bytes())
+
+
+def _measure(context: Context, cell: Cell, case: LoraCase, name: str | None = None) -> dict[str, Any]:
+    """Time and share of a case, or of one group of projections in it."""
+    groups = [group for group in case.groups if name in (None, group.name)]
+    row: dict[str, Any] = {"tokens": cell.tokens, "ranks": cell.ranks, "popularity": cell.popularity}
+    if name is None:
+        row["error"] = _checked(context, str(cell), case)
+    else:
+        row["group"] = name
+    sample = context.timer.time(lambda: case.run(groups))
+    seconds, cost = sample.seconds / case.layers, case.cost(groups)
+    return row | {
+        "adapters": len(case.ranks),
+        "layers": case.layers,
+        "us": seconds * 1e6,
+        "bytes": cost.bytes,
+        "flops": cost.flops,
+        "bytes_per_s": cost.bytes / seconds,
+        "share": cost.bytes / seconds / context.bandwidth(),
+        "captured": sample.captured,
+    }
+
+
+def _checked(context: Context, name: str, case: LoraCase) -> float:
+    error = case.error()
+    if not error <= TOLERANCE[context.dtype_name]:
+        raise WrongValues(f"{name}: differs from torch by {error:.1e} of the largest output")
+    return error
+
+
+def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]) -> dict[str, Any]:
+    """Microseconds per layer of the other ways, where this kind of run asks for them."""
+    if cell.tokens not in context.pick((3,), (1, 8, 32, 64), BATCHES):
+        return {}
+    if cell.ranks not in context.pick(("mixed",), ("16", "mixed"), tuple(RANKS)):
+        return {}
+    times = {}
+    for name, make in RIVALS.items():
+        if name in absent:
+            continue
+        try:
+            rival = make(case)
+        except RivalAbsent as error:
+            absent[name] = str(error)
+            continue
+        sample = context.timer.time(rival.run)
+        times[name] = {"us": sample.seconds / case.layers * 1e6, "captured": sample.captured}
+        del rival
+    return times
+
+
+def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
+    """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
+    rows = []
+    itemsize = context.dtype.itemsize
+    matmul = context.limits()["matmul"]["flops_per_s"]
+    for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
+        for segments in context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)):
+            for rank in context.pick((8,), (16, 64), (8, 16, 32, 64)):
+                ranks = [rank] * segments
+                layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
+                schedule = prefill(tokens, MAX_RANK, itemsize)
+                lengths = [tokens // segments] * segments
+                case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
+                name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
+                context.say(f"sgmv {name}")
+                error = _checked(context, name, case)
+                sample, cost = context.timer.time(case.run), case.cost()
+                seconds = sample.seconds / layers
+                floor = max(cost.bytes / context.bandwidth(), cost.flops / matmul)
+                rows.append(
+                    {"tokens": tokens, "segments": segments, "rank": rank, "us": seconds * 1e6, "error": error,
+                     "bytes": cost.bytes, "flops": cost.flops, "floor_us": floor * 1e6, "share": floor / seconds}
+                )  # fmt: skip
+    return rows
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    cells = values["cells"]
+    batches = sorted({row["tokens"] for row in cells})
+    shapes = list(dict.fromkeys((row["popularity"], row["ranks"]) for row in cells))
+    by_cell = {(row["popularity"], row["ranks"], row["tokens"]): row for row in cells}
+    titles = {
+        "us": "(b) SGMV, µs per layer, all projections, by batch",
+        "share": "(b) SGMV, % of measured bandwidth, by batch",
+    }
+    found = []
+    for key, title in titles.items():
+        table = Table(title, ["popularity", "rank", *map(str, batches)])
+        for popularity, ranks in shapes:
+            rows = (by_cell.get((popularity, ranks, tokens)) for tokens in batches)
+            table.add(popularity, ranks, *(row and _cell(row[key], key) for row in rows))
+        found.append(table)
+    return [*found, _rival_table(values), _group_table(values), _prefill_table(values)]
+
+
+def _cell(value: float, key: str) -> float:
+    return 100 * value if key == "share" else value
+
+
+def _rival_table(values: dict[str, Any]) -> Table:
+    names = [name for name in RIVALS if name not in values["rivals_absent"]]
+    table = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
+    for row in values["cells"]:
+        if row["rivals"]:
+            others = (row["rivals"].get(name, {}).get("us") for name in names)
+            table.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
+    return table
+
+
+def _group_table(values: dict[str, Any]) -> Table:
+    table = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
+    for row in values["groups"]:
+        table.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
+    return table
+
+
+def _prefill_table(values: dict[str, Any]) -> Table:
+    table = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
+    for row in values["prefill"]:
+        table.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
+    return table

@@ -1,0 +1,103 @@
+"""Time to first token with the adapter on the device, on the host and on disk; loads streamed and waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from statistics import median
+from typing import Any
+
+from ..adapter_files import adapter_dirs
+from ..context import Context
+from ..subject import Subject
+from ..table import Table
+
+RANKS = (16, 64)
+
+#: stream: a prefill waits for each layer when it reaches it. wait: a load is over before its prefill begins.
+LOADINGS = ("stream", "wait")
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds on an idle engine, and the longest step that running requests see while one joins them cold."""
+    lengths = context.pick((8,), (128, 512, 2048), (64, 128, 256, 512, 1024, 2048, 4096))
+    repeats = context.pick(1, 5, 15)
+    running = context.pick(1, 8, 32)
+    found: dict[str, Any] = {
+        "timed": "from a request's coming to its first token, by the host clock, median; the engine is idle",
+        "cold": "host: the image is in pinned memory; disk: the file is to be read, from the page cache",
+        "running": running,
+        "rows": [],
+    }
+    for rank in RANKS if not context.smoke else (8, 16):
+        adapters = adapter_dirs(context.size, context.dtype_name, rank, 1, context.work_dir)
+        (name,) = adapters
+        longest = max(lengths)
+        with Subject(
+            context,
+            adapters,
+            max_seqs=running + 1,
+            max_batched=longest + running,
+            max_len=longest + context.pick(32, 256, 256),
+        ) as subject:
+            subject.load([name])
+            for tokens in lengths:
+                context.say(f"time to first token, rank {rank}, {tokens} tokens")
+                found["rows"] += _rows(subject, name, rank, tokens, repeats, running)
+    return found
+
+
+def _rows(subject: Subject, name: str, rank: int, tokens: int, repeats: int, running: int) -> list[dict[str, Any]]:
+    def leave(name: str) -> None:
+        """It is where it should be."""
+
+    starts = {"warm": leave, "host": subject.to_host, "disk": subject.to_disk}
+    subject.first_token_seconds(tokens, name)
+    rows = []
+    for loading in LOADINGS:
+        seconds: dict[str, list[float]] = {start: [] for start in starts}
+        with subject.waiting_loads() if loading == "wait" else nullcontext():
+            for _ in range(repeats):  # in turn, so that what drifts slowly meets all alike
+                for start, prepare in starts.items():
+                    prepare(name)
+                    seconds[start].append(subject.first_token_seconds(tokens, name))
+            stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
+        middle = {start: median(found) for start, found in seconds.items()}
+        rows.append(
+            {
+                "rank": rank,
+                "prompt_tokens": tokens,
+                "loading": loading,
+                "warm_ms": middle["warm"] * 1e3,
+                "cold_ms": middle["host"] * 1e3,
+                "disk_ms": middle["disk"] * 1e3,
+                "cold_over_warm": middle["host"] / middle["warm"],
+                "disk_over_warm": middle["disk"] / middle["warm"],
+                "warm_stall_ms": stalls["warm"] * 1e3,
+                "cold_stall_ms": stalls["host"] * 1e3,
+            }
+        )
+    return rows
+
+
+def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str], None], name: str) -> float:
+    """Seconds of the longest step that `running` base requests see while one of the adapter joins them."""
+    others = subject.decoding([None] * running, 4, 64)
+    prepare(name)
+    longest = subject.longest_step_until_first_token(tokens, name)
+    subject.clear(others)
+    return longest
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    table = Table(
+        f"(e) time to first token, ms; stall: longest step of {values['running']} running requests meanwhile",
+        ["rank", "prompt", "loading", "warm", "cold (host)", "cold/warm", "disk", "disk/warm", "stall warm",
+         "stall cold"],
+    )  # fmt: skip
+    for row in values["rows"]:
+        table.add(
+            row["rank"], row["prompt_tokens"], row["loading"], row["warm_ms"], row["cold_ms"], row["cold_over_warm"],
+            row["disk_ms"], row["disk_over_warm"], row["warm_stall_ms"], row["cold_stall_ms"],
+        )  # fmt: skip
+    return [table]

@@ -1,0 +1,102 @@
+"""The models that the GPU benchmark builds from their configuration alone, with random weights."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...memory.layout import MODULES, PageLayout
+from ..cpu_workload import Geometry
+
+BLOCK_TOKENS = 16
+
+#: Projections that share an input, so that their LoRA products are one pair of launches.
+GROUPS = {
+    "qkv": ("q_proj", "k_proj", "v_proj"),
+    "o": ("o_proj",),
+    "gate_up": ("gate_proj", "up_proj"),
+    "down": ("down_proj",),
+}
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """A Llama-architecture model; rope: fields of config.json beside those that the geometry gives."""
+
+    name: str
+    geometry: Geometry
+    rope: dict[str, Any]
+
+    @property
+    def dims(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features by module name."""
+        return {name.rpartition(".")[2]: dims for name, dims in self.geometry.module_dims.items()}
+
+    def page_layout(self, itemsize: int) -> PageLayout:
+        shape = self.geometry
+        return PageLayout(shape.layers, shape.kv_heads, shape.head_dim, BLOCK_TOKENS, itemsize)
+
+    def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
+        """Per group: inputs, and (module id, first column, width) of its projections side by side."""
+        dims, groups = self.dims, {}
+        for group, names in GROUPS.items():
+            modules, column = [], 0
+            for name in names:
+                modules.append((MODULES.index(name), column, dims[name][1]))
+                column += dims[name][1]
+            groups[group] = dims[names[0]][0], tuple(modules)
+        return groups
+
+    def config(self, dtype: str) -> dict[str, Any]:
+        """config.json of the model."""
+        shape = self.geometry
+        return {
+            "architectures": ["LlamaForCausalLM"],
+            "model_type": "llama",
+            "dtype": dtype,
+            "hidden_size": shape.hidden,
+            "intermediate_size": shape.ffn,
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": shape.heads,
+            "num_key_value_heads": shape.kv_heads,
+            "head_dim": shape.head_dim,
+            "vocab_size": shape.vocab,
+            "max_position_embeddings": shape.positions,
+            "rms_norm_eps": 1e-5,
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            **self.rope,
+        }
+
+    def write_config(self, directory: Path, dtype: str) -> Path:
+        """Make `directory` a checkpoint without weights. Returns it."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / "config.json").write_text(json.dumps(self.config(dtype), indent=1), encoding="utf-8")
+        return directory
+
+
+_LLAMA3_ROPE = {
+    "rope_theta": 500000.0,
+    "rope_scaling": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
+}
+
+SIZES = {
+    "llama-3.1-8b": ModelSize(
+        "llama-3.1-8b",
+        Geometry(hidden=4096, ffn=14336, layers=32, heads=32, kv_heads=8, vocab=128256, positions=131072),
+        _LLAMA3_ROPE,
+    ),
+    "tiny": ModelSize(
+        "tiny",
+        Geometry(hidden=128, ffn=256, layers=2, heads=2, kv_heads=1, vocab=512, positions=2048),
+        {"rope_theta": 10000.0},
+    ),
+}

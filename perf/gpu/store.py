@@ -1,0 +1,123 @@
+"""The benchmark's result files: one per section, so that a second call runs only what is missing, and one of all."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+DONE, FAILED = "done", "failed"
+RESULT = "result.json"
+
+
+class OtherSettings(ValueError):
+    """The folder holds results that were measured with other settings."""
+
+
+class ResultStore:
+    """Section files in a folder. settings: what must be equal for results to belong together."""
+
+    def __init__(self, directory: Path, settings: Mapping[str, Any]) -> None:
+        self.directory = directory
+        self.settings = dict(settings)
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def check(self, sections: Iterable[str]) -> None:
+        """Raise OtherSettings when a section's file was written with other settings."""
+        for section in sections:
+            record = self.load(section)
+            if record is not None and record["settings"] != self.settings:
+                raise OtherSettings(
+                    f"{self.path(section)} was measured with {_shown(record['settings'])}, this run has "
+                    f"{_shown(self.settings)}; choose another --out or remove the folder"
+                )
+
+    def path(self, section: str) -> Path:
+        return self.directory / f"{section}.json"
+
+    def load(self, section: str) -> dict[str, Any] | None:
+        """A section's record; None when there is none."""
+        try:
+            return json.loads(self.path(section).read_text("utf-8"))
+        except FileNotFoundError:
+            return None
+
+    def is_done(self, section: str) -> bool:
+        record = self.load(section)
+        return record is not None and record["status"] == DONE
+
+    def values(self, section: str) -> dict[str, Any]:
+        """What a finished section found. LookupError when it has not been run or has failed."""
+        record = self.load(section)
+        if record is None or record["status"] != DONE:
+            raise LookupError(f"section {section} has no results in {self.directory}; run it first")
+        return record["values"]
+
+    def write_done(self, section: str, seconds: float, environment: Mapping[str, Any], values: Any) -> None:
+        record = {"section": section, "status": DONE, "seconds": round(seconds, 1), "settings": self.settings}
+        self._write(self.path(section), {**record, "environment": environment, "values": values})
+
+    def write_failed(self, section: str, seconds: float, environment: Mapping[str, Any], reason: str) -> None:
+        """reason: the traceback, or the end of what the process said."""
+        record = {"section": section, "status": FAILED, "seconds": round(seconds, 1), "settings": self.settings}
+        self._write(self.path(section), {**record, "environment": environment, "error": reason})
+
+    def forget(self, section: str) -> None:
+        self.path(section).unlink(missing_ok=True)
+
+    def combine(self, sections: Iterable[str], environment: Mapping[str, Any]) -> dict[str, Any]:
+        """Write and return all sections' values beside what failed and what is missing.
+
+        environment: used where no section has finished; otherwise the last of them says where it ran. one_commit:
+        whether all came from one commit without local changes.
+        """
+        found: dict[str, Any] = {"settings": self.settings, "environment": environment}
+        found |= {"sections": {}, "seconds": {}, "failed": {}, "missing": []}
+        commits = []
+        for section in sections:
+            record = self.load(section)
+            if record is None:
+                found["missing"].append(section)
+                continue
+            found["seconds"][section] = record["seconds"]
+            commits.append(record["environment"]["commit"])
+            if record["status"] == DONE:
+                found["sections"][section] = record["values"]
+                found["environment"] = record["environment"]
+            else:
+                found["failed"][section] = record["error"]
+        found["one_commit"] = bool(commits) and all(each == commits[0] for each in commits) and not commits[0]["dirty"]
+        self._write(self.directory / RESULT, found)
+        return found
+
+    def _write(self, path: Path, value: Any) -> None:
+        """Whole or not at all: a reader never sees half a file, and a killed run leaves none."""
+        text = json.dumps(_finite(value), indent=1)
+        handle, draft = tempfile.mkstemp(dir=self.directory, prefix=f".{path.name}-")
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.chmod(draft, 0o644)
+            os.replace(draft, path)
+        except BaseException:
+            os.unlink(draft)
+            raise
+
+
+def _finite(value: Any) -> Any:
+    """`value` with None for NaN and infinity, which JSON has no words for."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return value
+
+
+def _shown(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in settings.items())

@@ -1,0 +1,291 @@
+"""The engine under measurement: on the device, with random weights, driven step by step without HTTP."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from random import Random
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...core.types import RequestOutput
+from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import GraphRunner, StepMode
+from ...memory.adapter import Adapter, Tier
+from ...memory.host_images import InlineReads
+from .context import Context
+
+#: Largest rank that the engine is started for.
+MAX_RANK = 64
+
+
+class Unsettled(RuntimeError):
+    """The engine did not get where a measurement begins."""
+
+
+class Subject:
+    """An idle engine with `adapters` registered. Use as a context: leaving it frees the device.
+
+    max_seqs, max_batched, max_len: as in EngineConfig. adapter_pages: room for adapters beside the KV of `max_seqs`
+    requests of `max_len` tokens. graph_capture: as in EngineConfig.
+    inline_reads: adapters are read when they are asked for, so that steps don't depend on how fast a disk is.
+    """
+
+    def __init__(
+        self,
+        context: Context,
+        adapters: Mapping[str, Path],
+        *,
+        max_seqs: int,
+        max_batched: int,
+        max_len: int,
+        graph_capture: Literal["ahead", "lazy", "off"] = "lazy",
+        inline_reads: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._context = context
+        self._clock = clock
+        self._random = Random(context.seed)
+        self._serial = 0
+        self._buckets = DecodeBuckets(max_seqs)
+        self._vocab = context.size.geometry.vocab
+        page = context.size.page_layout(context.dtype.itemsize)
+        kv_pages = max_seqs * page.pages_for_tokens(max_len)
+        files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
+        adapter_pages = sum(size // page.page_bytes + 1 for size in files.values())
+        model = context.work_dir / context.size.name / context.dtype_name
+        config = EngineConfig(
+            model=context.size.write_config(model, context.dtype_name),
+            load_format="dummy",
+            dtype=context.dtype_name,
+            device=context.device,
+            cpu_kernels="torch",
+            max_model_len=max_len,
+            max_num_seqs=max_seqs,
+            max_num_batched_tokens=max(max_batched, max_seqs),
+            block_tokens=page.block_tokens,
+            num_pages=2 + kv_pages + adapter_pages,
+            max_lora_rank=MAX_RANK,
+            graph_capture=graph_capture,
+            host_cache_bytes=2 * sum(files.values()) + (1 << 20),
+            prefix_cache=False,
+            lookahead=max(1, max_seqs),
+            threads=1 if context.smoke else None,
+            seed=context.seed,
+        )
+        began = clock()
+        self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
+        context.timer.synchronize()
+        self._startup_seconds = clock() - began
+        for name, path in adapters.items():
+            self.engine.store.register(name, path)
+
+    def __enter__(self) -> Subject:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.engine.close()
+        del self.engine
+        if self._context.device == "cuda":
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def startup(self) -> dict[str, Any]:
+        """Seconds until the engine stood, and what capturing graphs has taken so far: all, and the slowest."""
+        report = self._graphs.report
+        seconds = [step.seconds for step in report]
+        return {
+            "seconds": self._startup_seconds,
+            "graphs": len(report),
+            "capture_seconds": sum(seconds),
+            "slowest_capture_seconds": max(seconds, default=0.0),
+            "graph_bytes": sum(step.num_bytes for step in report),
+        }
+
+    # -- requests
+
+    def add(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
+        """Queue a greedy request of random tokens that goes on past any end-of-sequence token."""
+        request = self.request(prompt_tokens, output_tokens, adapter, **params)
+        self.engine.add_request(request)
+        return request
+
+    def request(self, prompt_tokens: int, output_tokens: int, adapter: str | None = None, **params: Any) -> Request:
+        """One that is not queued yet: drawing its prompt takes time that is nobody's."""
+        self._serial += 1
+        prompt = [self._random.randrange(3, self._vocab) for _ in range(prompt_tokens)]
+        wanted = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, **params)
+        return Request(f"q{self._serial}", prompt, wanted, adapter)
+
+    def step(self) -> list[RequestOutput]:
+        """One engine step. Raises RuntimeError when a request ends in an error."""
+        outputs = self.engine.step()
+        for output in outputs:
+            if output.error is not None:
+                raise RuntimeError(f"request {output.request_id}: {output.error}")
+        return outputs
+
+    def finish(self) -> float:
+        """Run until there is no work left; seconds."""
+        began = self._clock()
+        while self.engine.has_work():
+            self.step()
+        self._context.timer.synchronize()
+        return self._clock() - began
+
+    def clear(self, requests: Sequence[Request]) -> None:
+        """Abort what is still running of `requests`."""
+        for request in requests:
+            self.engine.abort(request.id)
+        self.finish()
+
+    # -- measurements
+
+    def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[Request]:
+        """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them."""
+        requests = [self.add(prompt_tokens, steps + len(adapters) + 8, adapter) for adapter in adapters]
+        for _ in range(4 * len(requests) + 64):
+            self.step()
+            if all(request.num_output_tokens for request in requests):
+                break
+        else:
+            raise Unsettled(f"{len(requests)} requests did not all get past their prefill")
+        for _ in range(2):  # captures the bucket's graph, where that is done on first use
+            self.step()
+        self._context.timer.synchronize()
+        return requests
+
+    def step_seconds(self, steps: int, rows: int) -> list[float]:
+        """Seconds of each of `steps` decode steps; all of them have `rows` rows."""
+        found = []
+        for _ in range(steps):
+            began = self._clock()
+            self.step()
+            found.append(self._clock() - began)
+            info = self.engine.stats().last_step
+            if info is None or info.num_tokens != rows:
+                raise Unsettled(f"a step had {info and info.num_tokens} tokens where {rows} rows should decode")
+        return found
+
+    def replay_seconds(self, rows: int, *, lora: bool) -> float:
+        """Device seconds of the last decode step, replayed: what is left without the host's work around it.
+
+        A replay reads and writes what the step did, so it changes nothing. NaN where steps are not captured.
+        """
+        if not getattr(self._steps, "_captures", True):
+            return math.nan
+        bucket, mode = self._buckets.pick(rows), StepMode.LORA if lora else StepMode.BASE
+        device = getattr(self.executor, "_device", None)
+        with nullcontext() if device is None else device.scope(), torch.inference_mode():
+            return self._context.timer.time(lambda: self._graphs.replay(bucket, mode), capture=False).seconds
+
+    def first_token_seconds(self, prompt_tokens: int, adapter: str | None = None) -> float:
+        """Time to the first token of a request that comes now."""
+        request = self.request(prompt_tokens, 1, adapter)
+        began = self._clock()
+        self.engine.add_request(request)
+        while not request.num_output_tokens:
+            self.step()
+        seconds = self._clock() - began
+        self.finish()
+        return seconds
+
+    def longest_step_until_first_token(self, prompt_tokens: int, adapter: str | None) -> float:
+        """Seconds of the longest step until a request that joins those running has its first token."""
+        request = self.add(prompt_tokens, 1, adapter)
+        longest = 0.0
+        while not request.num_output_tokens:
+            began = self._clock()
+            self.step()
+            longest = max(longest, self._clock() - began)
+        return longest
+
+    def load(self, names: Sequence[str], prompt_tokens: int = 1) -> None:
+        """Make adapters resident, by a request for each, one after another."""
+        for name in names:
+            self.add(prompt_tokens, 1, name)
+            self.finish()
+            self._expect(name, Tier.DEVICE)
+
+    def to_host(self, name: str) -> None:
+        """Take an adapter from the device; its host image stays."""
+        self._evict(name)
+        self._expect(name, Tier.HOST)
+
+    def to_disk(self, name: str) -> None:
+        """Have neither pages nor host image of an adapter."""
+        store = self.engine.store
+        path = store.get(name).manifest.path
+        store.unregister(name)
+        store.register(name, path)
+        self._expect(name, Tier.DISK)
+
+    def adapter_pages(self) -> list[int]:
+        """Pages that resident adapters have."""
+        store = self.engine.store
+        return sorted(page for name in store.names() for page in store.get(name).pages)
+
+    def waiting_loads(self) -> WaitingLoads:
+        """While entered, every load is waited for whole before anything computes with it."""
+        return WaitingLoads(self)
+
+    @property
+    def executor(self) -> Any:
+        return self.engine._executor
+
+    @property
+    def _steps(self) -> Any:
+        """What captures steps: the executor itself, or its steps."""
+        return getattr(self.executor, "_steps", self.executor)
+
+    @property
+    def _graphs(self) -> GraphRunner:
+        return self._steps._graphs
+
+    def _evict(self, name: str) -> None:
+        adapter = self.engine.store.get(name)
+        if adapter.pages:
+            self.engine.store.evict(adapter)
+
+    def _expect(self, name: str, tier: Tier) -> Adapter:
+        store = self.engine.store
+        adapter = store.get(name)
+        store.poll()
+        if store.tier(adapter) is not tier:
+            raise Unsettled(f"{adapter} should be in tier {tier} but is in {store.tier(adapter)}")
+        return adapter
+
+
+class WaitingLoads:
+    """The way of engines that load before they compute: a transfer is over when `place` returns."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._backend = subject.executor.adapters
+        self._synchronize = subject._context.timer.synchronize
+
+    def __enter__(self) -> None:
+        inner = self._backend.place
+        advance = getattr(self._backend, "advance", lambda: None)
+
+        def place(*arguments: Any) -> Any:
+            transfer = inner(*arguments)
+            while transfer is not None and not (transfer.is_done() or transfer.has_failed()):
+                time.sleep(0)
+                advance()
+            self._synchronize()
+            return transfer
+
+        self._backend.place = place
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        del self._backend.place

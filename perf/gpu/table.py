@@ -1,0 +1,46 @@
+"""Tables of results, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Table:
+    """A title, columns and rows of numbers and words."""
+
+    title: str
+    columns: Sequence[str]
+    rows: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def add(self, *cells: Any) -> None:
+        if len(cells) != len(self.columns):
+            raise ValueError(f"{self.title}: {len(cells)} cells for {len(self.columns)} columns")
+        self.rows.append(cells)
+
+    def render(self) -> Any:
+        """As rich shows it."""
+        from rich import box
+        from rich.table import Table as RichTable
+
+        table = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
+        for index, column in enumerate(self.columns):
+            numbers = all(not isinstance(row[index], str) for row in self.rows)
+            table.add_column(column, justify="right" if numbers else "left")
+        for row in self.rows:
+            table.add_row(*(shown(cell) for cell in row))
+        return table
+
+
+def shown(value: Any) -> str:
+    """A cell's text: three significant digits at least, `-` for None."""
+    if value is None:
+        return "-"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
+        return f"{value:.{digits}f}"
+    return str(value)

@@ -1,0 +1,124 @@
+"""Time of device work: graph replays between CUDA events on a GPU, a clock elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, Protocol
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """Seconds of one call: the median and the least of `count`. captured: whether replays of a graph were timed."""
+
+    seconds: float
+    best: float
+    count: int
+    captured: bool = False
+
+
+class Timer(Protocol):
+    """Times `work`, which only launches device work; nothing else may be using the device."""
+
+    #: How times come about, for the result file.
+    method: str
+
+    def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
+        """Warm up, then time calls. capture: time replays of a CUDA graph of one call, where that is possible."""
+        ...
+
+    def synchronize(self) -> None:
+        """Wait until the device is idle."""
+        ...
+
+
+class WallTimer:
+    """A host clock around calls that return when their work is done."""
+
+    method = "host clock, no device"
+
+    def __init__(self, repeats: int = 3, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._repeats = repeats
+        self._clock = clock
+
+    def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
+        work()
+        seconds = []
+        for _ in range(self._repeats):
+            began = self._clock()
+            work()
+            seconds.append(self._clock() - began)
+        return Sample(median(seconds), min(seconds), len(seconds))
+
+    def synchronize(self) -> None:
+        """Calls have ended when they return."""
+
+
+class CudaTimer:
+    """CUDA events around graph replays; eager calls where `work` can't be captured.
+
+    seconds: about how long each measurement goes on, in all.
+    """
+
+    method = "CUDA events around graph replays (eager calls where 'captured' is false)"
+
+    def __init__(self, seconds: float = 0.05, min_count: int = 5, max_count: int = 200) -> None:
+        self._seconds = seconds
+        self._min_count = min_count
+        self._max_count = max_count
+        self._side: torch.cuda.Stream | None = None
+        self._pool: Any = None
+
+    def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
+        graph = self._capture(work) if capture else None
+        call = graph.replay if graph is not None else work
+        call()
+        first = self._once(call)
+        count = min(self._max_count, max(self._min_count, int(self._seconds / max(first, 1e-7))))
+        seconds = self._many(call, count)
+        return Sample(median(seconds), min(seconds), count, graph is not None)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize()
+
+    def _capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+        """A graph of one call, after a call that compiles and allocates; both on a stream beside the default one.
+
+        Not by `torch.cuda.graph`, which collects garbage first: hundreds of small cases would spend their time there.
+        """
+        if self._side is None:
+            self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._side):
+            work()
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            try:
+                work()
+            except BaseException:
+                with suppress(RuntimeError):  # the stream must leave capture mode; the first error is the telling one
+                    graph.capture_end()
+                raise
+            graph.capture_end()
+        return graph
+
+    def _once(self, call: Callable[[], Any]) -> float:
+        return self._many(call, 1)[0]
+
+    def _many(self, call: Callable[[], Any], count: int) -> list[float]:
+        """Seconds of each of `count` calls that follow each other without a gap."""
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+        torch.cuda.synchronize()
+        events[0].record()
+        for event in events[1:]:
+            call()
+            event.record()
+        torch.cuda.synchronize()
+        return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]

@@ -1,0 +1,1 @@
+"""Whether a result is worse than its baseline, beyond what noise explains."""

@@ -1,0 +1,205 @@
+"""What is compared: the metrics of a suite, as its TOML file lists them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
+
+from .pointer import find, is_pointer
+
+Better = Literal["lower", "higher", "same"]
+Kind = Literal["exact", "ratio", "measured"]
+
+
+class GateError(Exception):
+    """Something that can't be compared; the message says what to do about it."""
+
+
+def _check_pointer(text: str) -> str:
+    if not is_pointer(text):
+        raise ValueError(f"{text!r} is no JSON pointer; begin it with a slash")
+    return text
+
+
+Pointer = Annotated[str, AfterValidator(_check_pointer)]
+
+
+class Rule(BaseModel):
+    """How values are compared.
+
+    kind: exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device.
+    floor: share by which the median may be worse anyway. cap: share that noise, however large, can't excuse.
+    noise: how many standard deviations, estimated from the repeats, are noise. local: only compared with a baseline of
+    the same device, in a suite that is portable otherwise.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Kind
+    floor: float = Field(default=0.05, ge=0)
+    cap: float = Field(default=0.5, gt=0)
+    noise: float = Field(default=3.0, ge=0)
+    local: bool = False
+
+
+class MetricEntry(Rule):
+    """One value, or a list of repeats. over: divide by this, repeat by repeat."""
+
+    name: str = Field(min_length=1)
+    at: Pointer
+    over: Pointer | None = None
+    better: Better
+
+
+class TableEntry(Rule):
+    """Values of every row of a list.
+
+    A row is known by its `key` columns; by default by all that are text or yes/no, and by a number where those repeat.
+
+    values: columns to compare (default: all numbers but `skip`). better: for all columns, or by column. name: what the
+    metrics' names begin with.
+    """
+
+    name: str = ""
+
+    at: Pointer
+    key: list[str] | None = None
+    values: list[str] | None = None
+    skip: list[str] = []
+    better: Better | dict[str, Better] = "same"
+
+
+class Suite(BaseModel):
+    """A kind of result.
+
+    match: pointers that only results of this suite have. device: where the result names what it was measured on;
+    without, every machine gives the same values. portable: other devices may be compared, too, with floors and caps
+    `elsewhere` times as large. variant: where the result says which of several loads it is. same: what else must be as
+    in the baseline, such as the load's size.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    about: str
+    match: list[Pointer] = []
+    device: Pointer | None = None
+    portable: bool = False
+    elsewhere: float = Field(default=2.0, ge=1)
+    variant: Pointer | None = None
+    same: list[Pointer] = []
+    metrics: list[MetricEntry] = []
+    tables: list[TableEntry] = []
+    name: str = ""
+
+    @classmethod
+    def read(cls, path: Path) -> Suite:
+        """Raises GateError, naming the file and the field."""
+        try:
+            fields = tomllib.loads(path.read_text("utf-8"))
+            return cls(**{**fields, "name": path.stem})
+        except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+            raise GateError(f"{path} can't be read: {error}") from None
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            field = ".".join(map(str, first["loc"]))
+            raise GateError(f"{path}: {field} is {first['input']!r}: {first['msg']}") from None
+
+    def fits(self, result: dict[str, Any]) -> bool:
+        missing = object()
+        return bool(self.match) and all(find(result, pointer, missing) is not missing for pointer in self.match)
+
+    def readings(self, result: dict[str, Any]) -> Iterator[tuple[Metric, tuple[float, ...]]]:
+        """Every metric that the suite names, and every one that its tables have rows for, with what was read.
+
+        Raises GateError for a row that appears twice.
+        """
+        for entry in self.metrics:
+            yield Metric(entry.name, entry.better, entry), _read(result, entry)
+        seen: set[str] = set()
+        for table in self.tables:
+            for metric, values in _rows(result, table):
+                if metric.name in seen:
+                    raise GateError(
+                        f"{self.name}: two rows of {table.at} are both {metric.name}; add the column that tells them "
+                        "apart to the table's key"
+                    )
+                seen.add(metric.name)
+                yield metric, values
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A named value and how it is compared."""
+
+    name: str
+    better: Better
+    rule: Rule
+
+
+def suites(directory: Path) -> dict[str, Suite]:
+    """The suites that a directory has a TOML file for, by name."""
+    if not directory.is_dir():
+        raise GateError(f"there is no directory of baselines {directory}")
+    return {path.stem: Suite.read(path) for path in sorted(directory.glob("*.toml"))}
+
+
+def suite_of(result: dict[str, Any], known: dict[str, Suite], name: str | None) -> Suite:
+    """The suite that is named, else that the result names, else the only one it fits. Raises GateError."""
+    name = name or result.get("suite")
+    if name is not None:
+        if name not in known:
+            raise GateError(f"there is no suite {name!r}; there are {', '.join(known) or 'none'}")
+        return known[name]
+    fitting = [suite for suite in known.values() if suite.fits(result)]
+    if len(fitting) != 1:
+        found = "several suites" if fitting else "no suite"
+        raise GateError(
+            f"the result fits {found}; name one with --suite: {', '.join(known)} (its keys: {', '.join(result)[:200]})"
+        )
+    return fitting[0]
+
+
+def _read(result: dict[str, Any], entry: MetricEntry) -> tuple[float, ...]:
+    above = _numbers(find(result, entry.at))
+    if entry.over is None:
+        return above
+    below = _numbers(find(result, entry.over))
+    if not above or len(above) != len(below) or not all(below):
+        return ()
+    return tuple(top / bottom for top, bottom in zip(above, below, strict=True))
+
+
+def _rows(result: dict[str, Any], table: TableEntry) -> Iterator[tuple[Metric, tuple[float, ...]]]:
+    seen: Counter[str] = Counter()
+    for row in find(result, table.at) or ():
+        key = table.key if table.key is not None else [name for name, value in row.items() if _is_label(value)]
+        label = " ".join([table.name, *(str(row.get(name)) for name in key)]).strip()
+        seen[label] += 1
+        if table.key is None and seen[label] > 1:
+            label = f"{label} #{seen[label]}".strip()
+        named = table.values if table.values is not None else [name for name in row if _is_number(row[name])]
+        for column in named:
+            if column in table.skip or column in key or row.get(column) is None:
+                continue
+            better = table.better if isinstance(table.better, str) else table.better.get(column, "same")
+            yield Metric(f"{label} {column}".strip(), better, table), _numbers(row.get(column))
+
+
+def _numbers(found: Any) -> tuple[float, ...]:
+    """Numbers of a value or of a list; nothing of anything else."""
+    values = found if isinstance(found, list) else [found]
+    return tuple(float(value) for value in values) if all(_is_number(value) for value in values) else ()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_label(value: Any) -> bool:
+    return isinstance(value, str | bool)

@@ -1,0 +1,54 @@
+"""Questions with exact answers, for the built-in model: is every answer right, and is any another adapter's?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...server.demo.builtin import BUILTIN_NAME
+from ...server.demo.questions import Question, Score
+from ...server.demo.skills import BASE, SKILLS
+from ..workload.prompts import SkillPrompts
+from ..workload.request import TraceRequest
+from .record import Record
+
+#: Wrong answers that a result shows in full.
+_SHOWN = 10
+
+
+def has_skills(base: str, adapters: Sequence[str]) -> bool:
+    """Whether the base model is the built-in one, and every adapter one of its skills or a copy of one."""
+    return base == BUILTIN_NAME and all(_skill(name) in SKILLS for name in adapters)
+
+
+class Questions:
+    """A question for every request, about a text that was never trained on."""
+
+    def __init__(self, seed: int) -> None:
+        self._prompts = SkillPrompts(seed)
+
+    def of(self, request: TraceRequest, model: str) -> Question:
+        skill = BASE.name if request.adapter is None else _skill(request.adapter)
+        return Question(model, self._prompts(request).text.removesuffix("\n"), skill)
+
+
+def judge(asked: Sequence[Question | None], records: Sequence[Record]) -> dict[str, Any]:
+    """Accuracy of what was answered, in all and per model; cross_talk counts answers that are another skill's."""
+    scores: dict[str, Score] = {}
+    for question, record in zip(asked, records, strict=True):
+        if question is not None and record.ok:
+            scores.setdefault(question.model, Score()).add(question, record.text)
+    checked, exact = (sum(getattr(score, name) for score in scores.values()) for name in ("asked", "exact"))
+    crossed = [case for score in scores.values() for case in score.crossed]
+    return {
+        "checked": checked,
+        "accuracy": exact / checked if checked else None,
+        "cross_talk": len(crossed),
+        "crossed": crossed[:_SHOWN],
+        "models": {name: score.accuracy for name, score in sorted(scores.items())},
+    }
+
+
+def _skill(adapter: str) -> str:
+    """The skill that an adapter is named after: `rot13`, or a copy such as `rot13-00017`."""
+    return adapter if adapter in SKILLS else adapter.rpartition("-")[0]

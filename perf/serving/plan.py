@@ -1,0 +1,85 @@
+"""What is to be sent, and when: a workload's requests with the prompts and models that a server has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...server.demo.questions import Question
+from ..workload.request import TraceRequest
+from .answers import Questions
+from .prompts import Prompts, shorten
+
+
+class PlanError(ValueError):
+    """A workload that this server can't be asked; the message says what to change."""
+
+
+@dataclass(slots=True)
+class PlannedRequest:
+    """One request.
+
+    at: seconds since the load began. extra: fields of the body. question: where the answer is known. shortened: whether
+    the workload's lengths did not fit in the model's context.
+    """
+
+    at: float
+    model: str
+    prompt: str | list[int]
+    max_tokens: int
+    extra: dict[str, Any] = field(default_factory=dict)
+    question: Question | None = None
+    shortened: bool = False
+
+
+class Names:
+    """Which served adapter stands for a workload's: the one of that name, else the next one in turn."""
+
+    def __init__(self, adapters: Sequence[str]) -> None:
+        self._adapters = list(adapters)
+        self._known = {name: name for name in adapters}
+
+    @property
+    def substituted(self) -> int:
+        """How many of the workload's adapters others stand for."""
+        return len(self._known) - len(self._adapters)
+
+    def serve(self, request: TraceRequest) -> TraceRequest:
+        """The request with a served adapter's name. Raises PlanError if it wants one and there is none."""
+        if request.adapter is None:
+            return request
+        if request.adapter not in self._known:
+            if not self._adapters:
+                raise PlanError(
+                    f"the workload wants the adapter {request.adapter} and none is to be used; serve adapters, name "
+                    "them with --adapters, or set adapters.base_share to 1"
+                )
+            self._known[request.adapter] = self._adapters[self.substituted % len(self._adapters)]
+        return request._replace(adapter=self._known[request.adapter])
+
+
+def with_prompts(
+    requests: Iterable[TraceRequest], base: str, prompts: Prompts, limit: int | None, *, plain: bool
+) -> Iterator[PlannedRequest]:
+    """Prompts and answers of the workload's lengths, cut to a context of `limit` tokens.
+
+    plain: send no field that OpenAI doesn't have; then answers may end early.
+    """
+    extra = {} if plain else {"ignore_eos": True}
+    for request in requests:
+        cut = shorten(request, limit, exact=prompts.exact)
+        prompt, shortened = prompts.make(cut), cut is not request
+        yield PlannedRequest(cut.arrival, cut.adapter or base, prompt, cut.output_tokens, extra, shortened=shortened)
+
+
+def with_questions(
+    requests: Iterable[TraceRequest], base: str, questions: Questions, *, chat: bool
+) -> Iterator[PlannedRequest]:
+    """The workload's arrivals and adapters, with questions whose answers are known in place of its lengths."""
+    for request in requests:
+        model = request.adapter or base
+        question = questions.of(request, model)
+        body = question.body()
+        prompt = question.text if chat else body["prompt"]
+        yield PlannedRequest(request.arrival, model, prompt, body["max_tokens"], question=question)

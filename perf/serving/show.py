@@ -1,0 +1,90 @@
+"""A load's result for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+#: Models that are shown one by one, those with the most requests first.
+_MODELS = 20
+_LATENCIES = (
+    ("TTFT", "ttft_ms"), ("TPOT", "tpot_ms"), ("ITL", "itl_ms"), ("end to end", "e2e_ms"),
+    ("waited in the client", "client_delay_ms"),
+)  # fmt: skip
+_MARKS = ("mean", "p50", "p90", "p99", "max")
+
+
+def show(console: Console, result: dict[str, Any]) -> None:
+    """Tables of all and per model, then what else there is to say."""
+    console.print(_latencies(result["load"]))
+    console.print(_models(result["load"]))
+    for line in _lines(result):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _latencies(load: dict[str, Any]) -> Table:
+    table = Table("ms", title="from the scheduled arrival", title_justify="left")
+    for mark in _MARKS:
+        table.add_column(mark, justify="right")
+    for title, key in _LATENCIES:
+        if load[key] is not None:
+            table.add_row(title, *(_number(load[key][mark]) for mark in _MARKS))
+    return table
+
+
+def _models(load: dict[str, Any]) -> Table:
+    """The most used models, most used first."""
+    columns = ("requests", "errors", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
+    attained = "slo_attainment" in load
+    table = Table("model")
+    for name in (*columns, "SLO met") if attained else columns:
+        table.add_column(name, justify="right")
+    ranked = sorted(load["models"].items(), key=lambda item: -item[1]["requests"])
+    for name, part in [("all", load), *ranked[:_MODELS]]:
+        cells = [str(part["requests"]), str(part["requests"] - part["completed"])]
+        cells.append(_number(part["output_tokens_per_second"]))
+        for key in ("ttft_ms", "tpot_ms"):
+            cells += [_number(part[key][mark]) if part[key] else "-" for mark in ("p50", "p99")]
+        if attained:
+            cells.append(f"{part['slo_attainment']['all']:.1%}")
+        table.add_row(name, *cells)
+    if len(ranked) > _MODELS:
+        table.caption = f"{len(ranked) - _MODELS} more in the JSON"
+    return table
+
+
+def _lines(result: dict[str, Any]) -> Iterator[str]:
+    load, client = result["load"], result["client"]
+    yield (
+        f"{load['completed']} of {load['requests']} requests in {load['seconds']:.1f} s: "
+        f"{load['requests_per_second']:.2f} requests/s, {load['output_tokens_per_second']:.1f} output tokens/s, "
+        f"{load['total_tokens_per_second']:.1f} tokens/s in all"
+    )
+    if "slo_attainment" in load:
+        shares = ", ".join(f"{name} {share:.1%}" for name, share in load["slo_attainment"].items())
+        yield f"objectives met: {shares}; goodput {load['goodput_requests_per_second']:.2f} requests/s"
+    if load["errors"]:
+        yield "errors: " + ", ".join(f"{count} of {kind}" for kind, count in load["errors"].items())
+        yield from (f"  {kind}: {detail}" for kind, detail in result["error_details"].items())
+    if (answers := result["answers"]) and answers["checked"]:
+        yield (
+            f"answers: {answers['accuracy']:.1%} of {answers['checked']} exact, {answers['cross_talk']} were another "
+            "adapter's"
+        )
+        yield from (f"  {case}" for case in answers["crossed"])
+    if load["uncounted"]:
+        yield f"{load['uncounted']} answers came without the server's count of tokens; their chunks were counted"
+    cost = f", {client['cpu_us_per_chunk']:.0f} µs of processor per chunk" if client["cpu_us_per_chunk"] else ""
+    yield f"client: {client['cpu_share']:.0%} of a processor{cost}, timers late by p99 {_lag(client)} ms"
+    yield from (f"warning: {text}" for text in client["warnings"])
+
+
+def _lag(client: dict[str, Any]) -> str:
+    return _number(client["loop_lag_ms"]["p99"]) if client["loop_lag_ms"] else "-"
+
+
+def _number(value: float) -> str:
+    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"

@@ -1,0 +1,243 @@
+"""Does the simulator agree with reality? One trace, served by the real executor in real time and simulated.
+
+    python -m chorus.perf.simulate.agreement [--model DIR --adapters DIR] [--profile FILE] [--repeats N]
+
+The profile is fitted on this machine just before each repeat, unless one is given: a machine whose speed drifts drifts
+for both. Exits with 1 when mean TTFT or TPOT differ by more than --limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.costs.machine import measure_machine
+from ...core.costs.measure import forget_file
+from ...core.costs.profile import Profile, load_profile
+from ...core.engine import Engine
+from ...core.executors.sim import SimAdapters
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...memory.adapter_format import WEIGHTS_FILE
+from .. import random_model
+from ..cpu_workload import Geometry, Workload
+from ..workload.request import TraceRequest
+from .cluster import simulate
+from .records import Records, Served
+from .replica import Replica
+
+PROMPT_TOKENS = (16, 160)
+OUTPUT_TOKENS = (12, 64)
+HELD_UP_SECONDS = 0.5
+_FIRST_TOKEN_ID = 16  # ids below are special in most vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Requests that keep a machine busy for a share of the time."""
+
+    requests: int
+    share: float
+    seed: int = 0
+
+    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
+        """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model.
+
+        rows: batch size at which the share holds.
+        """
+        source = random.Random(self.seed)
+        rate = rate_at(profile, self.share, rows)
+        now, found = 0.0, []
+        for index in range(self.requests):
+            now += source.expovariate(rate)
+            name = None if source.random() < 0.1 else source.choice(list(adapters))
+            found.append(TraceRequest(index, now, name, source.randint(*PROMPT_TOKENS), source.randint(*OUTPUT_TOKENS)))
+        return found
+
+
+def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
+    """Random token ids; no two requests share a beginning worth caching."""
+    source = random.Random(request.id)
+    return [source.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
+
+
+def serve_both(config: EngineConfig, profile: Profile, load: Load) -> tuple[Records, Records]:
+    """The same trace in real time, on an engine that has read no adapter yet, and simulated."""
+    engine = Engine.from_config(config)
+    try:
+        trace = load.trace(profile, min(4, config.max_num_seqs), engine.store.names())
+        warm_up(engine)
+        for name in engine.store.names():
+            forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)  # as when the disk was measured
+        return serve(engine, trace), simulated(engine, profile, trace)
+    finally:
+        engine.close()
+
+
+def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
+    """Serve `trace` in real time on an engine that does nothing else: requests come when their time has come.
+
+    Warns of steps in which the system gave the process no processor for long: such a run says nothing.
+    """
+    prompts = {request.id: prompt_of(request, engine.model.vocab_size) for request in trace}
+    records = Records()
+    open_: dict[str, tuple[Request, float, float]] = {}  # with arrival and first token, seconds since the start
+    waiting = iter(trace)
+    following = next(waiting, None)
+    start = time.perf_counter()
+    begin = time.monotonic()  # the engine's clock
+    while following is not None or open_:
+        now = time.perf_counter() - start
+        while following is not None and following.arrival <= now:
+            params = SamplingParams(max_tokens=following.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
+            request = Request(str(following.id), prompts[following.id], params, following.adapter)
+            engine.add_request(request)
+            open_[request.id] = request, following.arrival, math.nan
+            following = next(waiting, None)
+        if not open_:
+            time.sleep(max(0.0, following.arrival - now))
+            continue
+        spent = time.process_time()
+        outputs = engine.step()
+        spent, before, now = time.process_time() - spent, now, time.perf_counter() - start
+        if now - before - spent > HELD_UP_SECONDS:
+            print(f"the system held the process up for {now - before - spent:.1f} s: run it again", file=sys.stderr)
+        for output in outputs:
+            request, arrival, first = open_[output.request_id]
+            if output.error is not None:
+                records.num_failed += 1
+                del open_[output.request_id]
+                continue
+            if math.isnan(first):
+                first = now
+                open_[output.request_id] = request, arrival, now
+            if output.finish_reason is not None:
+                del open_[output.request_id]
+                queue = max(0.0, request.start_time - begin - arrival)
+                records.add(
+                    Served(arrival, first - arrival, now - arrival, queue, 0.0, request.num_output_tokens)
+                )  # fmt: skip
+    return records
+
+
+def warm_up(engine: Engine) -> None:
+    """Steps of every batch size, so that nothing is captured or allocated for the first time in the trace."""
+    for count in range(1, engine.config.max_num_seqs + 1):
+        params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
+        for index in range(count):
+            engine.add_request(Request(f"warm-{count}-{index}", [_FIRST_TOKEN_ID] * 4, params))
+        while engine.has_work():
+            engine.step()
+
+
+def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
+    """Serve `trace` in virtual time with the sizes, adapters and configuration of `engine`."""
+    page = engine.executor.layout
+    config = engine.config.model_copy(
+        update={"block_tokens": page.block_tokens, "num_pages": engine.executor.num_pages}
+    )
+    adapters = SimAdapters(page)
+    for name in engine.store.names():
+        adapter = engine.store.get(name)
+        adapters.add(name, adapter.rank, adapter.num_pages * page.page_bytes)
+    vocab = profile.geometry.vocab_size
+    return simulate(trace, [Replica(profile, adapters, config)], prompt=lambda request: prompt_of(request, vocab))
+
+
+def rate_at(profile: Profile, load: float, rows: int) -> float:
+    """Requests per second that keep a machine busy for a share `load` of the time, at batches of `rows`."""
+    costs = profile.costs()
+    prompt, output = sum(PROMPT_TOKENS) / 2, sum(OUTPUT_TOKENS) / 2
+    decode = costs.decode_seconds([16] * rows, int(rows * (prompt + output / 2))) / rows
+    return load / (costs.prefill_seconds(int(prompt), 16) + output * decode)
+
+
+def compare(real: Records, simulated: Records) -> dict[str, Any]:
+    """Both summaries, and by how much the simulated means are off, as a share of the real ones."""
+    found: dict[str, Any] = {"real": real.summary(), "simulated": simulated.summary()}
+    found["deviation"] = {
+        name: found["simulated"][name]["mean"] / found["real"][name]["mean"] - 1 for name in ("ttft", "tpot", "e2e")
+    }
+    return found
+
+
+def table(found: dict[str, Any]) -> str:
+    lines = [f"{'':6s}{'real ms':>22s}{'simulated ms':>26s}{'mean off by':>14s}"]
+    lines.append(f"{'':6s}{'mean':>10s}{'p50':>6s}{'p90':>7s}{'mean':>12s}{'p50':>7s}{'p90':>7s}")
+    for name, off in found["deviation"].items():
+        real, sim = found["real"][name], found["simulated"][name]
+        cells = [f"{1e3 * side[key]:9.1f}" for side in (real, sim) for key in ("mean", "p50", "p90")]
+        lines.append(f"{name:5s}{''.join(cells)}{off:+13.1%}")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m chorus.perf.simulate.agreement", description=__doc__.split("\n")[0]
+    )
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "agreement"
+    parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
+    parser.add_argument("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
+    parser.add_argument("--repeats", type=int, default=3, help="times to fit and to serve, by turns (default: 3)")
+    parser.add_argument("--requests", type=int, default=60, help="of each repeat (default: 60)")
+    parser.add_argument("--load", type=float, default=0.5, help="share of time to keep busy (default: 0.5)")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: all")
+    parser.add_argument("--max-num-seqs", type=int, default=16, help="(default: 16)")
+    parser.add_argument("--rounds", type=int, default=3, help="of the fit (default: 3)")
+    parser.add_argument("--limit", type=float, default=0.15, help="share that means may be off (default: 0.15)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--work-dir", type=Path, default=cache, help="for the random model (default: %(default)s)")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args(argv)
+    if (arguments.model is None) != (arguments.adapters is None):
+        parser.error("--model and --adapters go together; give both or neither")
+    model, adapters = (arguments.model, arguments.adapters) if arguments.model else _random(arguments.work_dir)
+    config = EngineConfig(
+        model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=arguments.max_num_seqs,
+        max_num_batched_tokens=256, memory_bytes=512 << 20,
+    )  # fmt: skip
+    given = None if arguments.profile is None else load_profile(arguments.profile)
+    real, virtual, fits = Records(), Records(), []
+    for repeat in range(arguments.repeats):
+        print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+        profile = given or measure_machine(config, rounds=arguments.rounds, batches=208).profile
+        load = Load(arguments.requests, arguments.load, arguments.seed + repeat)
+        for records, found in zip((real, virtual), serve_both(config, profile, load), strict=True):
+            records.extend(found)
+        fits.append(profile.decode.fit)
+    found = compare(real, virtual)
+    found["decode_r2"] = [fit.r2 for fit in fits if fit is not None]
+    if arguments.json:
+        print(json.dumps(found))
+    else:
+        print(table(found))
+        print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"]) or "not known"))
+    return 0 if all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot")) else 1
+
+
+def _random(work_dir: Path) -> tuple[Path, Path]:
+    """A random model and the directory of its adapters; made on first use."""
+    workload = Workload(Geometry())
+    made = random_model.adapters(workload, work_dir)
+    directory = work_dir / "adapters"
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, path in made.items():
+        link = directory / name
+        if not link.exists():
+            link.symlink_to(path.resolve(), target_is_directory=True)
+    return random_model.checkpoint(workload, work_dir), directory
+
+
+if __name__ == "__main__":
+    sys.exit(main())

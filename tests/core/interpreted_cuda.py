@@ -1,0 +1,309 @@
+"""The CUDA executor on a CPU: Triton's kernels interpreted, copies as late as a GPU's, a graph's replay a call.
+
+Run by `test_cuda_executor.py` in a process that interprets. The interpreter takes some milliseconds per program of a
+launch, so everything is tiny.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors import cuda
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda_memory import OutOfDeviceMemory
+from chorus.core.executors.cuda_steps import CudaSteps
+from chorus.core.lora_state_cuda import MAX_PARTS
+from chorus.graphs.runner import StepMode
+from chorus.memory.adapter_format import AdapterFormatError
+from chorus.memory.host_images import InlineReads, ThreadReads
+from chorus.ops import attention_flashinfer, sgmv_triton
+from chorus.ops.attention_flashinfer import FlashInferBackend
+
+from ..conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
+from ..graphs.late_device import LateDevice
+from ..ops.fake_flashinfer import FakeFlashInfer, Stream
+from .conftest import Driver, RecordingExecutor, ticking
+
+SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64)
+PATTERN = {"rank_pattern": {"layers.1.self_attn.q_proj": 3, "layers.0.self_attn.v_proj": 2}}
+
+
+@dataclass
+class Recipe:
+    rank: int
+    alpha: float
+    targets: list[str]
+    rslora: bool = False
+    more: dict = field(default_factory=dict)
+
+
+RECIPES = {
+    "r1-qv": Recipe(1, 4, ["q_proj", "v_proj"]),
+    "r17-all": Recipe(17, 12, ATTENTION + MLP, rslora=True),
+    "r5-o-down": Recipe(5, 7, ["o_proj", "down_proj"]),
+    "pattern": Recipe(4, 8, ["q_proj", "v_proj"], more=PATTERN),
+}
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Subject:
+    root = tmp_path_factory.mktemp("tiny")
+    save_model(SPEC, root / "model")
+    for seed, (name, it) in enumerate(RECIPES.items()):
+        save_adapter(root / "model", root / name, it.rank, it.alpha, it.targets, it.rslora, seed, **it.more)
+    return Subject(root / "model", {name: root / name for name in RECIPES})
+
+
+@pytest.fixture
+def drive(tiny):
+    """`drive(adapters=[…], **config)`: an engine on a late device with those adapters registered."""
+    engines = []
+
+    def make(adapters=tuple(RECIPES), reads=None, **config) -> Driver:
+        settings = make_config(tiny, **config)
+        executor = RecordingExecutor(CudaExecutor(settings, LateDevice()))
+        engine = Engine(settings, executor, ticking(), reads or InlineReads())
+        engines.append(engine)
+        for name in adapters:
+            engine.store.register(name, tiny.adapters[name])
+        return Driver(engine, executor)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def make_config(tiny: Subject, **config) -> EngineConfig:
+    defaults = {
+        "dtype": "float32", "device": "cuda", "max_num_seqs": 4, "max_num_batched_tokens": 12, "block_tokens": 4,
+        "memory_bytes": 2 << 20, "max_lora_rank": 32, "threads": 1,
+    }  # fmt: skip
+    return EngineConfig(model=tiny.model, **{**defaults, **config})
+
+
+def ask(driver: Driver, tiny: Subject, *requests: tuple[str | None, int, int]) -> dict[str, list[int]]:
+    """Add requests of (adapter, prompt length, tokens); the answers that transformers and peft give alone."""
+    want = {}
+    for adapter, length, count in requests:
+        name = f"{len(driver.answers)}-{adapter}"
+        prompt = tiny.prompt(adapter, length, count, seed=len(driver.answers))
+        driver.add(name, adapter, prompt, max_tokens=count)
+        want[name] = tiny.greedy(adapter, prompt, count)
+    return want
+
+
+def check(driver: Driver, want: dict[str, list[int]]) -> None:
+    answers = driver.drain()
+    assert {name: answers[name].tokens for name in want} == want
+
+
+def test_mixed_ranks_and_the_base_model_share_steps(drive, tiny):
+    """Chunked prompts, decode rows in larger buckets, one and several parts; every graph is captured ahead and once."""
+    driver = drive()
+    executor = driver.executor.inner
+    keys = [(bucket, mode) for bucket in (4, 2, 1) for mode in (StepMode.BASE, StepMode.LORA)]
+    assert [(step.bucket, step.mode) for step in executor.captured] == keys
+    check(driver, ask(driver, tiny, ("r17-all", 15, 4), (None, 5, 7), ("pattern", 3, 4), ("r1-qv", 6, 2)))
+    plans = driver.plans
+    assert any(row.start and len(row.tokens) > 1 for plan in plans for row in plan.rows), "no prompt was chunked"
+    assert any(plan.bucket == 4 and len(plan.rows) == 3 for plan in plans), "no padding"
+    assert any(plan.bucket and plan.num_adapters > 1 for plan in plans)
+    assert any(plan.bucket and not plan.adapters for plan in plans)
+    assert len(executor.captured) == len(keys), "nothing was captured again"
+
+
+def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
+    """Captured with one adapter; then another rank, two, none, one that was reloaded into other pages.
+
+    The graph without LoRA launches no LoRA kernel.
+    """
+    driver = drive(adapters=["r1-qv"], graph_capture="lazy", max_num_seqs=2)
+    store, executor = driver.engine.store, driver.executor.inner
+    check(driver, ask(driver, tiny, ("r1-qv", 2, 2), ("r1-qv", 3, 2)))
+    assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA)]
+    places = [id(executor._steps.lora.tables), executor._steps.lora.tables.pages.data_ptr()]
+    store.register("r5-o-down", tiny.adapters["r5-o-down"])
+    check(driver, ask(driver, tiny, ("r5-o-down", 4, 2), (None, 2, 2)))
+    store.evict_idle()
+    store.register("r1-qv", tiny.adapters["r5-o-down"])
+    want = ask(driver, tiny, ("r5-o-down", 2, 2))
+    prompt = tiny.prompt("r5-o-down", 3, 2, seed=50)
+    driver.add("replaced", "r1-qv", prompt, max_tokens=2)
+    check(driver, {**want, "replaced": tiny.greedy("r5-o-down", prompt, 2)})
+    monkeypatch.setattr(sgmv_triton, "sgmv", None)
+    check(driver, ask(driver, tiny, (None, 2, 2), (None, 3, 2)))
+    assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA), (2, StepMode.BASE)]
+    assert places == [id(executor._steps.lora.tables), executor._steps.lora.tables.pages.data_ptr()]
+
+
+def test_a_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny):
+    """Two tokens of an adapter of several parts in the bucket of two; and the largest tables, which nobody fills."""
+    driver = drive(adapters=["pattern"], max_lora_rank=256, max_num_seqs=1)
+    steps = driver.executor.inner._steps
+    parts = len(driver.engine.store.get("pattern").manifest.parts)
+    assert parts > steps._bucket_lora[1].num_tiles
+    check(driver, ask(driver, tiny, ("pattern", 2, 2)))
+
+
+class ComingTransfer:
+    """Notes the layers that it is asked for; from `missing` on they don't come."""
+
+    def __init__(self, missing: int = 99):
+        self.asked: list[int] = []
+        self.missing = missing
+
+    def wait_layer(self, layer, timeout):
+        self.asked.append(layer)
+        return layer < self.missing
+
+
+def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
+    """A prefill waits layer by layer, a decode step for all layers before it begins; what came too late is void."""
+    driver = drive(adapters=["r1-qv"], max_num_seqs=2)
+    check(driver, ask(driver, tiny, ("r1-qv", 3, 2), (None, 2, 3)))
+    execute = driver.executor.inner.execute
+    ragged = next(plan for plan in driver.plans if plan.bucket is None)
+    decode = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
+    base = driver.plans[-1]
+    assert not base.adapters
+    adapter, calls = decode.adapters[0], []
+    forward = driver.executor.inner._steps._model.forward
+
+    def noted(batch, logits=None):
+        calls.append(list(adapter.transfer.asked))
+        return forward(batch, logits)
+
+    driver.executor.inner._steps._model.forward = noted
+    for plan, before, after in ((ragged, [], [0, 1]), (decode, [0, 1], [0, 1]), (base, [], [])):
+        adapter.transfer = ComingTransfer()
+        assert not execute(plan).unready
+        assert (calls.pop(), adapter.transfer.asked) == (before, after)
+    row = next(row for row in decode.rows if row.slot >= 0)
+    for plan in (ragged, decode):
+        adapter.transfer = ComingTransfer(missing=1)
+        result = execute(plan)
+        assert result.unready == {row.request_id}
+        assert row.request_id not in result.tokens
+    assert execute(base).tokens.keys() == {row.request_id for row in base.rows}
+    adapter.transfer = None
+
+
+def test_adapters_are_read_while_others_run(drive, tiny):
+    driver = drive(adapters=["r1-qv", "r5-o-down"], reads=ThreadReads(), max_num_seqs=2)
+    check(driver, ask(driver, tiny, ("r1-qv", 4, 2), (None, 3, 3), ("r5-o-down", 5, 2)))
+    assert driver.engine.stats().num_adapter_loads >= 2
+
+
+def test_flashinfer_is_planned_before_every_replay(drive, tiny, monkeypatch):
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    fake = FakeFlashInfer(Stream())
+
+    def choose(*shape, **sizes):
+        return FlashInferBackend(*shape, **sizes, num_sms=2, module=fake, new_event=fake.stream.new_event)
+
+    monkeypatch.setattr(cuda, "choose_attention", choose)
+    driver = drive(adapters=["r1-qv"], max_num_seqs=3)
+    check(driver, ask(driver, tiny, (None, 14, 4), (None, 3, 3), ("r1-qv", 2, 2)))
+    assert fake.fast_plans, "no bucket was planned twice"
+
+
+def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
+    """Draws, penalties and log-probabilities are those of the CPU executor."""
+    asked = [
+        {"temperature": 0.8, "top_k": 5, "min_p": 0.01},
+        {"temperature": 1.2, "top_p": 0.7, "logit_bias": {7: 2.0}},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.3, "logprobs": 2},
+        {"prompt_logprobs": 1, "logprobs": 0},
+    ]
+    gpu = drive(adapters=[])
+    settings = make_config(tiny, device="cpu", cpu_kernels="torch")
+    cpu = Driver(engine := Engine(settings, RecordingExecutor(CpuExecutor(settings)), ticking(), InlineReads()), None)
+    for driver in (gpu, cpu):
+        for index, params in enumerate(asked):
+            request = driver.add(str(index), None, [5, 6, 7 + index, 5, 9], max_tokens=4, seed=index, **params)
+            assert request.seed == index
+        driver.drain()
+    for name, answer in cpu.answers.items():
+        got = gpu.answers[name]
+        assert got.tokens == answer.tokens
+        assert len(got.logprobs) == len(answer.logprobs)
+        for mine, other in zip(got.logprobs + list(got.prompt_logprobs or ()),
+                               answer.logprobs + list(answer.prompt_logprobs or ()), strict=True):  # fmt: skip
+            assert mine.token_id == other.token_id
+            assert mine.logprob == pytest.approx(other.logprob, abs=1e-4)
+    engine.close()
+
+
+def test_logits_that_are_not_finite_fail_their_row_alone(drive, tiny):
+    driver = drive(adapters=[])
+    steps = driver.executor.inner._steps
+    forward = steps._model.forward
+
+    def broken(batch, logits=None):
+        forward(batch, logits)[0] = torch.nan
+
+    want = ask(driver, tiny, (None, 2, 3), (None, 3, 3))
+    driver.step()
+    steps._model.forward = broken
+    driver.step()
+    steps._model.forward = forward
+    answers = driver.drain()
+    broken_one, other = want
+    assert "not finite" in answers[broken_one].error
+    assert answers[other].tokens == want[other]
+
+
+def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
+    driver = drive(adapters=[], max_lora_rank=16)
+    with pytest.raises(AdapterFormatError, match="has rank 17, above max_lora_rank 16; raise max_lora_rank"):
+        driver.engine.store.register("a", tiny.adapters["r17-all"])
+    backend = driver.executor.adapters
+    manifest = SimpleNamespace(rank=4, parts=[None] * (MAX_PARTS + 1))
+    assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorus.core.executors.cpu.inspect_adapter", lambda *args: manifest)
+        with pytest.raises(AdapterFormatError, match=f"make {MAX_PARTS + 1} parts that differ"):
+            backend.inspect(Path("many-parts"))
+
+
+def test_refuses_what_does_not_fit(tiny):
+    with pytest.raises(OutOfDeviceMemory, match="the weights take"):
+        CudaExecutor(make_config(tiny), LateDevice(memory_bytes=50_000))
+    with pytest.raises(OutOfDeviceMemory, match="ask for an arena of"):
+        CudaExecutor(make_config(tiny, num_pages=1 << 20), LateDevice(memory_bytes=8 << 20))
+    with pytest.raises(OutOfDeviceMemory, match=r"one request of max_model_len needs .* \(17 pages\)"):
+        CudaExecutor(make_config(tiny, memory_bytes=None, gpu_memory_utilization=0.001), LateDevice(8 << 20))
+
+
+@pytest.mark.parametrize(
+    ("limits", "lengths"),
+    [((1, 12), [12]), ((1, 100), [64]), ((4, 12), [11, 1]), ((4, 100), [64, 35, 1]), ((2, 200), [64, 1])],
+)
+def test_profiles_the_largest_step(tiny, monkeypatch, limits, lengths):
+    seen = []
+    ragged = CudaSteps.ragged
+
+    def noted(self, rows, adapters):
+        seen.append([len(row.tokens) for row in rows])
+        return ragged(self, rows, adapters)
+
+    monkeypatch.setattr(CudaSteps, "ragged", noted)
+    rows, tokens = limits
+    config = make_config(tiny, max_num_seqs=rows, max_num_batched_tokens=tokens, graph_capture="off")
+    CudaExecutor(config, LateDevice()).close()
+    assert seen == [lengths]
+
+
+def test_the_arena_takes_what_there_is(tiny):
+    executor = CudaExecutor(make_config(tiny, memory_bytes=None, gpu_memory_utilization=0.5), LateDevice(8 << 20))
+    assert executor.num_pages == (4 << 20) // executor.layout.page_bytes
+    executor.close()
+    assert not hasattr(executor, "_arena")

@@ -1,0 +1,28 @@
+"""The CUDA executor without a GPU: every test of `interpreted_cuda.py`, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+
+
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_interpreted():
+    """Kernels of a process that interprets can't be compiled, so this one must not import them."""
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", HERE / "interpreted_cuda.py"],
+        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+        cwd=HERE.parent.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]

@@ -1,0 +1,214 @@
+"""The CUDA executor on a GPU: the CPU's tokens in float32, graphs like eager steps bit for bit in bfloat16."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors.base import Executor
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.core.executors.cuda_memory import OutOfDeviceMemory
+from chorus.graphs.runner import StepMode
+from chorus.memory.host_images import InlineReads, Reads, ThreadReads
+from chorus.perf.cpu_workload import Geometry, Workload
+from chorus.perf.random_model import adapters, checkpoint
+
+from ..conftest import MIN_MARGIN
+from .conftest import Answer, Driver, RecordingExecutor, ticking
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+GEOMETRY = Geometry(hidden=256, ffn=512, layers=3, heads=4, kv_heads=2, vocab=512, positions=256)
+RANKS = (1, 8, 16, 33, 64, 256)
+ALL_KEYS = [(bucket, mode) for bucket in (8, 4, 2, 1) for mode in (StepMode.BASE, StepMode.LORA)]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> Callable[[str], tuple[Path, dict[str, Path]]]:
+    """`files("bfloat16")`: a random model with heads of 64, and an adapter of each rank on all projections."""
+    root = tmp_path_factory.mktemp("random")
+
+    def make(dtype: str) -> tuple[Path, dict[str, Path]]:
+        workload = Workload(GEOMETRY, ranks=RANKS, dtype=dtype, seed=11)
+        return checkpoint(workload, root), adapters(workload, root)
+
+    return make
+
+
+@pytest.fixture
+def drive(files) -> Iterator[Callable[..., Driver]]:
+    """`drive("bfloat16", **config)`: an engine on the GPU, or on the CPU with `device="cpu"`."""
+    engines: list[Engine] = []
+
+    def make(dtype: str, *, reads: Reads | None = None, **config) -> Driver:
+        model, paths = files(dtype)
+        settings = EngineConfig(
+            model=model, **{"device": "cuda", "memory_bytes": 64 << 20, "max_num_seqs": 8, "threads": 1, **config}
+        )
+        executor: Executor = CudaExecutor(settings) if settings.device == "cuda" else CpuExecutor(settings)
+        recording = RecordingExecutor(executor)
+        engine = Engine(settings, recording, ticking(), reads or InlineReads())
+        engines.append(engine)
+        for name, path in paths.items():
+            engine.store.register(name, path)
+        return Driver(engine, recording)
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def prompts(count: int, longest: int = 60, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=generator))
+
+    return [[draw(3, GEOMETRY.vocab) for _ in range(draw(1, longest))] for _ in range(count)]
+
+
+def names(driver: Driver) -> list[str | None]:
+    return [*driver.engine.store.names(), None]
+
+
+def add_all(driver: Driver, asked: list[tuple[str | None, list[int]]], count: int) -> None:
+    for index, (adapter, prompt) in enumerate(asked):
+        driver.add(str(index), adapter, prompt, max_tokens=count + index % 3)
+
+
+def margin(answer: Answer) -> float:
+    """How clearly the greedy tokens were chosen."""
+    return min(entry.top[0][1] - entry.top[1][1] for entry in answer.logprobs)
+
+
+def test_float32_tokens_equal_the_cpus(drive):
+    """Mixed ranks, chunked prompts, base rows; float32 has no captured attention, so every step is eager."""
+    reference = drive("float32", device="cpu", cpu_kernels="torch", max_num_seqs=1)
+    gpu = drive("float32", max_num_batched_tokens=48)
+    asked = []
+    for index, (adapter, prompt) in enumerate(zip(itertools.cycle(names(gpu)), prompts(40), strict=False)):
+        answer = reference.run(f"r{index}", adapter, prompt, max_tokens=12, logprobs=2)
+        if margin(answer) >= MIN_MARGIN:
+            asked.append((adapter, prompt, answer.tokens))
+    assert len(asked) >= 20, "too few clear choices to compare"
+    for index, (adapter, prompt, want) in enumerate(asked):
+        gpu.add(str(index), adapter, prompt, max_tokens=len(want))
+    answers = gpu.drain()
+    for index, (adapter, _, want) in enumerate(asked):
+        assert answers[str(index)].tokens == want, f"request {index} on {adapter}"
+    assert gpu.executor.inner.captured == []
+
+
+def test_graphs_equal_eager_steps_bit_for_bit(drive):
+    """The same plans, captured and not: every decode step's logits are the same bits."""
+    captured, eager = drive("bfloat16"), drive("bfloat16", graph_capture="off")
+    assert [(step.bucket, step.mode) for step in captured.executor.inner.captured] == ALL_KEYS
+    asked = list(zip(itertools.cycle(names(captured)), prompts(24), strict=False))
+    add_all(captured, asked, 10)
+    add_all(eager, asked, 10)
+    decoded = 0
+    while captured.engine.has_work():
+        captured.step()
+        eager.step()
+        plan, other = captured.plans[-1], eager.plans[-1]
+        assert [replace(row, seed=0) for row in plan.rows] == [replace(row, seed=0) for row in other.rows]
+        if plan.bucket is not None:
+            decoded += 1
+            mine, its = (driver.executor.inner._steps._logits[: len(plan.rows)] for driver in (captured, eager))
+            assert torch.equal(mine, its), f"step {plan.step_id}, bucket {plan.bucket}"
+    assert decoded > 10
+    assert captured.drain() == eager.drain()
+    assert len(captured.executor.inner.captured) == len(ALL_KEYS)
+    assert eager.executor.inner.captured == []
+
+
+def test_loads_and_evictions_between_replays(drive):
+    """An arena in which not all adapters fit: their pages change hands, and nothing is captured again."""
+    roomy = drive("bfloat16", graph_capture="off")
+    pages = roomy.engine.store.get("a05-r256").num_pages
+    tight = drive("bfloat16", num_pages=pages + 40)
+    asked = list(zip(itertools.cycle(names(roomy)), prompts(30, seed=3), strict=False))
+    for index, (adapter, prompt) in enumerate(asked):
+        want = roomy.run(str(index), adapter, prompt, max_tokens=6).tokens
+        assert tight.run(str(index), adapter, prompt, max_tokens=6).tokens == want, f"request {index} on {adapter}"
+    assert tight.engine.stats().num_adapter_evictions > len(RANKS)
+    assert len(tight.executor.inner.captured) == len(ALL_KEYS)
+
+
+def test_adapters_that_come_while_others_decode(drive):
+    """Read in threads and copied beside compute: a cold adapter's tokens are a warm one's."""
+    warm, cold = drive("bfloat16"), drive("bfloat16", reads=ThreadReads())
+    asked = list(zip(itertools.cycle(names(warm)), prompts(21, seed=5), strict=False))
+    for index, (adapter, prompt) in enumerate(asked):
+        want = warm.run(str(index), adapter, prompt, max_tokens=5).tokens
+        cold.engine.store.evict_idle()
+        assert cold.run(str(index), adapter, prompt, max_tokens=5).tokens == want, f"request {index} on {adapter}"
+    add_all(cold, [(adapter, prompt) for adapter, prompt in asked], 8)
+    answers = cold.drain()
+    assert all(answer.error is None for answer in answers.values())
+
+
+def test_draws_and_logprobs_come_from_device_logits(drive):
+    params = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "logprobs": 3, "seed": 5,
+              "presence_penalty": 0.3, "repetition_penalty": 1.1, "logit_bias": {9: 1.0}}  # fmt: skip
+    cpu, gpu = drive("float32", device="cpu", cpu_kernels="torch"), drive("float32")
+    mine, its = (driver.run("x", "a02-r16", [5, 6, 7], max_tokens=6, **params) for driver in (gpu, cpu))
+    assert mine.tokens == its.tokens
+    for left, right in zip(mine.logprobs, its.logprobs, strict=True):
+        assert left.logprob == pytest.approx(right.logprob, abs=1e-3)
+
+
+def test_lazy_capture_captures_what_is_used(drive):
+    driver = drive("bfloat16", graph_capture="lazy")
+    assert driver.executor.inner.captured == []
+    driver.run("base", None, [5, 6, 7], max_tokens=4)
+    driver.run("lora", "a01-r8", [5, 6, 7], max_tokens=4)
+    driver.run("other", "a04-r64", [5, 6, 7], max_tokens=4)
+    assert [(step.bucket, step.mode) for step in driver.executor.inner.captured] == [
+        (1, StepMode.BASE),
+        (1, StepMode.LORA),
+    ]
+
+
+def test_reports_captures_and_memory(files, caplog):
+    model, _ = files("bfloat16")
+    with caplog.at_level(logging.INFO, "chorus"):
+        executor = CudaExecutor(EngineConfig(model=model, device="cuda", memory_bytes=32 << 20, max_num_seqs=8))
+    assert [(step.bucket, step.mode) for step in executor.captured] == ALL_KEYS
+    assert all(step.seconds > 0 and step.num_bytes >= 0 for step in executor.captured)
+    assert "captured 8 graphs in" in caplog.text
+    assert "attention by flashinfer" in caplog.text
+    assert "weights and static buffers take" in caplog.text
+    executor.close()
+
+
+def test_the_arena_takes_its_share_and_gives_it_back(files):
+    model, _ = files("bfloat16")
+    torch.cuda.empty_cache()
+    before, total = torch.cuda.mem_get_info()
+    share = (total - before + (4 << 30)) / total
+    executor = CudaExecutor(EngineConfig(model=model, device="cuda", gpu_memory_utilization=share, max_num_seqs=8))
+    arena = executor.num_pages * executor.layout.page_bytes
+    assert 1 << 30 < arena <= 4 << 30
+    assert torch.cuda.mem_get_info()[0] >= total * (1 - share) - (256 << 20)
+    executor.close()
+    del executor
+    torch.cuda.empty_cache()
+    assert torch.cuda.mem_get_info()[0] >= before - (512 << 20), "contexts of libraries stay, the arena must not"
+
+
+def test_refuses_what_does_not_fit(files):
+    model, _ = files("bfloat16")
+    with pytest.raises(OutOfDeviceMemory, match=r"one request of max_model_len needs .* \(17 pages\)"):
+        CudaExecutor(EngineConfig(model=model, device="cuda", gpu_memory_utilization=1e-6, max_num_seqs=8))
+    with pytest.raises(OutOfDeviceMemory, match="ask for an arena of"):
+        CudaExecutor(EngineConfig(model=model, device="cuda", memory_bytes=1 << 42, max_num_seqs=8))

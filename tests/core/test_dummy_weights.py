@@ -1,0 +1,70 @@
+"""Random weights in place of a checkpoint: the same parts in the same shapes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+import torch
+
+from chorus.core.config import EngineConfig
+from chorus.core.dummy_weights import DummyWeights
+from chorus.core.engine import Engine
+from chorus.core.model_config import ModelConfig
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.weights import WeightLoader, open_weights
+
+
+@pytest.mark.parametrize("name", ["gqa", "tied", "wide_heads"])
+def test_parts_have_the_shapes_of_a_checkpoints(subject, name):
+    path = subject(name).model
+    config = ModelConfig.read(path)
+    dummy = DummyWeights(config, torch.float32)
+    loader = WeightLoader(path, config, torch.float32)
+    embed, read = dummy.embed(), loader.embed()
+    assert embed.shape == read.shape
+    assert dummy.norm().shape == loader.norm().shape
+    assert (dummy.lm_head(embed) is embed) == (loader.lm_head(read) is read)
+    assert dummy.lm_head(embed).shape == loader.lm_head(read).shape
+    assert dummy.num_bytes_kept == loader.num_bytes_kept
+    for made, found in zip(dummy.layers(), loader.layers(), strict=True):
+        for field in fields(found):
+            one, other = getattr(made, field.name), getattr(found, field.name)
+            assert (one is None) == (other is None)
+            assert one is None or one.shape == other.shape
+
+
+def test_seeded_and_finite(subject):
+    config = ModelConfig.read(subject("gqa").model)
+    one, same, other = (DummyWeights(config, torch.bfloat16, seed=seed).embed() for seed in (1, 1, 2))
+    assert torch.equal(one, same)
+    assert not torch.equal(one, other)
+    assert one.dtype is torch.bfloat16
+    assert one.isfinite().all()
+
+
+def test_projections_are_packed(subject):
+    config = ModelConfig.read(subject("gqa").model)
+    for layer in DummyWeights(config, torch.float32).layers(lambda weight: weight.T):
+        assert layer.qkv.shape == (config.hidden_size, config.q_size + 2 * config.kv_size)
+        assert layer.input_norm.shape == (config.hidden_size,)
+
+
+def test_no_checkpoint_is_looked_for(subject, tmp_path):
+    """config.json alone makes an engine; the same tokens every time, and not one over and over."""
+    (tmp_path / "config.json").write_bytes((subject("gqa").model / "config.json").read_bytes())
+    with open_weights(tmp_path, ModelConfig.read(tmp_path), torch.float32, load_format="dummy") as weights:
+        assert isinstance(weights, DummyWeights)
+    runs = []
+    for _ in range(2):
+        config = EngineConfig(model=tmp_path, load_format="dummy", device="cpu", num_pages=32, threads=1)
+        engine = Engine.from_config(config)
+        request = Request("r", [5, 6, 7], SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True))
+        engine.add_request(request)
+        while engine.has_work():
+            engine.step()
+        runs.append(request.token_ids)
+        engine.close()
+    assert runs[0] == runs[1]
+    assert len(set(runs[0][3:])) > 1

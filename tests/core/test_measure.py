@@ -1,0 +1,175 @@
+"""Measuring a cost model: the made-up steps are steps that an engine could take, and they tell the terms apart."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.costs.fit import fit
+from chorus.core.costs.machine import TimedExecutor, device_name, measure_machine
+from chorus.core.costs.measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer
+from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.profile import load_profile
+from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.graphs.buckets import DecodeBuckets
+
+SEQS, TOKENS = 8, 96
+
+
+@pytest.fixture(scope="module")
+def gqa(subject):
+    return subject("gqa")
+
+
+def config(gqa, **more):
+    defaults = {
+        "adapters": gqa.model.parent / "adapters",
+        "memory_bytes": 8 << 20,
+        "max_num_seqs": SEQS,
+        "max_num_batched_tokens": TOKENS,
+        "threads": 1,
+    }
+    return EngineConfig(model=gqa.model, **{**defaults, **more})
+
+
+@pytest.fixture(scope="module")
+def executor(gqa):
+    executor = CpuExecutor(config(gqa))
+    yield executor
+    executor.close()
+
+
+@pytest.fixture
+def profiler(gqa, executor):
+    return StepProfiler(executor, list(gqa.adapters.values()), max_num_seqs=SEQS, max_num_batched_tokens=TOKENS)
+
+
+def check_plan(plan, executor):
+    """What every executor relies on."""
+    assert {row.slot for row in plan.rows} - {-1} == set(range(len(plan.adapters)))
+    single = [len(row.tokens) == 1 for row in plan.rows]
+    assert single == sorted(single)
+    for kind in (True, False):
+        slots = [row.slot for row, one in zip(plan.rows, single, strict=True) if one is kind]
+        assert slots == sorted(slots)
+    used = [page for row in plan.rows for page in row.pages]
+    adapters = {page for adapter in plan.adapters for page in adapter.pages}
+    assert len(set(used)) == len(used)
+    assert not adapters & set(used)
+    assert max(used) < executor.num_pages
+    assert min(used) > 0
+    for row in plan.rows:
+        assert row.kv_len <= min(len(row.pages) * executor.layout.block_tokens, executor.model.max_model_len)
+    assert len(plan.rows) <= SEQS
+    assert plan.num_tokens <= TOKENS
+
+
+def test_decode_batches_are_mixed(profiler, executor):
+    profiler.measure_transfers(1)
+    plans = profiler.decode_plans(200)
+    for plan in plans:
+        check_plan(plan, executor)
+        assert plan.bucket == DecodeBuckets(SEQS).pick(len(plan.rows))
+        assert all(row.samples and len(row.tokens) == 1 for row in plan.rows)
+    assert {len(plan.rows) for plan in plans} == set(range(1, SEQS + 1))
+    assert {plan.num_adapters for plan in plans} >= {0, 1, 2, 3, 4}
+    assert len({frozenset(adapter.rank for adapter in plan.adapters) for plan in plans}) > 40
+    kv = [StepWork.of(plan, Kernel.SGMV).kv_tokens / len(plan.rows) for plan in plans]
+    assert min(kv) < 10 < 100 < max(kv)
+
+
+def test_prefill_steps_are_mixed(profiler, executor):
+    plans = profiler.prefill_plans(60)
+    for plan in plans:
+        check_plan(plan, executor)
+        assert plan.bucket is None
+        assert len(plan.rows[0].tokens) > 1
+    assert any(len(plan.rows[-1].tokens) == 1 for plan in plans), "none beside decoding requests"
+    assert any(row.start > 0 for plan in plans for row in plan.rows[:1]), "no later chunk"
+    assert max(plan.num_tokens for plan in plans) > TOKENS / 2
+
+
+def test_the_steps_tell_the_terms_apart(profiler):
+    """A machine that costs exactly what a model says is found to cost just that."""
+    decode = DecodeCost(4e-3, 2e-4, 1e-6, 3e-4, 2e-6, 1e-5)
+    prefill = PrefillCost(0.0, 3e-3, 3e-4, 7e-4, 4e-7, 2e-4, 1e-6, 1e-5)
+    costs = CostModel(Kernel.SGMV, 3, prefill, decode, TransferCost(), TransferCost())
+    for plans, fitted, model, terms in (
+        (profiler.decode_plans(200), fit_decode, decode, DECODE_TERMS),
+        (profiler.prefill_plans(80), fit_prefill, prefill, PREFILL_TERMS),
+    ):
+        work = [StepWork.of(plan, Kernel.SGMV) for plan in plans]
+        found = fitted(Samples(work, [each.seconds(costs) for each in work], 0.0))
+        assert found.r2 == pytest.approx(1.0)
+        assert found.terms == pytest.approx({name: getattr(model, name) for name in terms}, rel=1e-5)
+        generator = np.random.default_rng(1)
+        noisy = [each.seconds(costs) * (1 + generator.exponential(0.02)) for each in work]
+        assert fitted(Samples(work, noisy, 0.0)).r2 > 0.97
+
+
+def test_transfers_leave_the_adapters_in_the_arena(profiler, executor):
+    transfers = profiler.measure_transfers(2)
+    page = executor.layout.page_bytes
+    assert transfers.num_bytes == [adapter.num_pages * page for adapter in profiler._adapters]
+    assert all(seconds > 0 for seconds in transfers.read + transfers.place)
+    assert all(len(adapter.pages) == adapter.num_pages for adapter in profiler._adapters)
+
+
+def test_one_size_of_adapters_gives_a_rate_only():
+    assert fit_transfer([100, 100, 100], [1.0, 2.0, 3.0]).terms == {"latency": 0.0, "per_byte": pytest.approx(0.02)}
+    assert fit_transfer([100, 200, 400], [2.0, 3.0, 5.0]).terms == pytest.approx({"latency": 1.0, "per_byte": 0.01})
+
+
+def test_measure_runs_every_step_in_every_round(profiler):
+    profiler.measure_transfers(1)
+    plans = profiler.decode_plans(10)
+    steps = itertools.count(1)
+    samples = profiler.measure(plans, Kernel.SGMV, 3, lambda: next(steps))
+    assert next(steps) == 31
+    assert len(samples.work) == len(samples.seconds) == 10
+    assert all(seconds > 0 for seconds in samples.seconds)
+    assert samples.noise >= 0
+    assert fit(("base",), [(1.0,)] * 10, samples.seconds).terms["base"] > 0
+
+
+def test_a_timed_executor_runs_the_same_steps(profiler, executor):
+    profiler.measure_transfers(1)
+    plan = profiler.decode_plans(3)[2]
+    timed = TimedExecutor(executor)
+    assert timed.execute(plan) == executor.execute(plan)
+    assert timed.seconds > 0
+
+
+def test_a_machine_is_measured_into_a_profile(gqa, tmp_path):
+    done = []
+    measured = measure_machine(config(gqa), batches=16, rounds=1, progress=lambda *at: done.append(at))
+    profile = measured.profile
+    assert done[-1] == (56, 56)
+    assert profile.decode.fit.samples == 16
+    assert profile.prefill.fit.samples == 40
+    assert profile.geometry.num_layers == 3
+    assert (8 << 20) * 0.99 < profile.memory_bytes.value <= 8 << 20
+    assert "measured on this machine" in profile.decode.terms["base"].source
+    profile.save(tmp_path / "here.json")
+    costs = load_profile(tmp_path / "here.json").costs()
+    assert costs.decode_seconds([8] * 4, 100) >= 0
+    assert costs.overhead.seconds(4) > 0
+
+
+def test_what_cannot_be_measured(gqa, executor, tmp_path):
+    with pytest.raises(MeasureError, match="no adapters to measure with"):
+        StepProfiler(executor, [], max_num_seqs=SEQS, max_num_batched_tokens=TOKENS)
+    with pytest.raises(MeasureError, match="no adapters to measure with"):
+        measure_machine(EngineConfig(model=gqa.model))
+    with pytest.raises(MeasureError, match="no adapters to measure with"):
+        measure_machine(config(gqa, adapters=tmp_path))
+    with pytest.raises(MeasureError, match="raise memory_bytes"):
+        measure_machine(config(gqa, num_pages=60))
+
+
+def test_the_device_has_a_name():
+    assert len(device_name("cpu")) > 2

@@ -1,0 +1,93 @@
+"""Spans of a step: off by default, named stably, and around what they name."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+from types import ModuleType
+
+import pytest
+import torch
+
+from chorus.core import model as model_module
+from chorus.core import ranges
+from chorus.core.batch import StepBatch
+from chorus.core.config import EngineConfig
+from chorus.core.executors.cpu import CpuExecutor
+
+
+def test_off_by_default(monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvtx", None)  # not even looked for
+    span = ranges.make_span(False)
+    assert span("layer.0") is span("mlp")
+    with span("layer.0"), span("attn.qkv"):
+        pass
+
+
+def test_without_the_package_it_says_what_to_install(monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "nvtx", None)
+    with ranges.make_span(True)("layer.0"):
+        pass
+    assert "chorus[profile]" in caplog.text
+
+
+def test_marks_with_nvtx(monkeypatch):
+    marked = []
+
+    @contextmanager
+    def annotate(name, domain):
+        marked.append((name, domain))
+        yield
+
+    nvtx = ModuleType("nvtx")
+    nvtx.annotate = annotate
+    monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+    span = ranges.make_span(True)
+    with span("layer.0"), span("mlp"):
+        pass
+    assert marked == [("layer.0", "chorus"), ("mlp", "chorus")]
+
+
+class Lora:
+    """Notes what the model asks of a step's adapters."""
+
+    def __init__(self, log):
+        self._log = log
+
+    def wait(self, layer):
+        self._log.append(f"wait.{layer}")
+
+    def __getattr__(self, name):
+        return lambda y, x, layer: self._log.append(f"{name}.{layer}")
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_spans_of_a_step(subject, monkeypatch, lora):
+    """A layer's adapters are waited for before the layer's first product with them."""
+    config = EngineConfig(model=subject("gqa").model, num_pages=8, cpu_kernels="torch", max_model_len=32)
+    executor = CpuExecutor(config)
+    log = []
+
+    @contextmanager
+    def span(name):
+        log.append(name)
+        yield
+
+    monkeypatch.setattr(model_module, "span", span)
+    decoder = executor._model
+    attention = decoder.new_attention()
+    attention.plan([0, 2], torch.tensor([[1]]), [2])
+    tokens = torch.tensor([3, 4])
+    decoder.forward(
+        StepBatch(
+            tokens, torch.arange(2), torch.ones_like(tokens), torch.arange(2), attention, Lora(log) if lora else None
+        )
+    )
+    plain = ["layer.{}", "attn.qkv", "attn.rope", "attn.run", "attn.o", "mlp"]
+    full = [
+        "layer.{}", "wait.{}", "attn.qkv", "lora.qkv", "qkv.{}", "attn.rope", "attn.run", "attn.o", "lora.o", "o.{}",
+        "mlp", "lora.gate_up", "gate_up.{}", "lora.down", "down.{}",
+    ]  # fmt: skip
+    layers = decoder.config.num_layers
+    want = [name.format(layer) for layer in range(layers) for name in (full if lora else plain)]
+    assert log == [*want, "logits"]

@@ -1,0 +1,60 @@
+"""Decode inputs on a device are those of the host's buffers, whichever bucket was filled before."""
+
+from __future__ import annotations
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.graphs.buffers import DecodeBuffers
+from chorus.graphs.device_buffers import DeviceDecodeBuffers
+
+from .late_device import LateDevice
+from .test_buffers import BLOCK, DUMMY, MAX_PAGES, SIZES, fill, steps
+
+COLUMNS = ("token_ids", "positions", "page", "offset")
+
+
+def make():
+    device = LateDevice()
+    return device, DeviceDecodeBuffers(SIZES, MAX_PAGES, BLOCK, DUMMY, device)
+
+
+@given(st.lists(steps(), min_size=1, max_size=6))
+def test_views_equal_the_hosts(sequence):
+    device, buffers = make()
+    host = DecodeBuffers(SIZES, MAX_PAGES, BLOCK, DUMMY)
+    for bucket, rows in sequence:
+        views, want = fill(buffers, bucket, rows), fill(host, bucket, rows)
+        assert views is buffers.views[bucket]
+        for name in (*COLUMNS, "page_table"):
+            assert torch.equal(getattr(views, name), getattr(want, name))
+        assert views.kv_lens == want.kv_lens
+    assert device.num_copies == len(sequence), "one copy a step"
+    device.synchronize()
+
+
+def test_views_never_move():
+    _, buffers = make()
+    places = [getattr(view, name).data_ptr() for view in buffers.views.values() for name in COLUMNS]
+    for bucket in SIZES:
+        fill(buffers, bucket, [(7, 3, [1, 2])])
+    assert places == [getattr(view, name).data_ptr() for view in buffers.views.values() for name in COLUMNS]
+
+
+def test_columns_begin_on_16_bytes():
+    sizes = (1, 2, 3, 7)
+    buffers = DeviceDecodeBuffers(sizes, MAX_PAGES, BLOCK, DUMMY, LateDevice())
+    for size in sizes:
+        views = buffers.fill(size, [5] * size, [1] * size, [[3]] * size)
+        for name, value in zip(COLUMNS, (5, 1, 3, 1), strict=True):
+            column = getattr(views, name)
+            assert column.tolist() == [value] * size
+            assert column.data_ptr() % 16 == 0
+
+
+def test_padding_alone_is_a_step_too():
+    _, buffers = make()
+    views = buffers.fill(4, [], [], [])
+    assert views.page.tolist() == [DUMMY] * 4
+    assert views.kv_lens == [1] * 4

@@ -1,0 +1,449 @@
+"""Copies and transfers: on the CPU, in the model, and on a device that a test drives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.cuda_copies import CudaCopies
+from chorus.memory.cuda_driver import CupyDriver, MissingCupy
+from chorus.memory.dma import open_dma
+from chorus.memory.host_buffers import HostBuffers
+from chorus.memory.host_image import HostImage
+from chorus.memory.inline_copies import InlineCopies
+from chorus.memory.modelled_copies import ModelledCopies
+
+from .adapter_layouts import NUM_LAYERS, adapter_layouts
+from .fake_cuda import FakeDriver
+
+DIMS = {"q_proj": (12, 8)}
+PAGE_ELEMS = 32
+PAGES = [7, 2, 3]
+
+
+def plain_layout(layers: int = 4) -> AdapterLayout:
+    """One row of 20 elements per layer, so that rows straddle pages of 32."""
+    part = AdapterPart(1, 1.0, tuple(range(layers)), ("q_proj",))
+    return AdapterLayout.build([part], DIMS, layers, PAGE_ELEMS, 4)
+
+
+def arena(num_pages: int = 10) -> torch.Tensor:
+    return torch.zeros(num_pages, PAGE_ELEMS, dtype=torch.int32)
+
+
+def numbered_image(num_pages: int = 3) -> torch.Tensor:
+    return torch.arange(1, num_pages * PAGE_ELEMS + 1, dtype=torch.int32).view(num_pages, PAGE_ELEMS)
+
+
+def whole(data: object) -> HostImage:
+    """An image that has been read."""
+    image = HostImage()
+    image.data = data
+    image.publish(99)
+    return image
+
+
+def unread(data: object = None) -> HostImage:
+    """An image of which no layer has been published."""
+    image = HostImage()
+    image.data = data
+    return image
+
+
+def has_layer(pages: torch.Tensor, image: torch.Tensor, layout: AdapterLayout, layer: int) -> bool:
+    here, there = image.view(-1), pages[PAGES].view(-1)
+    return all(torch.equal(here[begin:end], there[begin:end]) for begin, end in layout.layer_ranges(layer))
+
+
+# -- on the CPU
+
+
+def test_an_inline_load_is_done_when_it_started():
+    pages, image, layout = arena(), numbered_image(), plain_layout()
+    transfer = InlineCopies(pages).start(whole(image), layout, PAGES)
+    assert transfer.is_done()
+    assert transfer.is_quiet()
+    assert all(has_layer(pages, image, layout, layer) and transfer.wait_layer(layer) for layer in range(4))
+    assert not pages[[0, 1, 4, 5, 6, 8, 9]].any()
+
+
+@given(st.data(), st.integers(2, 12).map(lambda n: 4 * n))
+def test_inline_loads_move_every_element_of_any_layout(data, page_elems):
+    layout = data.draw(adapter_layouts(page_elems))
+    where = data.draw(st.permutations(range(layout.num_pages + 2)))[: layout.num_pages]
+    pages = torch.zeros(layout.num_pages + 2, page_elems, dtype=torch.int32)
+    image = torch.arange(1, layout.num_pages * page_elems + 1, dtype=torch.int32).view(-1, page_elems)
+    InlineCopies(pages).start(whole(image), layout, where)
+    assert torch.equal(pages[where].view(-1)[: layout.num_elems], image.view(-1)[: layout.num_elems])
+
+
+def test_a_layer_waits_for_the_disk_and_no_longer_than_asked():
+    pages, image, layout = arena(), numbered_image(), plain_layout()
+    read = unread()
+    transfer = InlineCopies(pages).start(read, layout, PAGES)
+    assert not transfer.wait_layer(0)
+    read.data = image
+    read.publish(2)
+    assert transfer.wait_layer(1)
+    assert has_layer(pages, image, layout, 1)
+    assert not has_layer(pages, image, layout, 2)
+    assert not transfer.is_done()
+    threading.Timer(0.02, read.publish, [4]).start()
+    assert transfer.wait_layer(3, timeout=60)
+    assert has_layer(pages, image, layout, 3)
+    assert transfer.is_done()
+
+
+def test_a_failed_read_ends_the_transfer():
+    copies, image = InlineCopies(arena()), unread(numbered_image())
+    transfer = copies.start(image, plain_layout(), PAGES)
+    image.publish(1)
+    assert transfer.wait_layer(0)
+    image.fail(OSError("gone"))
+    assert not transfer.wait_layer(0, timeout=60)
+    assert not transfer.wait_layer(3, timeout=60)
+    assert (transfer.has_failed(), transfer.is_done(), transfer.is_quiet()) == (True, False, True)
+    copies.advance()
+    assert copies.num_live == 0
+
+
+def test_a_layer_that_the_adapter_does_not_change_is_there_at_once():
+    layout = AdapterLayout.build([AdapterPart(1, 1.0, (2,), ("q_proj",))], DIMS, 4, PAGE_ELEMS, 4)
+    transfer = InlineCopies(arena()).start(unread(), layout, [5])
+    assert transfer.wait_layer(0)
+    assert transfer.wait_layer(3)
+    assert not transfer.wait_layer(2)
+    assert transfer.event(0) is None
+    transfer.cancel()
+    assert not transfer.wait_layer(0)
+
+
+def test_pages_go_out_and_come_back():
+    pages = arena()
+    pages.view(-1)[:] = torch.arange(pages.numel(), dtype=torch.int32)
+    before, image = pages.clone(), torch.zeros(4, PAGE_ELEMS, dtype=torch.int32)
+    copies = open_dma(pages, 0).copies
+    assert copies.copy_pages(image, [8, 1, 2, 5], to_device=False).is_done()
+    assert torch.equal(image, before[[8, 1, 2, 5]])
+    assert torch.equal(pages, before)
+    pages.zero_()
+    assert copies.copy_pages(image, [0, 3, 4, 9], to_device=True).wait()
+    assert torch.equal(pages[[0, 3, 4, 9]], before[[8, 1, 2, 5]])
+
+
+def test_a_reading_thread_issues_each_layer_as_it_comes():
+    pages, data, layout, content = arena(), torch.zeros_like(numbered_image()), plain_layout(), numbered_image()
+    image = unread()
+    transfer = InlineCopies(pages).start(image, layout, PAGES)
+
+    def read() -> None:
+        image.data = data
+        for layer in range(4):
+            for begin, end in layout.layer_ranges(layer):
+                data.view(-1)[begin:end] = content.view(-1)[begin:end]
+            image.publish(layer + 1)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    for layer in range(4):
+        assert transfer.wait_layer(layer, timeout=60)
+        assert has_layer(pages, content, layout, layer)
+    reader.join()
+    assert transfer.is_done()
+    assert not image._followers
+
+
+@pytest.mark.parametrize("end", ["done", "cancelled", "failed"])
+def test_an_image_forgets_a_transfer_that_has_ended(end):
+    """It may stay in host memory for long."""
+    image = unread(numbered_image())
+    transfer = InlineCopies(arena()).start(image, plain_layout(), PAGES)
+    image.publish(2)
+    assert len(image._followers) == 1
+    {
+        "done": lambda: image.publish(4),
+        "cancelled": transfer.cancel,
+        "failed": lambda: image.fail(OSError("gone")),
+    }[end]()
+    assert not image._followers
+    assert transfer.is_quiet()
+
+
+def test_one_image_goes_to_several_places():
+    pages, image, layout = arena(), unread(numbered_image()), plain_layout()
+    copies = InlineCopies(pages)
+    transfers = [copies.start(image, layout, where) for where in ([0, 1, 2], [7, 8, 9])]
+    image.publish(4)
+    assert all(transfer.is_done() for transfer in transfers)
+    assert torch.equal(pages[[0, 1]], numbered_image()[:2])
+    assert torch.equal(pages[[7, 8]], numbered_image()[:2])
+
+
+def test_cancelling_from_another_thread_never_lets_a_copy_slip_out():
+    layout, data = plain_layout(), numbered_image()
+    for _ in range(50):
+        pages, image = arena(), unread(data)
+        transfer = InlineCopies(pages).start(image, layout, PAGES)
+
+        def read(image=image) -> None:
+            for layer in range(4):
+                image.publish(layer + 1)
+
+        reader = threading.Thread(target=read)
+        reader.start()
+        transfer.cancel()
+        then = pages.clone()
+        reader.join()
+        assert torch.equal(pages, then)
+        assert transfer.is_quiet()
+
+
+def test_what_does_not_fit_is_refused_by_name():
+    copies = InlineCopies(arena())
+    with pytest.raises(ValueError, match="the adapter has 3 pages, 2 pages of the arena were given"):
+        copies.start(whole(numbered_image()), plain_layout(), [1, 2])
+    with pytest.raises(ValueError, match="page 10 is not one of the arena's 10 pages"):
+        copies.start(whole(numbered_image()), plain_layout(), [1, 2, 10])
+    for image in (numbered_image(2), numbered_image().float(), numbered_image(6)[::2]):
+        with pytest.raises(ValueError, match=r"image must be \[3, 32\], torch.int32, contiguous and on the host"):
+            copies.start(whole(image), plain_layout(), PAGES)
+        with pytest.raises(ValueError, match=r"image must be \[3, 32\]"):
+            copies.copy_pages(image, PAGES, to_device=True)
+        late = unread()
+        transfer = copies.start(late, plain_layout(), PAGES)
+        late.data = image
+        with pytest.raises(ValueError, match=r"image must be \[3, 32\]"):
+            late.publish(1)
+        assert transfer.has_failed()
+        copies.advance()
+    assert copies.num_live == 0
+
+
+# -- on a device
+
+
+def test_copies_are_issued_ahead_but_the_compute_stream_waits_for_its_layer_only():
+    driver, pages, image, layout = FakeDriver(), arena(), numbered_image(6), plain_layout(9)
+    transfer = CudaCopies(pages, driver, group_bytes=0).start(whole(image), layout, [4, 2, 3, 0, 1, 5])
+    assert driver.num_copies == 1, "the first layer alone"
+    assert transfer.wait_layer(0)
+    assert transfer.event(4) is not None
+    assert transfer.event(5) is None
+    seen = []
+    driver.launch(lambda: seen.append(pages[4, :20].tolist()))
+    driver.run(driver.compute, 100)
+    assert seen == [], "the compute stream waits, the host did not"
+    driver.run(1, 3)  # the fence, the first layer's copy, its event
+    driver.run(driver.compute, 100)
+    assert seen == [image.view(-1)[:20].tolist()]
+    assert not transfer.is_done()
+    transfer.synchronize()
+    assert transfer.is_done()
+
+
+def test_layers_that_share_an_event_are_copied_once_all_of_them_are_read():
+    driver, image = FakeDriver(), unread(numbered_image())
+    transfer = CudaCopies(arena(), driver, group_bytes=3 * 80).start(image, plain_layout(), PAGES)
+    image.publish(1)
+    copies_of_the_first = driver.num_copies
+    assert copies_of_the_first > 0
+    for num_ready in (2, 3):
+        image.publish(num_ready)
+        assert not transfer.wait_layer(1)
+        assert driver.num_copies == copies_of_the_first
+    image.publish(4)
+    assert driver.num_copies > copies_of_the_first
+    assert all(transfer.wait_layer(layer) for layer in range(4))
+    assert transfer.event(1) is transfer.event(3)
+
+
+def test_a_layer_whose_event_fired_costs_the_compute_stream_nothing():
+    driver = FakeDriver()
+    transfer = CudaCopies(arena(), driver).start(whole(numbered_image()), plain_layout(), PAGES)
+    transfer.synchronize()
+    driver.finish()
+    assert all(transfer.wait_layer(layer) for layer in range(4))
+    assert not driver.queues[driver.compute]
+
+
+def test_a_step_brings_the_first_layers_of_all_loads_before_the_later_ones():
+    driver, order = FakeDriver(), []
+    copies = CudaCopies(arena(20), driver, group_bytes=0)
+    images = [numbered_image(2) for _ in range(3)]
+    layout = plain_layout(3)
+    transfers = [copies.start(whole(image), layout, [5 * i, 5 * i + 2]) for i, image in enumerate(images)]
+    first_byte = {image.data_ptr() + 4 * 20 * layer: (layer, i) for i, image in enumerate(images) for layer in range(3)}
+    driver.on_copy = lambda copy: order.append(first_byte[copy.source]) if copy.source in first_byte else None
+    copies.advance()
+    assert order == [(layer, i) for layer in (1, 2) for i in range(3)]
+    driver.finish()
+    assert all(transfer.is_done() for transfer in transfers)
+
+
+def test_a_refused_copy_ends_the_transfer_with_none_of_its_group_running():
+    driver, pages = FakeDriver(), arena()
+    copies = CudaCopies(pages, driver, group_bytes=1 << 20)
+    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    driver.copies_before_failure = 1
+    with pytest.raises(RuntimeError, match="no copy"):
+        copies.advance()
+    assert driver.num_copies == 2
+    assert not driver.pending_copies()
+    assert transfer.has_failed()
+    assert not transfer.wait_layer(3)
+    assert transfer.is_quiet()
+    driver.copies_before_failure = -1
+    copies.advance()
+    assert copies.num_live == 0
+    assert driver.num_copies == 2
+
+
+@pytest.mark.parametrize("copies_before_failure", [0, 1, 2])
+def test_pages_that_cannot_be_moved_are_still_when_the_caller_hears_of_it(copies_before_failure):
+    driver = FakeDriver()
+    copies = CudaCopies(arena(), driver, group_bytes=0)
+    driver.copies_before_failure = copies_before_failure
+    with pytest.raises(RuntimeError, match="no copy"):
+        copies.copy_pages(numbered_image(4), [1, 3, 5, 7], to_device=True)
+    assert driver.num_copies == copies_before_failure
+    assert not driver.pending_copies()
+
+
+def test_closing_cancels_and_waits():
+    driver, pages = FakeDriver(), arena()
+    copies = CudaCopies(pages, driver, group_bytes=0)
+    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    copies.close()
+    assert not driver.pending_copies()
+    assert transfer.is_quiet()
+    assert not transfer.is_done()
+    assert (copies.num_live, driver.num_copies) == (0, 1)
+
+
+# -- in the model
+
+
+class VirtualTime:
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def modelled(self, **options) -> ModelledCopies:
+        """100 elements of 4 bytes take a second."""
+        return ModelledCopies(
+            100, PAGE_ELEMS, 4, bandwidth=400, latency=0.5, clock=lambda: self.now, sleep=self.sleep, **options
+        )
+
+
+def test_modelled_layers_land_one_after_another():
+    time = VirtualTime()
+    copies = time.modelled(group_bytes=0)
+    transfer = copies.start(whole("image"), plain_layout(), PAGES)
+    assert transfer.wait_layer(3)
+    # 20 elements a layer; layer 1 lies on pages that part, and so does layer 3 on pages that are neighbours
+    times = [copies.landing_time(transfer, layer) for layer in range(4)]
+    assert times == pytest.approx([10.7, 10.7 + 1.2, 11.9 + 0.7, 12.6 + 0.7])
+    assert not transfer.is_done()
+    time.now = 13.31
+    assert transfer.is_done()
+
+
+def test_a_modelled_link_is_shared_in_each_direction():
+    time = VirtualTime()
+    copies = time.modelled()
+    one = copies.copy_pages(None, [1, 2], to_device=True)
+    two = copies.copy_pages(None, [5], to_device=True)
+    out = copies.copy_pages(None, [9], to_device=False)
+    ends = [copies.landing_time(transfer, 0) for transfer in (one, two, out)]
+    assert ends == pytest.approx([10.82, 10.82 + 0.82 + 0.82, 10.82])
+    two.synchronize()
+    assert time.now == pytest.approx(12.46)
+    assert one.is_done()
+    assert two.is_done()
+
+
+def test_a_modelled_transfer_is_quiet_when_what_was_issued_has_landed():
+    time = VirtualTime()
+    copies = time.modelled(group_bytes=0)
+    transfer = copies.start(whole(None), plain_layout(), PAGES)
+    transfer.cancel()
+    assert not transfer.is_quiet()
+    time.sleep(0.71)
+    assert transfer.is_quiet()
+    copies.advance()
+    assert copies.num_live == 0
+
+
+def test_a_modelled_transfer_follows_its_stream():
+    time, image = VirtualTime(), unread()
+    copies = time.modelled(group_bytes=0)
+    transfer = copies.start(image, plain_layout(), PAGES)
+    assert not transfer.wait_layer(0)
+    assert copies.landing_time(transfer, 0) is None
+    time.sleep(5)
+    image.publish(1)
+    assert copies.landing_time(transfer, 0) == pytest.approx(15.7)
+    assert copies.landing_time(transfer, 1) is None
+
+
+@pytest.mark.parametrize("wrong", [{"bandwidth": 0, "latency": 0}, {"bandwidth": 1, "latency": -1}])
+def test_a_link_needs_a_bandwidth(wrong):
+    with pytest.raises(ValueError, match="bandwidth must be positive"):
+        ModelledCopies(1, 1, 1, clock=lambda: 0.0, sleep=lambda seconds: None, **wrong)
+
+
+# -- which copies a machine gets
+
+
+def test_a_cpu_gets_plain_copies_and_ordinary_buffers():
+    dma = open_dma(arena(), 1 << 30)
+    assert isinstance(dma.copies, InlineCopies)
+    assert isinstance(dma.buffers, HostBuffers)
+    buffer = dma.buffers.take((3, PAGE_ELEMS), torch.int32).copy_(numbered_image())
+    assert dma.copies.start(whole(buffer), plain_layout(), PAGES).is_done()
+
+
+@pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13"), (None, "cuda13")])
+def test_missing_cupy_names_the_extra(monkeypatch, cuda, extra):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    with pytest.raises(MissingCupy, match=rf"pip install 'chorus\[{extra}\]'"):
+        CupyDriver(0)
+
+
+def test_an_error_of_the_device_is_not_taken_for_a_copy_under_way():
+    """Else whoever waits for it would wait for ever."""
+    pytest.importorskip("cupy")
+    from cupy.cuda.runtime import CUDARuntimeError
+
+    driver = CupyDriver(0)
+    status = 0
+    driver._runtime = SimpleNamespace(eventQuery=lambda ptr: status, CUDARuntimeError=CUDARuntimeError)
+    event = SimpleNamespace(ptr=1)
+    assert driver.query(event) is True
+    status = 600  # cudaErrorNotReady
+    assert driver.query(event) is False
+    status = 700  # cudaErrorIllegalAddress
+    with pytest.raises(CUDARuntimeError):
+        driver.query(event)
+
+
+@pytest.mark.parametrize("module", ["torch", "cupy"])
+def test_the_simulator_needs_no_torch(module):
+    code = f"import sys; sys.modules[{module!r}] = None; import chorus.memory.modelled_copies"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_layers_beyond_the_model_are_an_error():
+    with pytest.raises(IndexError):
+        InlineCopies(arena()).start(whole(numbered_image()), plain_layout(), PAGES).wait_layer(NUM_LAYERS)

@@ -1,0 +1,301 @@
+"""FlashInfer attention without a GPU: what its wrappers are told, and what they would compute from it."""
+
+from __future__ import annotations
+
+import inspect
+from importlib.util import find_spec
+
+import pytest
+import torch
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from chorus.ops import attention_backend, attention_flashinfer
+from chorus.ops.attention_backend import TorchBackend, choose_attention
+from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
+from chorus.ops.attention_plan import PlanBuffers
+from chorus.ops.attention_ref import paged_attention_ref
+
+from .fake_flashinfer import FakeFlashInfer, Stream
+from .test_attention import DUMMY, Step, chunks, decodes
+
+MAX_ROWS, MAX_PAGES = 12, 16
+
+
+@pytest.fixture(autouse=True)
+def small_workspaces(monkeypatch):
+    monkeypatch.setattr(attention_flashinfer, "FLOAT_WORKSPACE_BYTES", 1)
+    monkeypatch.setattr(attention_flashinfer, "DECODE_INT_WORKSPACE_BYTES", 64)
+
+
+def make(heads=4, kv_heads=2, head_dim=8, block_tokens=4, dtype=torch.float32):
+    """A backend over the stand-in, in whose plans any dtype and head size will do; and the stand-in."""
+    stream = Stream()
+    fake = FakeFlashInfer(stream)
+    backend = FlashInferBackend(
+        heads, kv_heads, head_dim, block_tokens, dtype, "cpu", max_rows=MAX_ROWS, max_pages_per_row=MAX_PAGES,
+        num_sms=2, module=fake, new_event=stream.new_event,
+    )  # fmt: skip
+    return backend, fake
+
+
+@settings(max_examples=80)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.lists(st.tuples(st.lists(chunks, max_size=4), st.lists(decodes, max_size=5)), min_size=1, max_size=3),
+    heads=st.sampled_from([(4, 4), (4, 2), (8, 1), (6, 2)]),
+    block_tokens=st.sampled_from([3, 4, 16]),
+    spare_columns=st.integers(0, 3),
+)
+def test_ragged_steps_equal_the_definition(seed, steps, heads, block_tokens, spare_columns):
+    """Whole prompts, later chunks and decode rows, mixed or alone; one object goes through several steps."""
+    backend, _ = make(*heads, 8, block_tokens)
+    attention = backend.ragged()
+    for index, (prefills, decoding) in enumerate(steps):
+        rows = prefills + decoding
+        assume(rows)
+        Step(
+            seed + index, rows, heads=heads[0], kv_heads=heads[1], block_tokens=block_tokens,
+            spare_columns=spare_columns,
+        ).check(attention)  # fmt: skip
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    steps=st.lists(st.lists(decodes, min_size=1, max_size=8), min_size=1, max_size=6),
+    heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
+)
+def test_buckets_share_buffers_and_replay_after_any_plan(seed, steps, heads):
+    """What a replay reads is what the last plan wrote, whichever bucket ran before and however long the rows were."""
+    backend, fake = make(*heads)
+    buckets = {size: backend.decode(size) for size in (1, 2, 4, 8)}
+    for index, rows in enumerate(steps):
+        bucket = next(size for size in buckets if size >= len(rows))
+        step = Step(seed + index, rows, heads=heads[0], kv_heads=heads[1])
+        want = paged_attention_ref(step.q, step.k, step.v, step.qo_indptr, step.tables, step.kv_lens)
+        padding = bucket - len(rows)
+        step.qo_indptr = range(bucket + 1)
+        step.kv_lens += [1] * padding
+        step.page_table = torch.cat(
+            (step.page_table, torch.full((padding, step.page_table.shape[1]), DUMMY, dtype=torch.long))
+        )
+        step.q = torch.cat((step.q, torch.randn(padding, *step.q.shape[1:])))
+        got = step.run(buckets[bucket])
+        torch.testing.assert_close(got[: len(rows)], want.flatten(1), rtol=1e-4, atol=1e-5)
+        assert got.isfinite().all()
+    planned = sum(wrapper.plans > 0 for wrapper in fake.wrappers)
+    assert fake.fast_plans == len(steps) - planned, "all but a bucket's first plan are fast"
+
+
+def test_rows_may_share_pages():
+    """A prefix that two requests have in common lies in the same pages of both."""
+    backend, _ = make()
+    step = Step(3, [(5, 8), (3, 8), (1, 11)])
+    for table in step.tables[1:]:
+        table[:2] = step.tables[0][:2]
+    for row, table in zip(step.page_table, step.tables, strict=True):
+        row[: len(table)] = torch.tensor(table)
+    step.check(backend.ragged())
+
+
+def test_a_plan_waits_for_the_copies_of_the_last_one(monkeypatch):
+    """Page-locked memory is read when the copy runs, not when it is issued."""
+    backend, fake = make()
+
+    def late(buffers):
+        used = len(buffers._host)
+        fake.stream.copy(buffers._device[:used], buffers._host[:used])
+
+    monkeypatch.setattr(PlanBuffers, "upload", late)
+    attention, bucket = backend.ragged(), backend.decode(2)
+    first, second = Step(1, [(5, 6), (1, 9)]), Step(2, [(1, 3), (1, 12)])
+    for step, planned, other in ((first, attention, bucket), (second, bucket, attention)):
+        waits = fake.stream.waits
+        step.check(planned)
+        assert fake.stream.waits == waits + 1
+        third = Step(4, [(1, 1), (1, 2)])
+        other.plan([0, 1, 2], third.page_table, third.kv_lens)
+    assert fake.stream.pending
+
+
+def test_what_wrappers_share():
+    backend, fake = make()
+    one, two = backend.decode(1), backend.decode(2)
+    wrappers = fake.wrappers
+    assert wrappers[0].workspace is wrappers[1].workspace
+    assert wrappers[0].int_workspace is not wrappers[1].int_workspace
+    assert wrappers[0].indices.data_ptr() == wrappers[1].indices.data_ptr()
+    assert {type(one), type(two)} == {attention_flashinfer.DecodeAttention}
+
+
+@pytest.mark.parametrize(
+    ("group", "tensor_cores"), [(1, False), (2, False), (3, False), (4, True), (7, True), (8, True)]
+)
+def test_decode_kernel_by_group(group, tensor_cores):
+    """The other kernel knows no groups but 1, 2, 3, 4 and 8."""
+    backend, fake = make(group * 2, 2)
+    backend.decode(1)
+    assert fake.wrappers[-1].tensor_cores is tensor_cores
+
+
+@pytest.mark.parametrize(("head_dim", "kernel"), [(64, "fa2"), (128, "auto"), (256, "fa2")])
+def test_prefill_kernel_by_head_size(head_dim, kernel):
+    backend, fake = make(head_dim=head_dim)
+    backend.ragged()
+    assert fake.wrappers[0].backend == kernel
+
+
+def test_refuses_what_does_not_fit():
+    backend, _ = make()
+    table = torch.zeros(MAX_ROWS + 1, MAX_PAGES, dtype=torch.long)
+    ragged, bucket = backend.ragged(), backend.decode(2)
+    with pytest.raises(ValueError, match="13 rows, the buffers have room for 12"):
+        ragged.plan(range(MAX_ROWS + 2), table, [1] * (MAX_ROWS + 1))
+    with pytest.raises(ValueError, match="host memory"):
+        ragged.plan([0, 1], table[:1].to("meta"), [1])
+    with pytest.raises(ValueError, match="rows have 0 to 3 tokens"):
+        ragged.plan([0, 1, 2], table[:2], [0, 3])
+    with pytest.raises(ValueError, match="a page table row 16 pages"):
+        ragged.plan([0, 1], table[:1], [4 * MAX_PAGES + 1])
+    with pytest.raises(ValueError, match="must come before"):
+        ragged.plan([0, 1, 4], table[:2], [1, 3])
+    with pytest.raises(ValueError, match="the bucket has 2 rows of one token"):
+        bucket.plan([0, 1], table[:1], [1])
+    with pytest.raises(ValueError, match="the bucket has 2 rows of one token"):
+        bucket.plan([0, 2], table[:1], [2])
+    assert count_prefills([0, 3, 5, 6], 3) == 2
+
+
+@pytest.mark.skipif(find_spec("flashinfer") is None, reason="flashinfer is not installed")
+def test_calls_fit_the_real_signatures():
+    import flashinfer
+
+    backend, fake = make()
+    ragged, bucket = backend.ragged(), backend.decode(2)
+    Step(1, [(5, 6), (1, 9)]).check(ragged)
+    for seed in (2, 3):
+        Step(seed, [(1, 3), (1, 12)]).check(bucket)
+    seen = set()
+    for name, method, args, kwargs in fake.calls:
+        if method is None:
+            real = getattr(flashinfer.decode, name)
+            inspect.signature(real).bind(*args, **kwargs)
+        else:
+            real = getattr(getattr(flashinfer, name), method)
+            inspect.signature(real).bind(None, *args, **kwargs)
+        seen.add((name, method))
+    decode, prefill = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
+    wanted = {(name, method) for name in (decode, prefill) for method in ("__init__", "plan", "run")}
+    assert seen == wanted | {(decode, "reset_workspace_buffer"), ("fast_decode_plan", None)}
+
+
+# -- how much memory plans need
+
+
+def laid_out(qo_lens, kv_pages, *, heads, kv_heads, head_dim, num_sms, block_tokens, graph):
+    """Float workspace bytes as `PrefillPlan` lays them out, in 0.6.4's words."""
+    group, split_tiles = heads // kv_heads, 2 * num_sms // kv_heads
+    packed = [length * group for length in qo_lens]
+    longest = (sum(qo_lens) - len(qo_lens) + 1) * group if graph else sum(packed) // len(packed)
+    tile = 128 if longest > 64 and head_dim < 256 else 64 if longest > 16 else 16
+    if graph:
+        num_tiles = -(-sum(qo_lens) * group // tile) + len(qo_lens) - 1
+    low, high = max(128 // block_tokens, 1), max(kv_pages)
+
+    def works(chunk):
+        return sum(-(-p // tile) * -(-k // chunk) for p, k in zip(packed, kv_pages, strict=True))
+
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if works(middle) > split_tiles else (low, middle)
+    if not (graph or low < max(kv_pages)):
+        return 0
+    padded = max(split_tiles, num_tiles) if graph else works(low)
+    return heads * padded * tile * (head_dim + 1) * 4
+
+
+@given(data=st.data(), graph=st.booleans())
+def test_the_float_workspace_holds_every_plan(data, graph):
+    heads = data.draw(st.sampled_from([(32, 8), (32, 32), (28, 4), (64, 8), (8, 1), (40, 2)]))
+    shape = {"head_dim": data.draw(st.sampled_from([64, 128, 256])), "num_sms": data.draw(st.sampled_from([20, 132]))}
+    lens = st.just(1) if graph else st.integers(1, 3000)
+    rows = data.draw(st.lists(st.tuples(lens, st.integers(1, 4000)), min_size=1, max_size=64))
+    used = laid_out(
+        *zip(*rows, strict=True), heads=heads[0], kv_heads=heads[1], block_tokens=16, graph=graph, **shape
+    )  # fmt: skip
+    assert used <= float_workspace_bytes(*heads, shape["head_dim"], len(rows), shape["num_sms"])
+
+
+# -- which backend serves
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    """A GPU and FlashInfer as far as the choice looks at them."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: type("Properties", (), {"multi_processor_count": 132})
+    )
+    monkeypatch.setattr(attention_backend, "version", lambda name: "0.6.4")
+    made = {}
+
+    def fake_backend(*args, **kwargs):
+        made.update(kwargs, args=args)
+        return "flashinfer"
+
+    monkeypatch.setattr(attention_flashinfer, "FlashInferBackend", fake_backend)
+    return made
+
+
+def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", **kwargs):
+    return choose_attention(32, 8, head_dim, 16, dtype, device, max_rows=8, max_pages_per_row=64, **kwargs)
+
+
+def test_flashinfer_where_it_can(hopper):
+    assert choose() == "flashinfer"
+    assert hopper["num_sms"] == 132
+    assert hopper["args"] == (32, 8, 128, 16, torch.bfloat16, torch.device("cuda:0"))
+    assert choose(torch.float16, 64, wanted="flashinfer") == "flashinfer"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"dtype": torch.float32}, "the model is in float32"),
+        ({"head_dim": 16}, "the model's have 16"),
+        ({"head_dim": 96}, "the model's have 96"),
+        ({"device": "cpu"}, "this one is cpu"),
+        ({"wanted": "torch"}, "it is wanted"),
+    ],
+)
+def test_torch_where_it_cannot(hopper, change, reason):
+    backend = choose(**change)
+    assert backend.name == "torch"
+    assert reason in backend.reason
+    assert not backend.captures
+    if "wanted" not in change:
+        with pytest.raises(ValueError, match=reason):
+            choose(**change, wanted="flashinfer")
+
+
+def test_torch_on_an_older_device_and_without_the_package(hopper, monkeypatch):
+    monkeypatch.setattr(attention_backend, "version", missing)
+    assert "chorus[cuda13]" in choose().reason
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    assert "compute capability 8.0, cuda:0 has 7.5" in choose().reason
+
+
+def missing(name):
+    raise attention_backend.PackageNotFoundError(name)
+
+
+def test_refuses_an_unknown_choice():
+    with pytest.raises(ValueError, match="'flash'; it may be"):
+        choose(wanted="flash")
+
+
+def test_torch_backend_computes():
+    backend = TorchBackend(4, 2, 8, 4, torch.device("cpu"), "asked for")
+    Step(1, [(5, 6), (1, 9)]).check(backend.ragged())
+    Step(2, [(1, 3), (1, 12)]).check(backend.decode(2))

@@ -1,0 +1,95 @@
+"""Paged attention on a GPU against its definition: FlashInfer eager and captured, and torch's for what is left."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.ops.attention import PagedAttention
+from chorus.ops.attention_backend import choose_attention
+from chorus.ops.attention_ref import paged_attention_ref
+
+from .test_attention import Step
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+SHAPES = [(8, 8, 64), (8, 2, 64), (8, 1, 64), (8, 8, 128), (8, 2, 128), (8, 1, 128), (14, 2, 64)]
+
+
+class DeviceStep(Step):
+    """A step whose q and caches are on the GPU, in a page-outermost arena, beside the float32 reference."""
+
+    def __init__(self, seed, rows, shape, dtype):
+        heads, kv_heads, head_dim = shape
+        super().__init__(seed, rows, heads=heads, kv_heads=kv_heads, head_dim=head_dim, block_tokens=16)
+        self.q, arena = self.q.to(dtype), torch.stack((self.k, self.v), dim=1).to(dtype)
+        self.k, self.v = arena[:, 0], arena[:, 1]
+        want = paged_attention_ref(
+            self.q.float(), self.k.float(), self.v.float(), self.qo_indptr, self.tables, self.kv_lens
+        )
+        self.want = want.flatten(1)
+        wide = torch.full((len(arena), 3, 2, *arena.shape[2:]), float("nan"), dtype=dtype, device="cuda")
+        wide[:, 1] = arena.cuda()
+        self.q, self.k, self.v = self.q.cuda(), wide[:, 1, 0], wide[:, 1, 1]
+
+    def check(self, attention):
+        got = self.run(attention).float().cpu()
+        torch.testing.assert_close(got, self.want, rtol=2e-2, atol=2e-2)
+
+
+def device_backend(shape, dtype, wanted="flashinfer"):
+    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64, wanted=wanted)
+    assert backend.name.startswith(wanted)
+    return backend
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_ragged(shape, dtype):
+    attention = device_backend(shape, dtype).ragged()
+    for seed, rows in enumerate(
+        [[(40, 0)], [(17, 30), (5, 0), (1, 70), (1, 0)], [(1, 300), (1, 15), (1, 16)], [(130, 64), (2, 500)]]
+    ):
+        DeviceStep(seed, rows, shape, dtype).check(attention)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_decode_replays_with_other_lengths(shape, dtype):
+    """Captured over short rows, replayed over long ones, shorter ones and with another bucket planned between."""
+    backend = device_backend(shape, dtype)
+    four, two = backend.decode(4), backend.decode(2)
+    first = DeviceStep(0, [(1, 3), (1, 0), (1, 17), (1, 1)], shape, dtype)
+    pages = 4 * 40
+    q = torch.zeros_like(first.q)
+    caches = torch.zeros(pages, 3, 2, 16, *first.k.shape[2:], dtype=dtype, device="cuda")
+
+    def load(step):
+        q.copy_(step.q)
+        caches[: len(step.k), 1, 0], caches[: len(step.v), 1, 1] = step.k, step.v
+        four.plan(step.qo_indptr, step.page_table, step.kv_lens)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        load(first)
+        four.run(q, caches[:, 1, 0], caches[:, 1, 1])
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            out = four.run(q, caches[:, 1, 0], caches[:, 1, 1])
+        for seed, rows in enumerate([[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4]):
+            step = DeviceStep(seed, rows, shape, dtype)
+            load(step)
+            graph.replay()
+            stream.synchronize()
+            torch.testing.assert_close(out.float().cpu(), step.want, rtol=2e-2, atol=2e-2)
+            eager = four.run(q, caches[:, 1, 0], caches[:, 1, 1])
+            assert torch.equal(eager, out), "a replay gives the same bits as an eager run"
+            DeviceStep(9, [(1, 4), (1, 90)], shape, dtype).check(two)
+
+
+def test_torch_attention():
+    """What FlashInfer does not take: float32 and small heads."""
+    backend = device_backend((4, 2, 16), torch.float32, wanted="torch")
+    for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)]]):
+        DeviceStep(seed, rows, (4, 2, 16), torch.float32).check(backend.ragged())
+    assert isinstance(backend.decode(2), PagedAttention)

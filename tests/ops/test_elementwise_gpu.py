@@ -1,0 +1,82 @@
+"""The fused elementwise kernels on a GPU against their torch paths on the CPU."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.ops.activation import silu_and_mul
+from chorus.ops.kv_write import rotate_and_write
+from chorus.ops.norm import add_rms_norm, rms_norm
+from chorus.ops.rope import RotaryEmbedding
+from chorus.perf.elementwise_values import CHECKS, TOLERANCE, Case, cases
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+#: Those of Llama-3.1-8B and beyond, and rows too wide for a program of few threads.
+LARGE = [
+    Case(seed=1, tokens=300, width=4096, heads=(32, 8), head_dim=128, spare=0, scale=0),
+    Case(seed=2, tokens=64, width=14336, heads=(28, 4), head_dim=128, spare=64, scale=1),
+    Case(seed=3, tokens=17, width=16384, heads=(64, 8), head_dim=256, spare=8, scale=-2),
+]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("name", CHECKS)
+def test_values(name, dtype):
+    for case in [*cases(0, 24), *LARGE]:
+        if "rotary" in name and case.tokens > 20:
+            continue  # the arena has no more places
+        error, problem = CHECKS[name](case, dtype, "cuda")
+        assert not problem, (case, error, problem)
+
+
+def test_one_name_serves_both_devices():
+    """The functions that the model calls pick the kernel by where their tensors are."""
+    torch.manual_seed(0)
+    x, residual, weight = torch.randn(5, 64), torch.randn(5, 64), torch.randn(64)
+    stream = residual.cuda()
+    for got, want in (
+        (rms_norm(x.cuda(), weight.cuda(), 1e-5), rms_norm(x, weight, 1e-5)),
+        (add_rms_norm(x.cuda(), stream, weight.cuda(), 1e-5), add_rms_norm(x, residual, weight, 1e-5)),
+        (stream, residual),
+        (silu_and_mul(x.cuda()), silu_and_mul(x)),
+    ):
+        torch.testing.assert_close(got.cpu(), want, rtol=1e-5, atol=1e-6)
+
+
+def test_captured_launches_follow_their_inputs():
+    """Positions, pages and values are read when the graph is replayed; padding writes the dummy page."""
+    heads, kv_heads, head_dim, tokens = 4, 2, 64, 6
+    embeddings = [
+        RotaryEmbedding(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 100, torch.bfloat16, device)
+        for device in ("cpu", "cuda")
+    ]
+    qkv = torch.zeros(tokens, (heads + 2 * kv_heads) * head_dim, dtype=torch.bfloat16, device="cuda")
+    positions, page, offset = (torch.zeros(tokens, dtype=torch.long, device="cuda") for _ in range(3))
+    arena = torch.zeros(8, 2, 2, 4, kv_heads, head_dim, dtype=torch.bfloat16, device="cuda")
+
+    def step():
+        return rotate_and_write(
+            qkv, embeddings[1].at(positions), None, arena[:, 1, 0], arena[:, 1, 1], page, offset
+        )  # fmt: skip
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        q = step()
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        values = torch.randn(qkv.shape, generator=generator).bfloat16()
+        at = torch.randint(0, 100, (tokens,), generator=generator)
+        place = torch.randperm(28, generator=generator)[:tokens] + 4
+        place[-2:] = 0  # two rows of padding
+        for target, source in ((qkv, values), (positions, at), (page, place // 4), (offset, place % 4)):
+            target.copy_(source)
+        want = arena.cpu()
+        graph.replay()
+        torch.cuda.synchronize()
+        rotation = embeddings[0].at(at)
+        want_q = rotate_and_write(values, rotation, None, want[:, 1, 0], want[:, 1, 1], place // 4, place % 4)
+        assert torch.equal(q.cpu(), want_q)
+        assert torch.equal(arena[1:].cpu(), want[1:])

@@ -1,0 +1,92 @@
+"""The native decoder's likeliest tokens are those of its logits, whichever thread saw them."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from chorus.ops import native
+from chorus.ops.sgmv import Segments
+
+HIDDEN, NAN, INF = 32, math.nan, math.inf
+
+
+class Head:
+    """A model without layers: row i's logits are the products of the head with normalised embedding i."""
+
+    def __init__(self, head, embed, dtype, threads):
+        if not native.available(dtype):
+            pytest.skip("the native library is not built, or the processor is too old")
+        vocab, count = len(head), len(embed)
+        model = native.NativeModel(
+            hidden=HIDDEN, ffn=HIDDEN, heads=1, kv_heads=1, head_dim=HIDDEN, vocab=vocab, block_tokens=4, eps=1e-6,
+            layers=[], embed=embed.to(dtype), lm_head=native.pack(head.to(dtype)), norm=torch.ones(HIDDEN),
+            cos=torch.ones(1, HIDDEN), sin=torch.zeros(1, HIDDEN), arena=torch.zeros(2, 64, dtype=dtype),
+        )  # fmt: skip
+        self.decoder = native.NativeDecoder(model, threads)
+        self.rows = native.NativeRows()
+        self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)
+        self.count = count
+
+    def forward(self, keep):
+        zeros = torch.zeros(self.count, dtype=torch.long)
+        every = torch.arange(self.count)
+        self.decoder.keeps_logits = keep
+        return self.decoder.forward(every, zeros, zeros, zeros, self.rows, every, Segments())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (31, 3), (33, 8), (1000, 13), (257, 50), (640, 300)])
+def test_best_is_the_argmax_of_the_logits(dtype, threads, vocab, rows):
+    generator = torch.Generator().manual_seed(vocab)
+    head = torch.randn(vocab, HIDDEN, generator=generator)
+    model = Head(head, torch.randn(rows, HIDDEN, generator=generator), dtype, threads)
+    for _ in range(3):
+        logits = model.forward(keep=True)
+        assert model.decoder.best == logits.argmax(-1).tolist()
+        want = model.decoder.best
+        assert model.forward(keep=False).shape == (0, vocab)
+        assert model.decoder.best == want
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_of_equal_logits_the_first_is_best(threads):
+    """Repeated a few times, since it depends on the threads' luck who sees which panel first."""
+    head = torch.randn(7, HIDDEN, generator=torch.Generator().manual_seed(1)).repeat(200, 1)
+    model = Head(head, torch.randn(20, HIDDEN), torch.float32, threads)
+    for _ in range(20):
+        logits = model.forward(keep=True)
+        assert model.decoder.best == logits.argmax(-1).tolist()
+        assert max(model.decoder.best) < 7
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("bad", [NAN, INF])
+@pytest.mark.parametrize("at", [0, 5, 40, 99])
+def test_a_row_with_nan_or_infinity_has_no_best(threads, bad, at):
+    embed = torch.ones(4, HIDDEN)
+    embed[2, 3] = bad  # of this row alone
+    model = Head(torch.rand(100, HIDDEN), embed, torch.float32, threads)
+    logits = model.forward(keep=False)
+    assert [token >= 0 for token in model.decoder.best] == [True, True, False, True]
+    head = torch.rand(100, HIDDEN)
+    head[at] = bad  # of one logit of every row
+    model = Head(head, torch.rand(4, HIDDEN), torch.float32, threads)
+    logits = model.forward(keep=True)
+    assert not logits[:, at].isfinite().any()
+    assert model.decoder.best == [-1] * 4
+
+
+def test_minus_infinity_is_no_harm_unless_all_are():
+    head = torch.rand(70, HIDDEN)
+    head[:69] = -INF
+    model = Head(head, torch.rand(3, HIDDEN), torch.float32, 2)
+    model.forward(keep=False)
+    assert model.decoder.best == [69] * 3
+    head[69] = -INF
+    model = Head(head, torch.rand(3, HIDDEN), torch.float32, 2)
+    model.forward(keep=False)
+    assert model.decoder.best == [-1] * 3

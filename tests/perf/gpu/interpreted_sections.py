@@ -1,0 +1,49 @@
+"""The sections that drive an engine, on the CUDA executor itself: its kernels interpreted, the device a CPU.
+
+Run by `test_interpreted.py` in a process that interprets.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.executors import choice
+from chorus.core.executors.cuda import CudaExecutor
+from chorus.graphs.device import HostDevice
+from chorus.perf.gpu.options import Options
+from chorus.perf.gpu.sections import equality
+from chorus.perf.gpu.sections.registry import section
+from chorus.perf.gpu.subject import MAX_RANK
+
+RATE = {"bytes_per_s": 1e9}
+
+
+@pytest.fixture
+def context(tmp_path, monkeypatch):
+    made: list[EngineConfig] = []
+
+    def open_executor(config: EngineConfig) -> CudaExecutor:
+        made.append(config)
+        return CudaExecutor(config, HostDevice(8 << 30))
+
+    monkeypatch.setattr(choice, "open_executor", open_executor)
+    context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
+    limits = {"copy": RATE, "read": RATE, "matmul": {"flops_per_s": 1e9}}
+    context.store.write_done("limits", 0.0, {"commit": {}}, limits)
+    yield context
+    assert made
+    assert all(config.max_lora_rank == MAX_RANK and config.load_format == "dummy" for config in made)
+
+
+def test_decode(context):
+    rows = section("decode").run(context)["buckets"]
+    assert all(row["base_device_ms"] > 0 and row["lora_device_ms"] > 0 for row in rows)
+
+
+def test_equality(context, monkeypatch):
+    """A few of its cases: the interpreter takes seconds for each."""
+    monkeypatch.setattr(equality, "_cases", lambda names, largest: [("mixed", [*names[::3], None]), ("base", [None])])
+    values = equality.run(context)
+    assert all(case["equal"] and case["pages"] for case in values["cases"])
+    assert values["startup"]["graphs"] >= 6, "both modes of buckets 1, 2 and 4"

@@ -1,0 +1,110 @@
+"""What is carried to a machine without a network unpacks there and fits together."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from chorus.perf.gpu import carry
+
+
+def wheel(folder: Path, name: str, version: str, *needs: str) -> Path:
+    """A wheel of one module."""
+    info = f"{name}-{version}.dist-info"
+    metadata = [
+        f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}",
+        *(f"Requires-Dist: {need}" for need in needs),
+    ]
+    path = folder / f"{name}-{version}-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr(f"{name}/__init__.py", f"version = {version!r}\n")
+        file.writestr(f"{info}/METADATA", "\n".join(metadata) + "\n")
+        file.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        file.writestr(f"{info}/RECORD", "")
+    return path
+
+
+def archive(path: Path, *names: str) -> Path:
+    with tarfile.open(path, "w:xz") as tar:
+        for name in names:
+            tar.addfile(tarfile.TarInfo(name))
+    return path
+
+
+def test_needs_that_do_not_fit_are_found(tmp_path):
+    wheel(tmp_path, "alpha", "1.0", "beta==2.0", "torch", 'gamma; python_version < "3.11"', 'delta; extra == "more"')
+    wheel(tmp_path, "beta", "2.1", "alpha>=1")
+    wrong, elsewhere = carry.unmet(tmp_path, "3.12")
+    assert wrong == ["alpha needs beta==2.0, carried is 2.1; add --also 'beta==…'"]
+    assert elsewhere == ["torch"]
+
+
+@pytest.mark.parametrize(("names", "problem"), [(["a/README"], "holds no"), (["a.so", "../b.so"], "unpacked outside")])
+def test_archives_that_are_refused(tmp_path, names, problem):
+    with pytest.raises(ValueError, match=problem):
+        carry.take_archive(archive(tmp_path / "a.tar.xz", *names), tmp_path)
+
+
+def test_sourcing_the_script_sets_everything_up(tmp_path, monkeypatch):
+    out, tree, site, tools = (tmp_path / name for name in ("out", "tree", "site", "tools"))
+    for folder in (out / carry.WHEELS, tree, tools):
+        folder.mkdir(parents=True)
+    wheel(out / carry.WHEELS, "flashinfer", "0.6.4")
+    (tree / "__init__.py").write_text("here = True\n")
+    (tools / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
+    (tools / "python3").chmod(0o755)
+    modules = carry.take_archive(archive(tmp_path / "built.tar.xz", "./norm/norm.so"), out)
+    assert modules.name == "flashinfer-aot.tar.xz"
+    script = carry.write_script(out, modules, {"hash": "abc", "dirty": True})
+    check = (
+        "import flashinfer, chorus, os; print(flashinfer.version, chorus.here, os.environ['CHORUS_COMMIT'], "
+        "os.environ['FLASHINFER_DISABLE_JIT'])"
+    )
+    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CHORUS_SITE": str(site), "PYTHONPATH": ""}
+    done = subprocess.run(
+        ["bash", "-c", f'set -e; . "{script}"; cd /; python3 -c "{check}"'],
+        cwd=tree, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["0.6.4", "True", "abc-dirty", "1"]
+    assert (site / "flashinfer/data/aot/norm/norm.so").is_file()
+
+
+def test_what_is_downloaded(tmp_path, monkeypatch, capsys):
+    asked: list[str] = []
+
+    def download(packages, python, out):
+        asked.extend(packages)
+        wheel(out, "flashinfer_python", "0.6.4", "torch")
+
+    monkeypatch.setattr(carry, "download", download)
+    flags = ["--also", "pytest==9.0.0", "vllm", "--without", "Prometheus_Client"]
+    assert carry.main(["--out", str(tmp_path / "out"), *flags]) == 0
+    assert "pytest==9.0.0" in asked
+    assert "vllm" in asked
+    assert "pytest" not in asked
+    assert "prometheus-client" not in asked
+    said = capsys.readouterr().out
+    assert "1 wheels" in said
+    assert "it must have: torch" in said
+    assert "FLASHINFER_DISABLE_JIT" not in (tmp_path / "out" / carry.SCRIPT).read_text("utf-8")
+
+
+def test_pip_is_asked_for_the_other_machines_wheels(tmp_path, monkeypatch):
+    ran: list[list[str]] = []
+    monkeypatch.setattr(carry.subprocess, "run", lambda command, check: ran.append(command))
+    carry.download(["rich"], "3.12", tmp_path)
+    (command,) = ran
+    assert command[:4] == [sys.executable, "-m", "pip", "download"]
+    assert {"--no-deps", "--only-binary=:all:"} <= set(command)
+    assert command[command.index("--python-version") + 1] == "3.12"
+    assert "manylinux_2_28_x86_64" in command
+    assert command[-1] == "rich"

@@ -1,0 +1,127 @@
+"""The command: a process per section, failures recorded, a second call runs what is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from chorus.perf.gpu import __main__ as command
+from chorus.perf.gpu.options import Options
+from chorus.perf.gpu.sections.registry import SECTIONS
+from chorus.perf.gpu.store import RESULT, ResultStore
+
+
+def run(*flags: str) -> tuple[int, dict, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "chorus.perf.gpu", *flags],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+    )
+    return done.returncode, json.loads(done.stdout.splitlines()[-1]), done.stderr
+
+
+def test_a_second_call_runs_what_is_missing(tmp_path):
+    flags = ("--quick", "--device", "cpu", "--out", str(tmp_path), "--sections", "limits")
+    code, summary, said = run(*flags)
+    assert code == 1, "other sections are missing"
+    assert summary["done"] == ["limits"]
+    assert summary["missing"] == [name for name in SECTIONS if name != "limits"]
+    assert "there already" not in said
+    written = (tmp_path / "limits.json").stat().st_mtime_ns
+    _, summary, said = run(*flags)
+    assert "limits: there already" in said
+    assert (tmp_path / "limits.json").stat().st_mtime_ns == written
+    combined = json.loads((tmp_path / RESULT).read_text("utf-8"))
+    assert combined["sections"]["limits"]["copy"]["bytes_per_s"] > 0
+    assert combined["environment"]["device"]["type"] == "cpu"
+
+
+def test_a_section_that_fails_costs_no_other(tmp_path):
+    """Without a device all fail, each with its own traceback."""
+    code, summary, _ = run("--quick", "--out", str(tmp_path), "--sections", "limits", "prefill")
+    assert code == 1
+    assert summary["failed"] == ["limits", "prefill"]
+    record = json.loads((tmp_path / "limits.json").read_text("utf-8"))
+    assert record["status"] == "failed"
+    assert "torch sees no CUDA device; for a smoke run without one: --device cpu" in record["error"]
+    assert record["error"].startswith("Traceback")
+
+
+@pytest.fixture
+def sections(monkeypatch):
+    """Sections as processes that write nothing: what they run is told by a table."""
+    programs: dict[str, str] = {}
+
+    monkeypatch.setattr(
+        command, "worker_command", lambda name, options: [sys.executable, "-S", "-c", programs.get(name, "")]
+    )
+    return programs
+
+
+def call(tmp_path, *flags: str, **options) -> tuple[int, dict]:
+    code = command.main(["--quick", "--device", "cpu", "--out", str(tmp_path), *flags], **options)
+    return code, json.loads((tmp_path / RESULT).read_text("utf-8"))
+
+
+def test_a_process_that_dies_is_recorded(tmp_path, sections):
+    sections["limits"] = "import os; print('last words', flush=True); os.kill(os.getpid(), 9)"
+    code, found = call(tmp_path, "--sections", "limits")
+    assert code == 1
+    assert "the process ended with -9" in found["failed"]["limits"]
+    assert "last words" in found["failed"]["limits"]
+
+
+def test_a_section_that_hangs_is_ended(tmp_path, sections):
+    sections["limits"] = "import time; time.sleep(600)"
+    code, found = call(tmp_path, "--sections", "limits", "sgmv", "--section-timeout", "0.2")
+    assert code == 1
+    assert "not done after 0 s" in found["failed"]["limits"]
+    assert "the process ended with 0" in found["failed"]["sgmv"], "it wrote no results"
+
+
+def test_no_section_is_started_after_the_budget(tmp_path, sections, capsys):
+    ticks = iter([0.0, 0.0, 90.0, 91.0])
+    _, found = call(tmp_path, "--sections", "limits", "sgmv", "decode", "--budget", "100", clock=lambda: next(ticks))
+    assert list(found["failed"]) == ["limits"]
+    assert {"sgmv", "decode"} <= set(found["missing"])
+    assert "sgmv: no time left; call again" in capsys.readouterr().err
+
+
+def test_redo_forgets(tmp_path, sections):
+    settings = Options.parse(["--quick", "--device", "cpu", "--out", "x"]).settings
+    store = ResultStore(tmp_path, settings)
+    environment = {"commit": {"hash": None, "dirty": None}, "device": {}, "driver": None, "versions": {}, "date": ""}
+    counts = {"passed": 1, "failed": 0, "skipped": 0}
+    store.write_done("tests", 1.0, environment, counts)
+    _, found = call(tmp_path, "--sections", "tests")
+    assert found["sections"]["tests"] == counts
+    _, found = call(tmp_path, "--sections", "tests", "--redo", "tests")
+    assert "the process ended with 0" in found["failed"]["tests"], "it ran again, and wrote nothing"
+
+
+def test_results_of_another_kind_of_run_are_not_mixed(tmp_path, sections, capsys):
+    call(tmp_path, "--sections", "limits")
+    assert command.main(["--full", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "choose another --out" in capsys.readouterr().err
+
+
+def test_a_worker_gets_the_same_options(tmp_path):
+    options = Options.parse(["--full", "--device", "cpu", "--out", str(tmp_path), "--seed", "3"])
+    again = Options.parse(options.argv())
+    assert again.settings == options.settings
+    assert (again.out, again.work_dir) == (options.out, options.work_dir)
+
+
+@pytest.mark.parametrize(
+    "argv", [[], ["--quick"], ["--quick", "--full", "--out", "x"], ["--quick", "--out", "x", "--redo", "y"]]
+)
+def test_bad_arguments(argv, capsys):
+    with pytest.raises(SystemExit):
+        Options.parse(argv)
+    assert "usage" in capsys.readouterr().err

@@ -1,0 +1,238 @@
+"""Every section runs on a CPU with a tiny model, so that a GPU only has to run it; no test looks at a speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+from chorus.perf.gpu.context import Context
+from chorus.perf.gpu.environment import describe
+from chorus.perf.gpu.options import Options
+from chorus.perf.gpu.report import SMOKE, digest, report
+from chorus.perf.gpu.sections import equality
+from chorus.perf.gpu.sections import tests as gpu_tests
+from chorus.perf.gpu.sections.registry import SECTIONS, section
+from chorus.perf.gpu.store import RESULT, ResultStore
+
+RATE = {"bytes_per_s": 4e9, "counted": "bytes"}
+LIMITS = {
+    "copy": RATE,
+    "read": {**RATE, "bytes_per_s": 5e9},
+    "host_to_device": RATE,
+    "host_to_device_pages": RATE,
+    "matmul": {"flops_per_s": 1e11, "counted": "FLOP"},
+}
+
+
+@pytest.fixture(scope="module")
+def context(tmp_path_factory) -> Context:
+    options = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("gpu"))])
+    context = options.context()
+    context.store.write_done("limits", 0.0, describe("cpu"), LIMITS)
+    return context
+
+
+def run(context: Context, name: str) -> dict:
+    """A section's values as they are read back from its file; its tables can be drawn."""
+    values = section(name).run(context)
+    context.store.write_done(name, 0.0, describe("cpu"), values)
+    values = context.store.values(name)
+    tables = section(name).tables(values)
+    assert tables
+    assert all(table.rows and table.render().row_count == len(table.rows) for table in tables)
+    return values
+
+
+def test_sections_are_modules():
+    assert all(hasattr(section(name), "run") and hasattr(section(name), "tables") for name in SECTIONS)
+
+
+def test_limits(tmp_path):
+    context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
+    values = run(context, "limits")
+    for name in ("copy", "read", "host_to_device", "host_to_device_pages"):
+        assert values[name]["bytes_per_s"] > 0
+        assert "bytes" in values[name]["counted"]
+    assert values["matmul"]["flops_per_s"] > 0
+    assert context.bandwidth() == max(values["copy"]["bytes_per_s"], values["read"]["bytes_per_s"])
+
+
+def test_decode(context):
+    values = run(context, "decode")
+    assert [row["bucket"] for row in values["buckets"]] == [1, 2]
+    for row in values["buckets"]:
+        assert row["base_over_floor"] == pytest.approx(row["base_ms"] / row["base_floor_ms"])
+        assert row["lora_less_floor_over_base"] == pytest.approx(
+            (row["lora_ms"] - row["adapters_floor_ms"]) / row["base_ms"]
+        )
+        assert row["plain_ms"] > 0
+        assert row["base_device_ms"] > 0
+        assert row["lora_device_ms"] > 0
+    shape, itemsize = context.size.geometry, context.dtype.itemsize
+    one = values["buckets"][0]
+    weights = shape.layer_params + shape.head_params
+    kv = (one["context_tokens"] + 1) * shape.kv_elems_per_token
+    assert one["base_floor_ms"] == pytest.approx((weights + kv) * itemsize / 5e9 * 1e3)
+    assert one["adapters_floor_ms"] == pytest.approx(16 * shape.lora_params_per_rank * itemsize / 5e9 * 1e3)
+
+
+def test_decode_without_room_for_a_second_engine(context, monkeypatch):
+    from chorus.perf.gpu.sections import decode
+
+    def crowded(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(decode, "_beside", crowded)
+    values = run(context, "decode")
+    assert "full" in values["plain_absent"]
+    assert all(row["plain_ms"] is None and row["base_ms"] > 0 for row in values["buckets"])
+
+
+def test_prefill(context):
+    rows = run(context, "prefill")["rows"]
+    assert {(row["tokens"], row["rank"]) for row in rows} == {(8, 0), (8, 16), (32, 0), (32, 16)}
+    assert all(row["floor_ms"] > 0 and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_ttft(context):
+    rows = run(context, "ttft")["rows"]
+    assert {(row["rank"], row["loading"]) for row in rows} == {
+        (8, "stream"), (8, "wait"), (16, "stream"), (16, "wait")
+    }  # fmt: skip
+    assert all(row["cold_over_warm"] == pytest.approx(row["cold_ms"] / row["warm_ms"]) for row in rows)
+
+
+def test_mixes(context):
+    values = run(context, "mixes")
+    assert [(row["popularity"], row["adapters"]) for row in values["rows"]] == [
+        ("distinct", 4), ("uniform", 2), ("zipf-1.5", 3), ("identical", 1)
+    ]  # fmt: skip
+    assert values["base"]["tokens_per_s"] > 0
+
+
+def test_equality(context):
+    cases = run(context, "equality")["cases"]
+    assert all(case["equal"] for case in cases)
+    assert {case["rows"] for case in cases} == {1, 2, 3, 4}
+
+
+@pytest.mark.parametrize("what", ["kv", "tokens"])
+def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
+    inner, seen = equality._trace, []
+
+    def trace(subject, adapters, steps):
+        found = inner(subject, adapters, steps)
+        seen.append(subject)
+        if len(seen) == 2 and what == "kv":
+            page = subject.executor._arena.pages[-1].view(torch.int32)  # nobody's
+            page[3] ^= 1
+        elif len(seen) == 2:
+            next(iter(found.tokens.values()))[-1] ^= 1
+        return found
+
+    monkeypatch.setattr(equality, "_trace", trace)
+    with pytest.raises(equality.Differs, match=r"1 of \d+ pages differ" if what == "kv" else r"tokens of q\d+ differ"):
+        equality.run(context)
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_sgmv_in_the_interpreter(context):
+    """In a process of its own: kernels of a process that interprets can't be compiled."""
+    options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
+    done = worker("sgmv", *options)
+    assert done.returncode == 0, done.stderr
+    values = context.store.values("sgmv")
+    for row in values["cells"]:
+        assert row["error"] <= 1e-4
+        assert row["share"] == pytest.approx(row["bytes"] / (row["us"] / 1e6) / 5e9)
+    assert {row["group"] for row in values["groups"]} == {"qkv", "o", "gate_up", "down"}
+    by_group = [row["bytes"] for row in values["groups"]]
+    whole = next(row for row in values["cells"] if (row["tokens"], row["popularity"]) == (3, "distinct"))
+    assert sum(by_group) == whole["bytes"]
+    assert {"gather_bmm", "loop"} <= set(whole["rivals"])
+    assert values["prefill"]
+    tables = section("sgmv").tables(values)
+    assert all(table.rows for table in tables)
+
+
+def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "chorus.perf.gpu.worker", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
+    )
+
+
+JUNIT = """<testsuites><testsuite name="pytest" errors="1" failures="1" skipped="1" tests="4">
+<testcase classname="tests.a" name="one" time="0.5"/>
+<testcase classname="tests.a" name="two" time="1.5"><failure message="no">trace</failure></testcase>
+<testcase classname="tests.a" name="three" time="0.1"><skipped type="pytest.skip" message="no GPU"/></testcase>
+<testcase classname="tests.b" name="four" time="0.2"><error message="broken">trace</error></testcase>
+</testsuite></testsuites>"""
+
+
+def test_counts_of_a_test_report():
+    found = gpu_tests.counts(ElementTree.fromstring(JUNIT))
+    assert (found["passed"], found["failed"], found["skipped"]) == (1, 2, 1)
+    assert found["not_passed"] == ["failed tests.a::two", "skipped tests.a::three", "failed tests.b::four"]
+    assert found["slowest"][0] == {"test": "tests.a::two", "seconds": 1.5}
+
+
+@pytest.mark.parametrize("outcome", ["failure", "skipped", "none"])
+def test_a_skipped_test_is_a_failed_one(context, monkeypatch, outcome):
+    case = "" if outcome == "none" else f'<testcase classname="t" name="x"><{outcome}/></testcase>'
+
+    def write(report: Path, smoke: bool) -> list[str]:
+        text = f"<testsuites><testsuite>{case}</testsuite></testsuites>"
+        return [sys.executable, "-c", f"open({str(report)!r}, 'w').write({text!r})"]
+
+    monkeypatch.setattr(gpu_tests, "command", write)
+    with pytest.raises(gpu_tests.TestsFailed, match="no test was found" if outcome == "none" else "not passed"):
+        gpu_tests.run(context)
+
+
+def test_gpu_tests_are_chosen_by_their_mark(tmp_path):
+    command = gpu_tests.command(tmp_path / "tests.xml", smoke=False)
+    assert command[1:3] == ["-m", "pytest"]
+    assert command[-2:] == ["-m", "gpu"]
+    chosen = [part for part in command if part.endswith(".py")]
+    assert any(path.endswith("tests/ops/test_attention_gpu.py") for path in chosen)
+    assert not any("/server/" in path for path in chosen), "those import what a GPU machine may lack"
+
+
+def test_no_gpu_test_is_a_failure(tmp_path):
+    (tmp_path / "test_a.py").write_text("def test_it(): pass")
+    with pytest.raises(gpu_tests.TestsFailed, match="has the mark gpu"):
+        gpu_tests.files_with_gpu_tests(tmp_path)
+
+
+def test_a_run_without_a_gpu_says_so(context, tmp_path, capsys):
+    combined = context.store.combine(SECTIONS, describe("cpu"))
+    report(combined, tmp_path / "report.txt")
+    shown = capsys.readouterr().out
+    assert f"device cpu: {SMOKE}" in shown
+    assert "goals" not in shown
+    text = (tmp_path / "report.txt").read_text("utf-8")
+    assert all(SMOKE in line for line in text.splitlines() if line.startswith("("))
+    summary = digest(combined, tmp_path / RESULT)
+    assert summary["measurement"] is False
+    assert "goals" not in summary
+    json.dumps(summary)
+
+
+def test_a_gpu_run_shows_the_goals(tmp_path, capsys):
+    store = ResultStore(tmp_path, {"run": "quick", "device": "cuda", "model": "llama-3.1-8b", "seed": 0})
+    environment = {**describe("cpu"), "device": {"type": "cuda", "name": "NVIDIA H200"}, "driver": "580"}
+    combined = store.combine(SECTIONS, environment)
+    report(combined, tmp_path / "report.txt")
+    shown = capsys.readouterr().out
+    assert shown.count("not measured") == 5
+    assert SMOKE not in shown
+    assert len(digest(combined, tmp_path / RESULT)["goals"]) == 5

@@ -1,0 +1,79 @@
+"""The models' shapes, and the LoRA work made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.core.model_config import ModelConfig
+from chorus.core.weights import tensor_shapes
+from chorus.memory.layout import MODULES
+from chorus.ops.sgmv_schedule import decode
+from chorus.perf.gpu.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
+from chorus.perf.gpu.sizes import SIZES
+from chorus.perf.kernel_variants import GROUPS
+
+LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
+
+
+@pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
+def test_the_configuration_is_the_geometry(size, tmp_path):
+    config = ModelConfig.read(size.write_config(tmp_path, "bfloat16"))
+    assert config.module_dims == size.dims
+    assert config.dtype == "bfloat16"
+    count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    norms = (2 * config.num_layers + 1) * config.hidden_size
+    assert count == size.geometry.layer_params + 2 * size.geometry.head_params + norms
+
+
+def test_llama_is_llama(tmp_path):
+    config = ModelConfig.read(LLAMA.write_config(tmp_path, "bfloat16"))
+    count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+    assert count == 8_030_261_248
+    assert LLAMA.page_layout(2).page_bytes == 2 << 20
+    assert (config.rope.theta, config.rope.factor, config.head_dim) == (500000.0, 8.0, 128)
+
+
+def test_groups_are_those_of_the_kernels():
+    assert LLAMA.groups() == {name: (d_in, tuple(modules)) for name, (d_in, modules) in GROUPS.items()}
+    assert sorted(module for _, modules in LLAMA.groups().values() for module, _, _ in modules) == list(
+        range(len(MODULES))
+    )
+
+
+def test_bytes_of_a_layer():
+    assert layer_bytes(LLAMA, [16], 2) == 16 * 81920 * 2
+    assert layer_bytes(LLAMA, [8, 64], 2) == 72 * 81920 * 2
+
+
+def test_layers_are_more_than_a_cache_holds():
+    cache = 50 << 20
+    for ranks in ([8], [16] * 32, [64] * 256):
+        per_layer = layer_bytes(LLAMA, ranks, 2)
+        assert layers_for(per_layer, cache) * per_layer >= 4 * cache
+    assert layers_for(1, cache) == 256, "as many as are worth it"
+    assert layers_for(10**9, 0) == 1
+
+
+def test_pages_are_each_adapters_own():
+    """A whole model's adapter in whole pages."""
+    assert num_pages(LLAMA, [16], 32, 2) == 40
+    assert num_pages(LLAMA, [1, 1], 1, 2) == 2
+
+
+def test_an_arena_hands_out_different_pages():
+    arena = ArenaPages(TINY, torch.float32, "cpu", 6, seed=0)
+    taken = arena.take([2, 3])
+    assert len({page for pages in taken for page in pages}) == 5
+    assert arena.take([2, 3]) == taken
+    with pytest.raises(ValueError, match="needs 7 pages, the arena has 6"):
+        arena.take([7])
+
+
+def test_a_layers_cost_is_that_of_its_groups():
+    arena = ArenaPages(TINY, torch.float32, "cpu", num_pages(TINY, [4, 8], 1, 4), seed=0)
+    case = LoraCase(TINY, arena, [1, 2], [4, 8], 1, decode(3, 8), 8)
+    whole = case.cost()
+    assert whole.bytes == sum(case.cost([group]).bytes for group in case.groups)
+    assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(d_in + d_out for d_in, d_out in TINY.dims.values())
+    assert whole.bytes > layer_bytes(TINY, [4, 8], 4)

@@ -1,0 +1,96 @@
+"""The engine under measurement is where a measurement takes it to be."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from chorus.memory.adapter import Tier
+from chorus.perf.gpu.adapter_files import adapter_dirs
+from chorus.perf.gpu.options import Options
+from chorus.perf.gpu.subject import Subject, Unsettled, WaitingLoads
+
+
+@pytest.fixture(scope="module")
+def subject(tmp_path_factory):
+    context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("gpu"))]).context()
+    adapters = adapter_dirs(context.size, "float32", 4, 3, context.work_dir)
+    with Subject(context, adapters, max_seqs=4, max_batched=16, max_len=48, inline_reads=True) as subject:
+        yield subject
+
+
+def test_names_share_their_weights(subject):
+    paths = [subject.engine.store.get(name).manifest.path for name in ("r4-000", "r4-001", "r4-002")]
+    assert len(set(paths)) == 3
+    assert len({(path / "adapter_model.safetensors").stat().st_ino for path in paths}) == 1
+
+
+def test_tiers(subject):
+    store = subject.engine.store
+    subject.load(["r4-000"])
+    assert store.tier(store.get("r4-000")) is Tier.DEVICE
+    subject.to_host("r4-000")
+    assert store.tier(store.get("r4-000")) is Tier.HOST
+    subject.to_disk("r4-000")
+    assert store.tier(store.get("r4-000")) is Tier.DISK
+    assert subject.first_token_seconds(5, "r4-000") > 0
+    assert not subject.engine.has_work()
+
+
+def test_steps_of_other_rows_are_refused(subject):
+    requests = subject.decoding([None, "r4-001"], 4, 6)
+    assert len(subject.step_seconds(2, 2)) == 2
+    assert subject.replay_seconds(2, lora=True) > 0
+    subject.engine.abort(requests[0].id)
+    with pytest.raises(Unsettled, match="a step had 1 tokens where 2 rows should decode"):
+        subject.step_seconds(1, 2)
+    subject.clear(requests)
+    assert not subject.engine.has_work()
+
+
+def test_a_replay_changes_nothing(subject):
+    """The same request gives the same tokens, whether its steps are replayed in between or not."""
+
+    def tokens(*, replayed: bool) -> list[int]:
+        subject._random.seed(7)
+        (request,) = subject.decoding(["r4-002"], 6, 8)
+        while not request.finished:
+            if replayed:
+                subject.replay_seconds(1, lora=True)
+            subject.step()
+        return request.token_ids
+
+    assert tokens(replayed=True) == tokens(replayed=False)
+
+
+def test_a_request_that_fails_is_an_error(subject, monkeypatch):
+    output = SimpleNamespace(error="boom", request_id="q0")
+    monkeypatch.setattr(subject.engine, "step", lambda: [output])
+    with pytest.raises(RuntimeError, match="request q0: boom"):
+        subject.step()
+
+
+def test_a_load_is_waited_for_whole():
+    """`place` comes back when the transfer is over, having driven it; afterwards it is as it was."""
+    left = [3]
+
+    def advance() -> None:
+        left[0] -= 1
+
+    transfer = SimpleNamespace(is_done=lambda: left[0] <= 0, has_failed=lambda: False)
+
+    class Backend:
+        def place(self, image, layout, pages):
+            return transfer
+
+    backend = Backend()
+    backend.advance = advance
+    timer = SimpleNamespace(synchronize=lambda: None)
+    subject = SimpleNamespace(executor=SimpleNamespace(adapters=backend), _context=SimpleNamespace(timer=timer))
+    with WaitingLoads(subject):
+        assert backend.place(None, None, []) is transfer
+        assert left == [0]
+    left[0] = 2
+    assert backend.place(None, None, []) is transfer
+    assert left == [2]

@@ -1,0 +1,363 @@
+"""The regression gate: what passes, what does not, and what it refuses to compare."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from chorus.perf import gate
+from chorus.perf.regression.baseline import Baseline, Run, compare
+from chorus.perf.regression.pointer import find
+from chorus.perf.regression.suite import GateError, Metric, Rule, Suite, suite_of, suites
+from chorus.perf.regression.verdict import Status, allowance, judge, noise
+
+POSITIVE = st.floats(1e-6, 1e6)
+REPEATS = st.lists(POSITIVE, min_size=1, max_size=12)
+KINDS = st.sampled_from(["ratio", "measured"])
+DIRECTIONS = st.sampled_from(["lower", "higher"])
+
+
+def metric(better: str = "lower", **rule) -> Metric:
+    return Metric("speed", better, Rule(**{"kind": "ratio", **rule}))
+
+
+# -- one metric
+
+
+@given(REPEATS, KINDS, st.sampled_from(["lower", "higher", "same"]))
+def test_a_result_passes_against_itself(values, kind, better):
+    assert judge(metric(better, kind=kind), values, values).status is Status.OK
+
+
+@given(REPEATS, st.randoms(), DIRECTIONS)
+def test_the_order_of_repeats_does_not_matter(values, random, better):
+    shuffled = random.sample(values, len(values))
+    assert judge(metric(better), values, shuffled).status is Status.OK
+
+
+@given(REPEATS, REPEATS, DIRECTIONS, st.floats(1e-3, 1e3))
+def test_the_unit_does_not_matter(baseline, result, better, factor):
+    plain = judge(metric(better), baseline, result)
+    assume(abs(abs(plain.change) - plain.allowed) > 1e-6)
+    scaled = judge(metric(better), [v * factor for v in baseline], [v * factor for v in result])
+    assert scaled.status is plain.status
+
+
+@given(REPEATS, st.floats(1.0, 50.0), DIRECTIONS)
+def test_beyond_the_cap_no_noise_excuses_a_regression(values, factor, better):
+    rule = metric(better, floor=0.05, cap=0.5)
+    worse = [v * 2.01 * factor for v in values] if better == "lower" else [v / (2.01 * factor) for v in values]
+    verdict = judge(rule, values, worse)
+    assert verdict.status is Status.WORSE
+    assert not verdict.status.passes
+
+
+@given(REPEATS, st.floats(1.0, 50.0), DIRECTIONS)
+def test_what_is_better_always_passes(values, factor, better):
+    improved = [v / factor for v in values] if better == "lower" else [v * factor for v in values]
+    assert judge(metric(better), values, improved).status.passes
+
+
+@given(REPEATS, st.floats(0.0, 0.049), st.booleans(), DIRECTIONS)
+def test_within_the_floor_everything_passes(values, share, up, better):
+    moved = [v * (1 + share if up else 1 - share) for v in values]
+    assert judge(metric(better, floor=0.05), values, moved).status is Status.OK
+
+
+@given(REPEATS, REPEATS, st.floats(0, 1), st.floats(0.01, 2), st.floats(0, 6))
+def test_the_allowance_lies_between_floor_and_cap(baseline, result, floor, cap, k):
+    allowed = allowance(metric(floor=floor, cap=cap, noise=k), baseline, result)
+    assert floor <= allowed <= max(floor, cap)
+    assert allowed >= min(cap, k * max(noise(baseline), noise(result)))
+
+
+def test_noise_is_the_scaled_median_absolute_deviation():
+    assert noise([10.0, 11.0, 9.0, 10.0, 100.0]) == pytest.approx(1.4826 * 1.0 / 10.0)
+    assert noise([7.0]) == 0.0
+    assert noise([0.0, 0.0, 1.0]) == 0.0
+
+
+def test_noisy_repeats_allow_what_quiet_ones_do_not():
+    quiet, noisy = [10.0, 10.1, 9.9], [10.0, 11.0, 9.0]
+    assert judge(metric(), quiet, [12.0, 12.1, 11.9]).status is Status.WORSE
+    assert judge(metric(), noisy, [12.0, 13.0, 11.0]).status is Status.OK
+
+
+@given(POSITIVE, st.floats(1e-6, 10.0), st.booleans())
+def test_exact_values_may_not_move(value, share, up):
+    moved = value * (1 + share) if up else value / (1 + share)
+    assert judge(metric("same", kind="exact"), [value], [moved]).status is Status.CHANGED
+    assert judge(metric("lower", kind="exact"), [value], [moved]).status is (Status.WORSE if up else Status.BETTER)
+    assert judge(metric("lower", kind="exact"), [value], [value, moved]).status.passes != up
+
+
+def test_a_count_that_was_zero_and_is_not():
+    verdict = judge(metric(kind="exact"), [0.0], [1.0])
+    assert verdict.status is Status.WORSE
+    assert verdict.to_json()["change"] is None, "there is no share of nothing"
+    assert judge(metric(kind="exact"), [0.0], [0.0]).status is Status.OK
+
+
+@pytest.mark.parametrize("values", [(), (math.nan,), (1.0, math.inf)])
+def test_a_metric_without_a_number_is_missing(values):
+    assert judge(metric(), [1.0], values).status is Status.MISSING
+    assert judge(metric(), [], values).status is Status.MISSING
+
+
+def test_a_metric_without_a_baseline_is_new():
+    assert judge(metric(), [], [1.0]).status is Status.NEW
+
+
+# -- results and suites
+
+
+def test_pointers_find_values():
+    document = {"a/b": [{"c~d": 1}, 2], "": 3}
+    assert find(document, "/a~1b/0/c~0d") == 1
+    assert find(document, "/a~1b/1") == 2
+    assert find(document, "/") == 3
+    assert find(document, "") is document
+    assert [find(document, wrong) for wrong in ("/x", "/a~1b/2", "/a~1b/x", "/a~1b/1/0")] == [None] * 4
+
+
+SUITE = """
+about = "made up"
+match = ["/study", "/rows"]
+device = "/machine"
+variant = "/study"
+same = ["/seed"]
+[[metrics]]
+name = "share"
+at = "/times/lora"
+over = "/times/base"
+kind = "ratio"
+better = "lower"
+floor = 0.1
+[[tables]]
+at = "/rows"
+kind = "exact"
+skip = ["seconds"]
+better = { hits = "higher" }
+"""
+
+
+def result(**changes) -> dict:
+    rows = [{"policy": "fifo", "limit": False, "ttft": 4.5, "hits": 7, "seconds": 0.1, "note": None}]
+    whole = {"study": "papers", "machine": "box", "seed": 0, "times": {"lora": [3, 2], "base": [2, 1]}, "rows": rows}
+    return {**whole, **changes}
+
+
+@pytest.fixture
+def directory(tmp_path) -> Path:
+    (tmp_path / "made.toml").write_text(SUITE)
+    return tmp_path
+
+
+def run_of(directory: Path, *results: dict) -> Run:
+    return Run.of(Suite.read(directory / "made.toml"), results or [result()])
+
+
+def test_a_suite_reads_metrics_and_rows(directory):
+    readings = {name: values for name, (_, values) in run_of(directory).readings.items()}
+    assert readings == {"share": (1.5, 2.0), "fifo False ttft": (4.5,), "fifo False hits": (7.0,)}
+    better = {name: metric.better for name, (metric, _) in run_of(directory).readings.items()}
+    assert better == {"share": "lower", "fifo False ttft": "same", "fifo False hits": "higher"}
+
+
+def test_several_results_are_repeats(directory):
+    run = run_of(directory, result(), result(times={"lora": [8], "base": [2]}))
+    assert run.readings["share"][1] == (1.5, 2.0, 4.0)
+    with pytest.raises(GateError, match="not repeats of one run"):
+        run_of(directory, result(), result(seed=1))
+
+
+def test_rows_of_one_name_are_numbered_unless_the_key_is_given(directory):
+    twice = result(rows=result()["rows"] * 2)
+    assert set(run_of(directory, twice).readings) == {
+        "share", "fifo False ttft", "fifo False hits", "fifo False #2 ttft", "fifo False #2 hits",
+    }  # fmt: skip
+    (directory / "made.toml").write_text(SUITE + 'key = ["policy"]')
+    with pytest.raises(GateError, match="add the column that tells them apart"):
+        run_of(directory, twice)
+
+
+def test_a_result_is_known_by_its_keys(directory):
+    known = suites(directory)
+    assert suite_of(result(), known, None).name == "made"
+    assert suite_of({"suite": "made"}, known, None).name == "made"
+    with pytest.raises(GateError, match="fits no suite; name one with --suite: made"):
+        suite_of({"other": 1}, known, None)
+    with pytest.raises(GateError, match="there is no suite 'none'"):
+        suite_of(result(), known, "none")
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("about = 'x'\nmatch = ['rows']", "match"),
+        ("about = 'x'\nwhat = 1", "what"),
+        ("about = 'x'\n[[metrics]]\nname='a'\nat='/a'\nkind='guess'\nbetter='lower'", "kind"),
+        ("about = ", "can't be read"),
+    ],
+)
+def test_a_wrong_suite_is_named(tmp_path, text, field):
+    (tmp_path / "wrong.toml").write_text(text)
+    with pytest.raises(GateError, match=f"wrong.toml.*{field}"):
+        suites(tmp_path)
+
+
+# -- baselines
+
+
+def test_a_baseline_holds_what_was_read(directory):
+    run = run_of(directory)
+    path = Baseline.write(run, directory)
+    assert path == directory / "made" / "papers.box.json"
+    found = Baseline.find(run, directory)
+    assert found.values["share"] == [1.5, 2.0]
+    assert all(verdict.status is Status.OK for verdict in compare(run, found))
+    assert Baseline.find(run_of(directory, result(machine="other")), directory) is None
+    assert Baseline.find(run_of(directory, result(study="other")), directory) is None
+    with pytest.raises(GateError, match=r"/seed is 3, in the baseline .* it is 0"):
+        Baseline.find(run_of(directory, result(seed=3)), directory)
+
+
+def test_a_baseline_needs_every_metric(directory):
+    with pytest.raises(GateError, match="lacks share"):
+        Baseline.write(run_of(directory, result(times={})), directory)
+
+
+def test_a_row_that_is_gone_is_missing_and_a_new_one_is_not(directory):
+    Baseline.write(run_of(directory), directory)
+    run = run_of(directory, result(rows=[{**result()["rows"][0], "policy": "new"}]))
+    statuses = {verdict.metric.name: verdict.status for verdict in compare(run, Baseline.find(run, directory))}
+    assert statuses["fifo False ttft"] is Status.MISSING
+    assert statuses["new False ttft"] is Status.NEW
+
+
+def test_a_portable_suite_compares_devices_but_for_local_metrics(tmp_path):
+    local = '\n[[metrics]]\nname = "absolute"\nat = "/times/base"\nkind = "measured"\nbetter = "lower"\nlocal = true\n'
+    (tmp_path / "made.toml").write_text("portable = true\n" + SUITE + local)
+    Baseline.write(run_of(tmp_path), tmp_path)
+    for machine, at_home in (("box", True), ("other", False)):
+        run = run_of(tmp_path, result(machine=machine))
+        found = {verdict.metric.name: verdict for verdict in compare(run, Baseline.find(run, tmp_path))}
+        assert ("absolute" in found) is at_home
+        assert found["share"].metric.rule.floor == (0.1 if at_home else 0.2)
+
+
+# -- the command
+
+
+def call(capsys, *argv: object) -> tuple[int, str, dict]:
+    code = gate.main([str(argument) for argument in argv])
+    *text, last = capsys.readouterr().out.splitlines()
+    return code, "\n".join(text), json.loads(last)
+
+
+def written(path: Path, value: dict) -> Path:
+    path.write_text("some lines\nof a table\n" + json.dumps(value) + "\n")
+    return path
+
+
+def test_the_command_takes_and_keeps_a_baseline(directory, tmp_path, capsys):
+    file = written(tmp_path / "out.txt", result())
+    code, _, found = call(capsys, file, "--baseline", directory, "--update")
+    assert code == 0
+    assert found["suites"][0]["updated"]
+    code, text, found = call(capsys, file, "--baseline", directory)
+    assert (code, found["ok"]) == (0, True)
+    assert "none worse" in text
+
+    worse = written(tmp_path / "worse.txt", result(times={"lora": [6, 4], "base": [2, 1]}))
+    code, text, found = call(capsys, worse, "--baseline", directory)
+    (row,) = [each for each in found["suites"][0]["metrics"] if each["status"] != "ok"]
+    assert (code, row["name"], row["status"], row["change"]) == (1, "share", "worse", 1.0)
+    assert "1 worse of 3 metrics" in text
+
+    gone = written(tmp_path / "gone.txt", result(rows=[]))
+    code, text, _ = call(capsys, gone, "--baseline", directory)
+    assert code == 1
+    assert "2 missing of 3 metrics" in text
+
+
+def test_an_unknown_device_is_told_apart_from_a_regression(directory, tmp_path, capsys):
+    call(capsys, written(tmp_path / "out.txt", result()), "--baseline", directory, "--update")
+    other = written(tmp_path / "other.txt", result(machine="H200"))
+    code, _, found = call(capsys, other, "--baseline", directory)
+    assert code == 2
+    assert found["error"] == "made papers: no baseline for H200, only for box; take one there with --update"
+    code, text, _ = call(capsys, other, "--baseline", directory, "--skip-unknown")
+    assert code == 0
+    assert "skipped" in text
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("no json", "does not end with a JSON object"), ('{"machine": 1}', "fits no suite")]
+)
+def test_what_is_no_result_is_refused(directory, tmp_path, capsys, text, message):
+    (tmp_path / "bad").write_text(text)
+    code, _, found = call(capsys, tmp_path / "bad", "--baseline", directory)
+    assert code == 2
+    assert message in found["error"]
+
+
+# -- the baselines of this repository
+
+
+def test_every_suite_is_well_formed_and_its_baselines_are_whole():
+    known = suites(gate.BASELINES)
+    assert {"allocator", "bench_cpu", "cpu", "gpu", "kernels", "simulate"} <= set(known)
+    folders = [path.name for path in gate.BASELINES.iterdir() if path.is_dir()]
+    assert set(folders) <= set(known)
+    for path in gate.BASELINES.glob("*/*.json"):
+        fields = json.loads(path.read_text("utf-8"))
+        assert fields["suite"] == path.parent.name
+        assert fields["values"]
+        assert all(values and all(map(math.isfinite, values)) for values in fields["values"].values())
+        named = {entry.name for entry in known[fields["suite"]].metrics}
+        assert named <= set(fields["values"])
+
+
+def test_the_allocator_gives_its_baseline_again(tmp_path, capsys, monkeypatch):
+    from chorus.perf import allocator
+
+    shutil.copy(gate.BASELINES / "allocator.toml", tmp_path)
+    results = []
+    for index in range(2):
+        assert allocator.main(["--cycles", "200", "--pages", "512", "--adapters", "60"]) == 0
+        results.append(tmp_path / f"{index}.txt")
+        results[-1].write_text(capsys.readouterr().out)
+    assert call(capsys, results[0], "--baseline", tmp_path, "--update")[0] == 0
+    assert call(capsys, results[1], "--baseline", tmp_path)[0] == 0
+
+
+def test_slowed_parts_take_longer_and_give_the_same():
+    from chorus.perf.gate_check import Slowdown, slow
+
+    class Part:
+        def work(self, many: int) -> int:
+            return sum(range(many))
+
+    calls = []
+    plain = Part().work(1000)
+    slow(Slowdown(Part, "work", 1.0, (), lambda _, many: calls.append(many) or many > 10))
+    assert Part().work(1000) == plain
+    assert Part().work(many=3) == 3
+    assert calls == [1000, 3]
+
+
+def test_the_quick_suite_has_every_metric_of_its_list():
+    from chorus.perf.gate_suite import measure
+
+    suite = Suite.read(gate.BASELINES / "cpu.toml")
+    found = measure(rounds=1)
+    assert suite.fits(found)
+    readings = Run.of(suite, [found]).readings
+    assert all(len(values) == 1 and values[0] > 0 for _, values in readings.values())

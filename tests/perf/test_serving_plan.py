@@ -1,0 +1,125 @@
+"""What is sent: served names for a workload's adapters, prompts of its lengths, questions with known answers."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.perf.serving.answers import Questions, has_skills, judge
+from chorus.perf.serving.options import parse, workload
+from chorus.perf.serving.plan import Names, PlanError, with_prompts, with_questions
+from chorus.perf.serving.prompts import PromptError, TokenPrompts, WordPrompts, find_prompts, shorten
+from chorus.perf.serving.record import Record
+from chorus.perf.workload.request import TraceRequest
+from chorus.server.demo.builtin import BUILTIN_MODEL, BUILTIN_NAME
+from chorus.server.demo.skills import SKILLS
+
+
+def wanted(index: int = 0, adapter: str | None = None, prompt: int = 10, output: int = 5, **more) -> TraceRequest:
+    return TraceRequest(index, index * 0.5, adapter, prompt, output, **more)
+
+
+def test_served_names_stay_and_others_are_stood_for_in_turn():
+    names = Names(["x", "y"])
+    asked = ["p", "y", "q", "r", "p", None]
+    assert [names.serve(wanted(adapter=name)).adapter for name in asked] == ["x", "y", "y", "x", "x", None]
+    assert names.substituted == 3
+    with pytest.raises(PlanError, match="wants the adapter p and none is to be used"):
+        Names([]).serve(wanted(adapter="p"))
+
+
+def test_token_prompts_have_the_very_length_and_no_special_token():
+    prompts = TokenPrompts.read(BUILTIN_MODEL, seed=1, as_text=False)
+    made = [prompts.make(wanted(index, prompt=40)) for index in range(20)]
+    assert prompts.exact
+    assert {len(ids) for ids in made} == {40}
+    assert made[0] == TokenPrompts.read(BUILTIN_MODEL, seed=1, as_text=False).make(wanted(0, prompt=40))
+    assert made[0] != made[1]
+    assert made[0] != TokenPrompts.read(BUILTIN_MODEL, seed=2, as_text=False).make(wanted(0, prompt=40))
+
+    from tokenizers import Tokenizer
+
+    added = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json")).get_added_tokens_decoder()
+    special = {index for index, token in added.items() if token.special}
+    assert special
+    assert not special & {token for ids in made for token in ids}
+
+
+def test_prompts_share_the_prefixes_that_a_trace_names():
+    prompts = TokenPrompts(range(1000), seed=0)
+    one = prompts.make(wanted(0, prompt=24, hash_ids=(7, 8, 9), hash_block_tokens=8))
+    two = prompts.make(wanted(1, prompt=24, hash_ids=(7, 8, 5), hash_block_tokens=8))
+    assert one[:16] == two[:16]
+    assert one[16:] != two[16:]
+
+
+def test_the_served_model_s_own_tokenizer_is_found(tmp_path):
+    card = {"id": "m", "root": str(BUILTIN_MODEL)}
+    assert isinstance(find_prompts(card, None, 0, as_text=False), TokenPrompts)
+    assert isinstance(find_prompts({"id": "somebody/model"}, None, 0, as_text=False), WordPrompts)
+    assert isinstance(find_prompts(card, None, 0, as_text=True).make(wanted()), str)
+    assert len(WordPrompts(0).make(wanted(prompt=12)).split()) == 12
+    with pytest.raises(PromptError, match="can't be read"):
+        find_prompts(card, tmp_path, 0, as_text=False)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(30, 4096), st.booleans())
+def test_shortened_requests_fit(prompt, output, limit, exact):
+    request = wanted(prompt=prompt, output=output)
+    cut = shorten(request, limit, exact=exact)
+    assert cut.prompt_tokens + cut.output_tokens <= max(limit, 2)
+    assert 1 <= cut.prompt_tokens <= prompt
+    assert 1 <= cut.output_tokens <= output
+    if prompt + output <= limit - 24:
+        assert cut is request
+    assert shorten(request, None, exact=exact) is request
+
+
+def test_a_plan_has_the_workload_s_times_models_and_lengths():
+    requests = [wanted(0, "a", 8, 3), wanted(1, None, 90, 30)]
+    first, second = with_prompts(requests, "base", TokenPrompts(range(50), 0), 64, plain=False)
+    assert (first.at, first.model, len(first.prompt), first.max_tokens, first.shortened) == (0.0, "a", 8, 3, False)
+    assert (second.at, second.model, len(second.prompt), second.max_tokens) == (0.5, "base", 34, 30)
+    assert second.shortened
+    assert first.extra == {"ignore_eos": True}
+    assert next(with_prompts(requests, "base", WordPrompts(0), None, plain=True)).extra == {}
+
+
+def test_questions_are_judged_and_cross_talk_is_seen():
+    assert has_skills(BUILTIN_NAME, ["upper", "rot13-00017"])
+    assert not has_skills(BUILTIN_NAME, ["mine"])
+    assert not has_skills("other", ["upper"])
+    requests = [wanted(0, "upper"), wanted(1, "upper"), wanted(2, "rot13-00017"), wanted(3), wanted(4, "upper")]
+    plan = list(with_questions(requests, BUILTIN_NAME, Questions(0), chat=False))
+    assert [request.model for request in plan] == ["upper", "upper", "rot13-00017", BUILTIN_NAME, "upper"]
+    texts = [request.question.text for request in plan]
+    assert all(request.prompt == text + "\n" for request, text in zip(plan, texts, strict=True))
+    answers = [texts[0].upper(), SKILLS["double"].apply(texts[1]), SKILLS["rot13"].apply(texts[2]), texts[3], ""]
+    records = [Record(r.model, r.at, text=answer) for r, answer in zip(plan, answers, strict=True)]
+    records[4].error = "timeout"
+    found = judge([request.question for request in plan], records)
+    assert (found["checked"], found["accuracy"], found["cross_talk"]) == (4, 3 / 4, 1)
+    assert "gave double's answer" in found["crossed"][0]
+    assert found["models"]["upper"] == 1 / 2, "what failed was not answered"
+    assert next(with_questions(requests, "b", Questions(0), chat=True)).prompt == texts[0]
+
+
+@pytest.mark.parametrize(
+    ("flags", "process"),
+    [
+        (["--burstiness", "1"], {"process": "poisson", "rate": 8.0}),
+        (["--burstiness", "0.25"], {"process": "gamma", "rate": 8.0, "cv": 2.0}),
+        (["--burstiness", "inf", "--rate", "2"], {"process": "constant", "rate": 2.0}),
+        (["--rate", "inf"], {"process": "constant", "rate": 1e6}),
+    ],
+)
+def test_flags_describe_a_workload(flags, process):
+    args = parse(["http://x", "--num-requests", "5", *flags], "a\n\nb")
+    spec = workload(args, 3)
+    assert spec.arrivals.model_dump() == process
+    requests = list(spec)
+    assert len(requests) == 5
+    assert {request.adapter for request in requests} <= {f"adapter-{i:05d}" for i in range(3)}
+    assert all((r.prompt_tokens, r.output_tokens) == (128, 64) for r in requests)
+    assert {request.adapter for request in workload(args, 0)} == {None}
