@@ -23,6 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--list", action="store_true", help="print the studies that come with Chorus")
     parser.add_argument("--json", action="store_true", help="print one JSON object per study and line, and no table")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
     parser.add_argument("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus[plots])")
     parser.add_argument("--seed", type=int, metavar="N", help="another seed for requests and random policies")
     parser.add_argument(
@@ -96,6 +97,10 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> bool:
     else:
         console = Console()
         print_results(results, console if console.is_terminal else Console(width=160))
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        path = arguments.out / f"{study.name}.json"
+        path.write_text(json.dumps(results.to_json()) + "\n", encoding="utf-8")
     if arguments.plots is not None:
         for path in write_plots(results, arguments.plots):
             print(f"wrote {path}", file=sys.stderr)

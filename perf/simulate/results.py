@@ -35,7 +35,12 @@ class Order:
 
 @dataclass(frozen=True)
 class Results:
+    """How the study was run, and what came out."""
+
     study: Study
+    quick: bool
+    scale: float
+    seed: int | None
     rows: list[tuple[Row, Outcome]]
     orders: list[Order]
 
@@ -43,6 +48,7 @@ class Results:
         """Plain values; the same study, scale and seed give the same ones on every run."""
         return {
             "study": self.study.name,
+            "load": {"quick": self.quick, "scale": self.scale, "seed": self.seed},
             "rows": [
                 {"row": row.name, **{name: outcome.metrics[name] for name in self.study.metrics}, "paper": row.paper}
                 for row, outcome in self.rows
@@ -78,7 +84,7 @@ def run_study(
         if missing:
             raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")
         outcome.metrics.update({name: float(f"{value:.{_DIGITS}g}") for name, value in outcome.metrics.items()})
-    return Results(study, rows, _orders(study, outcomes))
+    return Results(study, quick, scale, seed, rows, _orders(study, outcomes))
 
 
 def _run(study: Study, row: Row, setup: Setup | Pool) -> Outcome:

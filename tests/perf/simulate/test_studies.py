@@ -242,10 +242,11 @@ def test_the_list_names_every_study(capsys):
 def test_one_line_of_json_per_study(capsys, tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text(TINY)
-    assert main([str(path), "fragmentation", "--quick", "--json", "--check", "--time"]) == 0
+    assert main([str(path), "fragmentation", "--quick", "--json", "--check", "--time", "--out", str(tmp_path)]) == 0
     printed = capsys.readouterr()
     assert [json.loads(line)["study"] for line in printed.out.splitlines()] == ["mine", "fragmentation"]
     assert "MiB at most" in printed.err
+    assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(printed.out.splitlines()[0])
 
 
 def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
