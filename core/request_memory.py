@@ -87,12 +87,17 @@ class RequestMemory:
         table.grow(num_tokens)
         return True
 
-    def most_steps(self, requests: list[Request], steps: int, *, evict: bool) -> int:
+    @property
+    def caches_prefixes(self) -> bool:
+        return self._use_prefix_cache
+
+    def most_steps(self, requests: list[Request], steps: int, wanted: set[Adapter | None]) -> int:
         """How many decode steps of all of `requests` there are pages for, at most `steps`; the first one has its own.
 
-        evict: take what nobody uses too, not only what is free.
+        wanted: adapters whose pages are not to be taken; they are evicted after all others.
         """
-        available = self._reclaimer.available if evict else self._pool.num_free
+        kept = sum(len(adapter.pages) for adapter in wanted if adapter is not None and adapter.is_idle)
+        available = self._reclaimer.available - kept
         if len(requests) * -(-steps // self._block_tokens) <= available:
             return steps
         least = 1

@@ -321,13 +321,14 @@ class Scheduler:
     def _num_repeats(self, plan: StepPlan) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
-        Nothing is decided until a request ends or pages run short, when no seat is free or nobody waits. Where somebody
-        waits for a seat, what read-ahead does depends on what is evicted, so only pages that are free may be taken.
+        Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
+        since that would change what is read ahead and who comes first.
         """
-        running, limits = self._running, self._limits
+        running, waiting, limits = self._running, self._waiting, self._limits
         if len(plan.rows) < len(running) or self._store.has_transfers:
             return 1
-        if self._waiting and (len(running) < limits.max_num_seqs or self._may_load_ahead()):
+        seats = len(running) < limits.max_num_seqs
+        if waiting and (self._may_load_ahead() or (seats and not self._stay_waiting(plan))):
             return 1
         most = limits.max_repeat
         for request in running:
@@ -339,7 +340,23 @@ class Scheduler:
                 most = left
             if limits.max_model_len - tokens < most:
                 most = limits.max_model_len - tokens
-        return self._memory.most_steps(running, most, evict=not self._waiting)
+        return self._memory.most_steps(running, most, {request.adapter for request in waiting})
+
+    def _stay_waiting(self, plan: StepPlan) -> bool:
+        """Whether those who could not be admitted now can't be while no running request ends; sets `plan.until`.
+
+        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
+        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared.
+        """
+        if self._memory.caches_prefixes:
+            return False
+        overdue_before = self._clock() - self._limits.max_overtake_seconds
+        for request in self._waiting:
+            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+                return False
+            if request.arrival_time >= overdue_before:
+                plan.until = min(plan.until, request.arrival_time + self._limits.max_overtake_seconds)
+        return True
 
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
         """Bring the requests of a plan that ran more than once to the last of its steps."""

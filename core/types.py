@@ -6,6 +6,7 @@ what the engine hands outwards. No tensors here: the simulator runs the same cod
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -71,6 +72,7 @@ class StepPlan:
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
     repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
     would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
+    until: of these, none may begin at or after this time, by the engine's clock.
     """
 
     step_id: int
@@ -78,6 +80,7 @@ class StepPlan:
     adapters: list[Adapter]
     bucket: int | None = None
     repeat: int = 1
+    until: float = math.inf
 
     @property
     def num_tokens(self) -> int:

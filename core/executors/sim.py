@@ -150,7 +150,7 @@ class SimExecutor:
     def _count(self, plan: StepPlan, price: StepPrice) -> int:
         if plan.repeat == 1:
             return 1
-        return price.count_until(self.horizon - self._clock.now, plan.repeat)
+        return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
     def _apart(self, plan: StepPlan) -> float:
         """Seconds of the prefill chunks, and then of the decode rows."""
