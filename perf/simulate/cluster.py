@@ -41,7 +41,7 @@ def simulate(
     Raises ValueError for an arrival that is earlier than the one before it.
     """
     events = _Events(replicas, route, prompt)
-    now, next_look = -math.inf, 0.0
+    now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
             raise ValueError(
