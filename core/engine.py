@@ -24,7 +24,8 @@ from .load_policy import LoadPolicy
 from .request import Request
 from .request_memory import RequestMemory
 from .sampling_params import InvalidRequest
-from .scheduler import Scheduler, SchedulerLimits
+from .scheduler import Scheduler
+from .scheduler_limits import SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
