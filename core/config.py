@@ -63,6 +63,12 @@ class EngineConfig(BaseModel):
     )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
     lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
+    prefetch: int = Field(
+        default=0,
+        ge=0,
+        description="waiting requests whose adapters are loaded into the arena before they may run, where there is "
+        "room that nobody else waits for",
+    )
     max_adapters_per_step: int | None = Field(
         default=None, ge=1, description="most distinct adapters among running requests; default: no limit"
     )
@@ -72,7 +78,8 @@ class EngineConfig(BaseModel):
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,
-        description="how long a step may wait for adapters that are still being read",
+        description="how long a step may wait for adapters that are still being read; 0: no request starts before "
+        "its adapter has been read",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")

@@ -24,7 +24,8 @@ from .load_policy import LoadPolicy
 from .request import Request
 from .request_memory import RequestMemory
 from .sampling_params import InvalidRequest
-from .scheduler import Scheduler, SchedulerLimits
+from .scheduler import Scheduler
+from .scheduler_limits import SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class Engine:
             block_tokens=self._block_tokens,
             eos_token_ids=frozenset(self.model.eos_token_ids),
             lookahead=config.lookahead,
+            prefetch=config.prefetch,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
             max_repeat=getattr(executor, "max_repeat", 1),
@@ -176,6 +178,16 @@ class Engine:
         """Keep the price of recomputing a cached block at what prefill costs here."""
         if plan.bucket is None and plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
+
+    @property
+    def num_cold_starts(self) -> int:
+        """Requests so far that could have begun earlier, had their adapter been in memory."""
+        return self._scheduler.num_cold_starts
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or that nobody uses."""
+        return self._reclaimer.available
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is where requests and adapters say it is."""

@@ -15,7 +15,8 @@ class LoadPolicy:
     """
 
     def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
-        """max_stall: seconds that a step waits for adapters at most, else it is computed in vain."""
+        """max_stall: seconds that a step waits for adapters at most, else it is computed in vain. 0: no request starts
+        before its adapter has been read."""
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens
@@ -28,5 +29,7 @@ class LoadPolicy:
         tier = self._store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is Tier.HOST
+        if self._max_stall == 0:
+            return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
         return alone or self._store.seconds_to_read(adapter) <= prefill + self._max_stall

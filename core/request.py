@@ -27,6 +27,7 @@ class Request:
         "block_table",
         "caching",
         "finish_reason",
+        "had_to_wait",
         "id",
         "last_block",
         "num_cached_tokens",
@@ -56,6 +57,7 @@ class Request:
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
         self.start_time: float | None = None  # when it was admitted first
+        self.had_to_wait = False  # for its adapter, when it could have run otherwise
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None

@@ -75,6 +75,10 @@ class RequestMemory:
         request.caching = self._use_prefix_cache
         self.grow(request, request.num_computed_tokens + count)
 
+    def make_spare_room(self, num_pages: int, wanted: int) -> bool:
+        """Free `num_pages` while at least `wanted` more could still be freed. False, and nothing done, if not."""
+        return self._reclaimer.available - wanted >= num_pages and self._reclaimer.make_room(num_pages)
+
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
         table = request.block_table

@@ -6,12 +6,9 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from operator import attrgetter
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter import Adapter, Tier
@@ -19,29 +16,17 @@ from ..memory.adapter_format import AdapterFormatError
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from ..memory.prefix import Block
+from .load_ahead import LoadAhead
 from .load_policy import LoadPolicy
 from .queue_order import queue_order
+from .repeats import Repeats
 from .request import Request
 from .request_memory import RequestMemory
-from .types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from .scheduler_limits import SchedulerLimits
+from .step_planner import plan_step
+from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Budgets of a step and bounds of a request."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunked_prefill: bool
-    max_model_len: int
-    block_tokens: int
-    eos_token_ids: frozenset[int]
-    lookahead: int = 8
-    max_adapters_per_step: int | None = None
-    max_overtake_seconds: float = 1.0
-    max_repeat: int = 1
 
 
 class Scheduler:
@@ -62,6 +47,8 @@ class Scheduler:
         self._loads = loads
         self._buckets = buckets
         self._clock = clock
+        self._ahead = LoadAhead(limits, store, memory)
+        self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -69,6 +56,7 @@ class Scheduler:
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._num_steps = 0
         self.num_preemptions = 0
+        self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
 
     @property
     def num_waiting(self) -> int:
@@ -100,7 +88,7 @@ class Scheduler:
         if request.adapter is not None:
             self._store.hold(request.adapter)
             if len(self._waiting) <= self._limits.lookahead:
-                self._read_ahead()
+                self._ahead.read(self._waiting)
 
     def abort(self, request_id: str) -> bool:
         """Forget a request and free its pages; False when it is not here (any more)."""
@@ -115,12 +103,15 @@ class Scheduler:
         self._settle_loads()
         chosen, budget, preempted = self._schedule_running()
         admitted = [] if preempted else self._admit(budget)
-        self._read_ahead()
+        self._ahead.read(self._waiting)
+        if self._limits.prefetch and self._waiting:
+            self._ahead.load(self._waiting)
         if not chosen and not admitted:
             return None
-        plan = self._plan(chosen + admitted)
+        self._num_steps += 1
+        plan = plan_step(self._num_steps, chosen + admitted, self._buckets)
         if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
-            plan.repeat = self._num_repeats(plan)
+            plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -204,11 +195,6 @@ class Scheduler:
                 budget -= count
         return list(chosen.items()), budget, preempted
 
-    def _read_ahead(self) -> None:
-        """Have the adapters of the next waiting requests read from disk."""
-        window = itertools.islice(self._waiting, self._limits.lookahead)
-        self._store.read_ahead(request.adapter for request in window if request.adapter is not None)
-
     def _admit(self, budget: int) -> list[tuple[Request, int]]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
 
@@ -220,11 +206,13 @@ class Scheduler:
             return admitted
         active = {request.adapter for request in self._running if request.adapter is not None}
         overdue_before = self._clock() - limits.max_overtake_seconds
+        seats_left = False
         for request in queue_order(self._waiting, self._store, overdue_before):
             if budget <= 0 or len(self._running) >= limits.max_num_seqs:
                 break
             adapter = request.adapter
             if adapter is not None and not self._may_run(request, adapter, active, budget):
+                seats_left = True
                 if request.arrival_time < overdue_before:
                     break
                 continue
@@ -247,7 +235,20 @@ class Scheduler:
             budget -= count
             if adapter is not None:
                 active.add(adapter)
+        else:
+            seats_left = True
+        if seats_left:
+            self._note_cold()
         return admitted
+
+    def _note_cold(self) -> None:
+        """Seats are free and requests wait: count those whose adapter is still to be read."""
+        for request in self._waiting:
+            adapter = request.adapter
+            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+                continue
+            request.had_to_wait = True
+            self.num_cold_starts += 1
 
     def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], budget: int) -> bool:
         """Whether a request may run now: its bytes come in time and one more adapter is allowed."""
@@ -279,47 +280,6 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
-    # -- repeating
-
-    def _num_repeats(self, plan: StepPlan) -> int:
-        """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
-
-        Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
-        since that would change what is read ahead and who comes first.
-        """
-        running, waiting, limits = self._running, self._waiting, self._limits
-        if len(plan.rows) < len(running) or self._store.has_transfers:
-            return 1
-        if waiting and len(running) < limits.max_num_seqs and not self._stay_waiting(plan):
-            return 1
-        most = limits.max_repeat
-        for request in running:
-            prompt, tokens = request.num_prompt_tokens, len(request.token_ids)
-            if tokens == prompt:
-                return 1  # its first token is told when it is drawn
-            left = prompt + request.params.max_tokens - tokens
-            if left < most:
-                most = left
-            if limits.max_model_len - tokens < most:
-                most = limits.max_model_len - tokens
-        return self._memory.most_steps(running, most, {request.adapter for request in waiting})
-
-    def _stay_waiting(self, plan: StepPlan) -> bool:
-        """Whether those who could not be admitted now can't be while no running request ends; sets `plan.until`.
-
-        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
-        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared.
-        """
-        if self._memory.caches_prefixes:
-            return False
-        overdue_before = self._clock() - self._limits.max_overtake_seconds
-        for request in self._waiting:
-            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
-                return False
-            if request.arrival_time >= overdue_before:
-                plan.until = min(plan.until, request.arrival_time + self._limits.max_overtake_seconds)
-        return True
-
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
         """Bring the requests of a plan that ran more than once to the last of its steps."""
         steps = result.count - 1
@@ -329,28 +289,6 @@ class Scheduler:
             row.start += steps
         self._memory.catch_up(requests, steps)
         self._num_steps += steps
-
-    # -- planning
-
-    def _plan(self, chosen: list[tuple[Request, int]]) -> StepPlan:
-        slots: dict[Adapter | None, int] = {None: BASE_SLOT}
-        prefills: list[ScheduledRow] = []
-        decodes: list[ScheduledRow] = []
-        for request, count in chosen:
-            slot = slots.setdefault(request.adapter, len(slots) - 1)
-            start, token_ids = request.num_computed_tokens, request.token_ids
-            tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
-            row = ScheduledRow(
-                request.id, slot, tokens, start, request.block_table.pages, request.params, request.seed, samples,
-                token_ids, request.num_prompt_tokens,
-            )  # fmt: skip
-            (decodes if count == 1 else prefills).append(row)
-        for rows in (prefills, decodes):
-            rows.sort(key=attrgetter("slot"))
-        bucket = None if prefills else self._buckets.pick(len(decodes))
-        rows = prefills + decodes
-        self._num_steps += 1
-        return StepPlan(self._num_steps, rows, [a for a in slots if a is not None], bucket)
 
     # -- finishing
 

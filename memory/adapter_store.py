@@ -57,6 +57,7 @@ class AdapterStore:
         self.num_hits = 0
         self.num_loads = 0
         self.num_streamed = 0
+        self.num_prefetched = 0
         self.num_evictions = 0
 
     # -- registry
@@ -206,6 +207,15 @@ class AdapterStore:
             self._withdraw(adapter)
         adapter.references += 1
         adapter.uses += 1
+
+    def prefetch(self, adapter: Adapter) -> None:
+        """Load an adapter that is in host memory into free pages, for a request to come; it is idle when it is there.
+
+        Raises what `acquire` raises.
+        """
+        self._load(adapter, stream=False)
+        self.num_prefetched += 1
+        self._offer(adapter)
 
     def release(self, adapter: Adapter) -> None:
         """Drop a running request's pin. The adapter stays resident until its pages are wanted."""

@@ -6,12 +6,17 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 from .. import __version__
 from ..core.config import EngineConfig
 from ..core.sampling_params import InvalidRequest
 from . import profile
 from .flags import Parser, UsageError, add_settings, read_settings
+
+#: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
+#: to import. So packages that the server may not import can have commands too.
+COMMANDS = "chorus.commands"
 
 ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 
@@ -42,6 +47,13 @@ def _parser() -> Parser:
         command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
         add_flags(command)
         command.set_defaults(run=run)
+    for entry in entry_points(group=COMMANDS):
+        more = entry.load()
+        command = commands.add_parser(
+            entry.name, help=more.HELP, description=f"{more.HELP[0].upper()}{more.HELP[1:]}."
+        )  # fmt: skip
+        more.add_flags(command)
+        command.set_defaults(run=more.run)
     return parser
 
 

@@ -6,14 +6,14 @@ Engine, scheduler, page pool, adapter store and prefix cache are the real ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
 from ..costs.profile import Profile
 from ..costs.work import StepWork
-from ..types import StepPlan, StepResult
+from ..types import BASE_SLOT, StepPlan, StepResult
 from .base import ModelInfo
 from .sim_adapters import SimAdapterBackend, SimAdapters, SimReads, VirtualClock
 
@@ -77,9 +77,13 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         stream: bool = True,
+        mix: bool = True,
         max_repeat: int = 1 << 20,
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
+
+        mix: prefill chunks and decode rows of a step share one pass over the weights; otherwise the decode rows wait
+        until the prefill is over, as in engines where a prompt interrupts decoding.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -96,7 +100,8 @@ class SimExecutor:
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
-        self._max_stall = config.max_load_stall_seconds
+        self._mix = mix
+        self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
 
     @property
@@ -108,9 +113,13 @@ class SimExecutor:
         """What `execute` would take now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
-        work = StepWork.of(plan, self.costs.kernel)
-        first = work.seconds(self.costs) + self.costs.overhead.seconds(len(plan.rows))
-        growth = self.costs.decode.per_kv_token * len(plan.rows) if work.decodes else 0.0
+        costs, rows = self.costs, plan.rows
+        if self._mix or plan.bucket is not None or len(rows[-1].tokens) > 1:
+            first = StepWork.of(plan, costs.kernel).seconds(costs)
+        else:
+            first = self._apart(plan)
+        first += costs.overhead.seconds(len(rows))
+        growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
         coming = [(slot, adapter.transfer) for slot, adapter in enumerate(plan.adapters) if adapter.transfer]
         price = self._stalled(first, growth, coming) if coming else StepPrice(first, growth)
         self._priced = plan, price
@@ -143,6 +152,19 @@ class SimExecutor:
             return 1
         return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
+    def _apart(self, plan: StepPlan) -> float:
+        """Seconds of the prefill chunks, and then of the decode rows."""
+        seconds = 0.0
+        for decodes in (False, True):
+            rows = [row for row in plan.rows if (len(row.tokens) == 1) == decodes]
+            slots = {slot: index for index, slot in enumerate(dict.fromkeys(row.slot for row in rows if row.slot >= 0))}
+            part = StepPlan(
+                plan.step_id, [replace(row, slot=slots.get(row.slot, BASE_SLOT)) for row in rows],
+                [plan.adapters[slot] for slot in slots], len(rows) if decodes else None,
+            )  # fmt: skip
+            seconds += StepWork.of(part, self.costs.kernel).seconds(self.costs)
+        return seconds
+
     def _stalled(self, first: float, growth: float, coming: list) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
         stalls = {slot: transfer.stall(self._clock.now, first) for slot, transfer in coming}
@@ -158,6 +180,7 @@ def simulated_engine(
     clock: VirtualClock | None = None,
     *,
     stream: bool = True,
+    mix: bool = True,
     max_repeat: int = 1 << 20,
     read_threads: int = 2,
 ) -> tuple[Engine, SimExecutor]:
@@ -169,5 +192,5 @@ def simulated_engine(
 
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, max_repeat=max_repeat)
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix, max_repeat=max_repeat)
     return Engine(config, executor, clock, SimReads(clock, read_threads)), executor

@@ -179,8 +179,8 @@ class SimTransfer:
 class SimAdapterBackend:
     """What `AdapterStore` asks of an executor. One copy at a time goes over the link.
 
-    stream: copies run beside the steps and prefills wait layer by layer; otherwise loading an adapter holds up
-    everything until it is there, as engines without overlap do.
+    stream: prefills wait layer by layer for what comes; otherwise a step begins when the whole of its adapters is
+    there, as in engines without overlap. Either way copies that no step needs yet run beside the steps.
     """
 
     def __init__(self, adapters: SimAdapters, costs: CostModel, clock: VirtualClock, *, stream: bool = True) -> None:
@@ -211,8 +211,6 @@ class SimAdapterBackend:
         if end <= now:
             return None
         if not self._stream:
-            self._clock.now = end
-            self.stalled_seconds += end - now
-            return None
+            return SimTransfer(self._clock, end, end, layout.num_layers)
         first_read = stream.start + (stream.end - stream.start) / layout.num_layers
         return SimTransfer(self._clock, max(start, first_read) + layer, end, layout.num_layers)

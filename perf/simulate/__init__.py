@@ -8,8 +8,8 @@
 Needs no tensor library.
 """
 
-from .cluster import first, least_loaded, simulate
+from .cluster import first, least_loaded, simulate, simulate_clients
 from .records import Records, Served
 from .replica import Replica
 
-__all__ = ["Records", "Replica", "Served", "first", "least_loaded", "simulate"]
+__all__ = ["Records", "Replica", "Served", "first", "least_loaded", "simulate", "simulate_clients"]

@@ -3,66 +3,153 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
+from ...server.cluster.router import MostIdle, Policy, ReplicaState, Routed
 from ..workload.request import TraceRequest
 from .records import Records
 from .replica import Replica
 
-#: Which replica a request goes to, by its index. Replicas are as they are at the request's arrival.
-Route = Callable[[TraceRequest, Sequence[Replica]], int]
+#: Told the time, and the replicas as they are then.
+Watch = Callable[[float, Sequence[Replica]], None]
+
+Prompt = Callable[[TraceRequest], list[int]]
+
+least_loaded = MostIdle()
 
 
-def first(request: TraceRequest, replicas: Sequence[Replica]) -> int:
+def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
     """The only replica."""
     return 0
-
-
-def least_loaded(request: TraceRequest, replicas: Sequence[Replica]) -> int:
-    """The replica with the fewest requests, waiting and running."""
-    return min(range(len(replicas)), key=lambda index: replicas[index].num_requests)
 
 
 def simulate(
     requests: Iterable[TraceRequest],
     replicas: Sequence[Replica],
-    route: Route = first,
-    prompt: Callable[[TraceRequest], list[int]] | None = None,
+    route: Policy = first,
+    prompt: Prompt | None = None,
+    *,
+    watch: Watch | None = None,
+    period: float = 1.0,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
-    prompt: makes a request's token ids, for replicas with a prefix cache. Raises ValueError for an arrival that is
-    earlier than the one before it.
+    route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
+    request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
+    Raises ValueError for an arrival that is earlier than the one before it.
     """
-    records = Records()
-    done = records.add
-    events: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
-
-    def run_until(time: float) -> None:
-        while events and events[0][0] < time:
-            wake, index = heappop(events)
-            replica = replicas[index]
-            if replica.wake != wake:
-                continue
-            replica.advance(done)
-            if replica.wake < math.inf:
-                heappush(events, (replica.wake, index))
-
-    now = -math.inf
+    events = _Events(replicas, route, prompt)
+    now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
             raise ValueError(
                 f"request {request.id} arrives at {request.arrival:g} s, after one at {now:g} s; sort them"
             )
         now = request.arrival
-        run_until(now)
-        index = route(request, replicas)
-        replica = replicas[index]
+        while watch is not None and next_look <= now:
+            events.run_until(next_look)
+            watch(next_look, replicas)
+            next_look += period
+        events.run_until(now)
+        events.offer(request)
+    return events.finish()
+
+
+def simulate_clients(
+    requests: Iterable[TraceRequest],
+    clients: int,
+    replicas: Sequence[Replica],
+    route: Policy = first,
+    prompt: Prompt | None = None,
+    *,
+    think: float = 0.0,
+) -> Records:
+    """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
+
+    The requests' arrivals are ignored; that of each becomes the time at which it is sent.
+    """
+    source = iter(requests)
+    events = _Events(replicas, route, prompt, source, think)
+    for request in _take(source, clients):
+        events.offer(request._replace(arrival=0.0))
+    return events.finish()
+
+
+def _take(source: Iterator[TraceRequest], count: int) -> list[TraceRequest]:
+    return [request for _, request in zip(range(count), source, strict=False)]
+
+
+class _Events:
+    """Replicas' wakes in order of time, and the requests that wait at the router."""
+
+    def __init__(
+        self,
+        replicas: Sequence[Replica],
+        route: Policy,
+        prompt: Prompt | None,
+        successors: Iterator[TraceRequest] | None = None,
+        think: float = 0.0,
+    ) -> None:
+        """successors: the next of these comes `think` seconds after a request has ended."""
+        self._replicas = replicas
+        self._states = [replica.state for replica in replicas]
+        self._route = route
+        self._prompt = prompt
+        self._successors = successors
+        self._records = Records()
+        self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
+        self._held: deque[TraceRequest] = deque()
+        self._think = think
+        self._coming: deque[TraceRequest] = deque()  # successors, in order of arrival
+
+    def run_until(self, time: float) -> None:
+        """Let happen what happens before `time`."""
+        heap, replicas, records, coming = self._heap, self._replicas, self._records, self._coming
+        done, waits = records.add, self._successors is not None
+        while (heap and heap[0][0] < time) or coming:
+            if coming and (not heap or coming[0].arrival <= heap[0][0]):
+                self.offer(coming.popleft())
+                continue
+            wake, index = heappop(heap)
+            replica = replicas[index]
+            if replica.wake != wake:
+                continue
+            ended = len(records)
+            replica.advance(done)
+            if replica.wake < math.inf:
+                heappush(heap, (replica.wake, index))
+            if (waits or self._held) and len(records) > ended:
+                self._go_on(replica.clock.now, len(records) - ended)
+
+    def offer(self, request: TraceRequest) -> None:
+        """A request comes; who came before it goes first."""
+        if self._held or not self._place(request, request.arrival):
+            self._held.append(request)
+
+    def finish(self) -> Records:
+        """Serve all that has come. Raises RuntimeError where the router leaves requests waiting for ever."""
+        self.run_until(math.inf)
+        if self._held:
+            raise RuntimeError(f"the router left {len(self._held)} requests waiting while no replica had any")
+        self._records.num_failed = sum(replica.num_failed for replica in self._replicas)
+        return self._records
+
+    def _go_on(self, now: float, ended: int) -> None:
+        if self._successors is not None:
+            sent = now + self._think
+            self._coming.extend(request._replace(arrival=sent) for request in _take(self._successors, ended))
+        while self._held and self._place(self._held[0], now):
+            self._held.popleft()
+
+    def _place(self, request: TraceRequest, now: float) -> bool:
+        index = self._route(request, self._states)
+        if index is None:
+            return False
+        replica = self._replicas[index]
         before = replica.wake
-        replica.give(request, None if prompt is None else prompt(request))
+        replica.give(request, None if self._prompt is None else self._prompt(request), now)
         if replica.wake != before:
-            heappush(events, (replica.wake, index))
-    run_until(math.inf)
-    records.num_failed = sum(replica.num_failed for replica in replicas)
-    return records
+            heappush(self._heap, (replica.wake, index))
+        return True

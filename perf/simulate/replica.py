@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable
 
 from ...core.config import EngineConfig
@@ -13,6 +12,8 @@ from ...core.executors.sim_adapters import VirtualClock
 from ...core.request import Request
 from ...core.sampling_params import InvalidRequest, SamplingParams
 from ...core.types import RequestOutput, StepPlan
+from ...memory.adapter_store import AdapterStore
+from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .records import Served
 
@@ -34,48 +35,40 @@ class Replica:
         *,
         index: int = 0,
         stream: bool = True,
+        mix: bool = True,
         max_repeat: int = 1 << 20,
         read_threads: int = 2,
+        keep_idle: bool = True,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
-        The other arguments are those of `simulated_engine`.
+        keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
+        once. The other arguments are those of `simulated_engine`.
         """
         self.index = index
         self.clock = VirtualClock()
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False), self.clock, stream=stream,
-            max_repeat=max_repeat, read_threads=read_threads,
+            mix=mix, max_repeat=max_repeat, read_threads=read_threads,
         )  # fmt: skip
         self.wake = math.inf
-        self.num_requests = 0
-        self.ranks: Counter[int] = Counter()  # of requests here, waiting and running; 0 is the base model
+        self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))
         self.num_failed = 0
         self._adapters = adapters
+        self._keep_idle = keep_idle
+        self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[Request] = []
+        self._queue: dict[str, tuple[Request, int, int]] = {}  # that have not begun, with prompt tokens and rank
         self._plan: StepPlan | None = None
         self._open: dict[str, tuple[Request, float, float]] = {}  # with stalled seconds at arrival, and first token
         self._params: dict[int, SamplingParams] = {}
 
-    @property
-    def max_rank(self) -> int:
-        return max(self.ranks, default=0)
-
-    @property
-    def sum_ranks(self) -> int:
-        return sum(rank * count for rank, count in self.ranks.items())
-
-    def is_resident(self, adapter: str) -> bool:
-        """Whether the adapter is in the arena now."""
-        store = self.engine.store
-        return adapter in store and bool(store.get(adapter).pages)
-
-    def give(self, item: TraceRequest, prompt: list[int] | None = None) -> None:
-        """A request comes, at its arrival; time there must be past all earlier `wake`s.
+    def give(self, item: TraceRequest, prompt: list[int] | None = None, now: float | None = None) -> None:
+        """A request comes, at its arrival or, after waiting at the router, at `now`; no `wake` may be before that.
 
         prompt: its token ids; made up without. Where prompts are made up the prefix cache must be off.
         """
-        now = item.arrival
+        now = item.arrival if now is None else now
         if item.adapter is not None and item.adapter not in self.engine.store:
             self.engine.store.register(item.adapter, self._adapters.path(item.adapter))
         params = self._params.get(item.output_tokens)
@@ -83,9 +76,12 @@ class Replica:
             params = SamplingParams(max_tokens=item.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
             self._params[item.output_tokens] = params
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
-        request = Request(str(item.id), tokens, params, item.adapter, now)
+        request = Request(str(item.id), tokens, params, item.adapter, item.arrival)
         self._open[request.id] = (request, self.executor.stalled_seconds, math.nan)
-        self._count(request, 1)
+        rank = self._rank(request)
+        self._queue[request.id] = request, len(tokens), rank
+        self.state.add(rank)
+        self.state.add_waiting(len(tokens), rank)
         self._inbox.append(request)
         if self._plan is None:
             self.wake = min(self.wake, max(now, self.clock.now))
@@ -106,12 +102,23 @@ class Replica:
                 self._fail(request.id)
         self._inbox.clear()
         self.executor.horizon = math.inf
+        if not self._keep_idle:
+            engine.reclaim_idle()
         self._plan = plan = engine.begin_step()
+        self._tell(plan)
         if plan is not None:
             self.wake = self.executor.end(plan)
             return
         self._read(engine.end_step(None), done)
         self.wake = clock.now if engine.has_work() else math.inf
+
+    def _tell(self, plan: StepPlan | None) -> None:
+        """Bring `state` up to date. A plan that may be repeated began nothing."""
+        state = self.state
+        state.free_tokens = self.engine.num_available_pages * self._block_tokens
+        if self._queue and (plan is None or plan.repeat == 1):
+            self._queue = {key: value for key, value in self._queue.items() if value[0].start_time is None}
+            state.set_waiting((tokens, rank) for _, tokens, rank in self._queue.values())
 
     def _read(self, outputs: list[RequestOutput], done: Callable[[Served], None]) -> None:
         now, requests = self.clock.now, self._open
@@ -125,7 +132,7 @@ class Replica:
                 requests[output.request_id] = (request, stalled, now)
             if output.finish_reason is not None:
                 del requests[output.request_id]
-                self._count(request, -1)
+                self.state.remove(self._rank(request))
                 arrival = request.arrival_time
                 done(
                     Served(
@@ -135,14 +142,20 @@ class Replica:
                 )  # fmt: skip
 
     def _fail(self, request_id: str) -> None:
-        self._count(self._open.pop(request_id)[0], -1)
+        self.state.remove(self._rank(self._open.pop(request_id)[0]))
+        self._queue.pop(request_id, None)
         self.num_failed += 1
 
-    def _count(self, request: Request, by: int) -> None:
-        rank = 0 if request.adapter_name is None else self._adapters.rank(request.adapter_name)
-        self.num_requests += by
-        left = self.ranks[rank] + by
-        if left:
-            self.ranks[rank] = left
-        else:
-            del self.ranks[rank]
+    def _rank(self, request: Request) -> int:
+        return 0 if request.adapter_name is None else self._adapters.rank(request.adapter_name)
+
+
+class _Resident:
+    """The names of the adapters in the arena."""
+
+    def __init__(self, store: AdapterStore) -> None:
+        self._store = store
+
+    def __contains__(self, adapter: object) -> bool:
+        store = self._store
+        return adapter in store and bool(store.get(adapter).pages)

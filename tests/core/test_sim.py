@@ -121,6 +121,7 @@ def traces(draw):
     link=st.sampled_from([0.0, 0.045]),
     max_adapters=st.sampled_from([None, None, 1]),
     max_overtake=st.sampled_from([0.03, 0.2, 5.0]),
+    prefetch=st.sampled_from([0, 3]),
 )
 @example(
     [
@@ -129,13 +130,23 @@ def traces(draw):
         (0.005, "y", [7] * 17, 20, "c"),
         (0.01, "x", [6] * 180, 5, None),
     ],
-    *(20, 16, 16, False, True, 0.0, 0.0, None, 0.3),
+    *(20, 16, 16, False, True, 0.0, 0.0, None, 0.3, 0),
 )  # x, which needs no adapter, doesn't fit and is before y, until y has been overtaken for long enough
 @example(
-    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0
+    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0, 0
 )  # equal prompts and answers: who makes a block known first decides what is cached
 def test_steps_together_are_the_same_as_steps_one_by_one(
-    arrivals, num_pages, max_num_seqs, block_tokens, prefix_cache, stream, disk, link, max_adapters, max_overtake
+    arrivals,
+    num_pages,
+    max_num_seqs,
+    block_tokens,
+    prefix_cache,
+    stream,
+    disk,
+    link,
+    max_adapters,
+    max_overtake,
+    prefetch,
 ):
     profile = PROFILE.model_copy(update={"disk": terms(latency=disk), "link": terms(latency=link)})
 
@@ -145,6 +156,7 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
             max_repeat=max_repeat, num_pages=num_pages * 16 // block_tokens, block_tokens=block_tokens,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=48, prefix_cache=prefix_cache, max_model_len=190,
             max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES, max_overtake_seconds=max_overtake,
+            prefetch=prefetch,
         ).serve(arrivals)  # fmt: skip
 
     one, many = run(1), run(1 << 20)
@@ -214,6 +226,28 @@ def test_loading_without_overlap_holds_everything_up():
     assert slow.executor.stalled_seconds == pytest.approx(link)
     assert fast.executor.stalled_seconds == pytest.approx(link / LAYERS)
     assert slow.clock.now - fast.clock.now == pytest.approx(link * (1 - 1 / LAYERS))
+
+
+def test_a_prefetched_adapter_is_there_when_its_request_may_run():
+    """The second request waits for the seat; its adapter comes beside the first one's steps."""
+    stalls = {}
+    for prefetch in (0, 4):
+        run = Run(adapters=[("a", 16, 100)], stream=False, max_num_seqs=1, prefetch=prefetch)
+        run.serve([(0.0, "x", [3] * 100, 50, None), (0.0, "y", [4] * 100, 5, "a")])
+        stalls[prefetch] = run.executor.stalled_seconds
+        assert run.engine.store.num_prefetched == (1 if prefetch else 0)
+    assert stalls[0] == pytest.approx(run.executor.costs.link.seconds(100 * PAGE_BYTES))
+    assert stalls[4] == 0
+
+
+def test_prefetching_evicts_nothing_that_is_waited_for():
+    """Two of three adapters fit: the third is not loaded in place of one whose request comes before its own."""
+    run = Run(
+        adapters=[(name, 16, 30) for name in "abc"], stream=False, max_num_seqs=1, prefetch=8, num_pages=75
+    )  # fmt: skip
+    run.serve([(0.0, "x", [3] * 20, 50, None), *((0.0, name, [4] * 20, 5, name) for name in "abc")])
+    store = run.engine.store
+    assert (store.num_loads, store.num_prefetched, store.num_evictions) == (3, 3, 1)
 
 
 def test_a_step_does_not_wait_longer_than_it_may():

@@ -3,11 +3,14 @@
 import socket
 import subprocess
 import sys
+import tomllib
+from importlib.metadata import EntryPoint
+from pathlib import Path
 
 import pytest
 
 from chorus import __version__
-from chorus.server import launch
+from chorus.server import cli, launch
 from chorus.server.cli import main
 from chorus.server.flags import Parser, add_settings, read_settings
 from chorus.server.settings import Settings
@@ -190,3 +193,19 @@ def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_
 def test_help_needs_no_torch():
     code = "import sys; from chorus.server import cli; cli._parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_packages_add_commands_by_entry_point(monkeypatch, capsys):
+    """The server may not import `perf`, whose command it runs all the same."""
+    entry = EntryPoint("simulate", "chorus.perf.simulate_command", cli.COMMANDS)
+    monkeypatch.setattr(cli, "entry_points", lambda group: [entry] if group == entry.group else [])
+    assert cli.main(["simulate", "--list"]) == 0
+    assert "fragmentation" in capsys.readouterr().out
+
+
+def test_every_declared_command_can_be_loaded():
+    project = tomllib.loads((Path(cli.__file__).parent.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    for name, module in project["entry-points"][cli.COMMANDS].items():
+        command = EntryPoint(name, module, cli.COMMANDS).load()
+        assert command.HELP
+        assert callable(command.run)

@@ -1,0 +1,56 @@
+"""What the studies tell of a row: names, units, and how values are written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """label: with the unit. scale: from the value, in SI units or a share, to what is written."""
+
+    label: str
+    scale: float = 1.0
+    digits: int = 1
+
+    def text(self, value: float | str) -> str:
+        return value if isinstance(value, str) else f"{value * self.scale:,.{self.digits}f}"
+
+
+_MS, _PERCENT = 1e3, 1e2
+
+METRICS: Mapping[str, Metric] = {
+    "requests": Metric("requests", digits=0),
+    "ttft_mean": Metric("TTFT, ms", _MS, 0),
+    "ttft_p99": Metric("TTFT p99, ms", _MS, 0),
+    "tpot_mean": Metric("TPOT, ms", _MS),
+    "e2e_mean": Metric("latency, ms", _MS, 0),
+    "time_per_token_mean": Metric("time per token, ms", _MS),
+    "time_per_token_p99": Metric("time per token p99, ms", _MS),
+    "slo_attainment": Metric("within SLO, %", _PERCENT),
+    "cold_share": Metric("cold-start share, %", _PERCENT),
+    "tokens_per_second": Metric("output tokens/s", digits=0),
+    "total_tokens_per_second": Metric("tokens/s", digits=0),
+    "tokens_per_busy_second": Metric("tokens per busy second", digits=0),
+    "cold_starts_per_second": Metric("cold starts/s"),
+    "replicas_in_use": Metric("replicas in use"),
+    "replicas_released": Metric("idle for ≥ 1 min, %", _PERCENT),
+    "busy_batch": Metric("batch of busy ones"),
+    "ttft_increase": Metric("TTFT, +%", _PERCENT, 0),
+    "time_per_token_increase": Metric("time per token, +%", _PERCENT, 0),
+    "e2e_increase": Metric("latency, +%", _PERCENT, 0),
+    "allocation_failures": Metric("allocation failures", digits=0),
+    "external_fragmentation": Metric("external fragmentation, %", _PERCENT),
+    "internal_fragmentation": Metric("internal fragmentation, %", _PERCENT, 2),
+    "most_adapters": Metric("most adapters at once"),
+    "load_seconds": Metric("load time, ms", _MS, 2),
+    "simulated_seconds": Metric("simulated, s", digits=0),
+}
+
+#: Metrics that are relative to another row, and the metric that they compare.
+INCREASES = {
+    "ttft_increase": "ttft_mean",
+    "time_per_token_increase": "time_per_token_mean",
+    "e2e_increase": "e2e_mean",
+}

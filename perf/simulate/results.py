@@ -1,0 +1,120 @@
+"""Runs a study, compares its rows with what was published, and writes both down."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .fragmentation import run_fragmentation
+from .metrics import INCREASES
+from .serving import Outcome, run_serving
+from .study import Pool, Row, Setup, Study, StudyError
+
+#: Significant digits of results: more than anybody reads, fewer than sums in another order would change.
+_DIGITS = 7
+
+
+@dataclass(frozen=True)
+class Order:
+    """One published order of rows by a metric, and whether ours is the same.
+
+    wrong: pairs of rows that come in the other order here, or as equals.
+    """
+
+    metric: str
+    rows: list[str]
+    wrong: list[tuple[str, str]]
+    source: str
+
+    @property
+    def holds(self) -> bool:
+        return not self.wrong
+
+
+@dataclass(frozen=True)
+class Results:
+    """How the study was run, and what came out."""
+
+    study: Study
+    quick: bool
+    scale: float
+    seed: int | None
+    rows: list[tuple[Row, Outcome]]
+    orders: list[Order]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain values; the same study, scale and seed give the same ones on every run."""
+        return {
+            "study": self.study.name,
+            "load": {"quick": self.quick, "scale": self.scale, "seed": self.seed},
+            "rows": [
+                {"row": row.name, **{name: outcome.metrics[name] for name in self.study.metrics}, "paper": row.paper}
+                for row, outcome in self.rows
+            ],
+            "orders": [
+                {"metric": order.metric, "rows": order.rows, "holds": order.holds} for order in self.orders
+            ],
+        }  # fmt: skip
+
+
+def run_study(
+    study: Study,
+    *,
+    quick: bool = False,
+    scale: float = 1.0,
+    seed: int | None = None,
+    told: Callable[[str], None] = lambda row: None,
+) -> Results:
+    """told: called with a row's name before it is simulated. Raises StudyError."""
+    rows: list[tuple[Row, Outcome]] = []
+    for row in study.rows:
+        told(row.name)
+        setup = study.setup_of(row, quick=quick, scale=scale, seed=seed)
+        rows.append((row, _run(study, row, setup)))
+    outcomes = {row.name: outcome.metrics for row, outcome in rows}
+    for row, outcome in rows:
+        for name, base in INCREASES.items():
+            if row.reference is not None:
+                outcome.metrics[name] = outcome.metrics[base] / outcomes[row.reference][base] - 1
+            elif base in outcome.metrics:
+                outcome.metrics[name] = 0.0
+        missing = [name for name in study.metrics if name not in outcome.metrics]
+        if missing:
+            raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")
+        outcome.metrics.update({name: float(f"{value:.{_DIGITS}g}") for name, value in outcome.metrics.items()})
+    return Results(study, quick, scale, seed, rows, _orders(study, outcomes))
+
+
+def _run(study: Study, row: Row, setup: Setup | Pool) -> Outcome:
+    try:
+        return run_serving(setup) if isinstance(setup, Setup) else run_fragmentation(setup)
+    except StudyError as error:
+        raise StudyError(f"{study.name}: row {row.name!r}: {error}") from None
+
+
+def _orders(study: Study, outcomes: dict[str, dict[str, float]]) -> list[Order]:
+    found = [
+        _order(each.metric, each.order, list(itertools.pairwise(each.order)), each.source, outcomes)
+        for each in study.expect
+    ]
+    for metric in study.metrics:
+        for group in dict.fromkeys(row.group for row in study.rows):
+            told = [
+                (row.paper[metric], row.name)
+                for row in study.rows
+                if row.group == group and isinstance(row.paper.get(metric), float)
+            ]
+            told.sort(key=lambda each: each[0])
+            pairs = [(low, high) for (least, low), (most, high) in itertools.combinations(told, 2) if least < most]
+            if pairs:
+                found.append(_order(metric, [name for _, name in told], pairs, study.source, outcomes))
+    return found
+
+
+def _order(
+    metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, outcomes: dict[str, dict[str, float]]
+) -> Order:
+    wrong = [(low, high) for low, high in pairs if not outcomes[low][metric] < outcomes[high][metric]]
+    return Order(metric, rows, wrong, source)

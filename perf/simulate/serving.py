@@ -1,0 +1,173 @@
+"""One row of a serving study: a workload through replicas and a router, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from ...core.config import EngineConfig
+from ...core.costs.profile import Number, Profile, Terms, load_profile
+from ...core.executors.sim import MODEL, SimAdapters
+from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware
+from ..workload import WorkloadError, WorkloadSpec
+from ..workload.request import TraceRequest
+from .cluster import first, simulate, simulate_clients
+from .records import Records
+from .replica import Replica
+from .study import Router, Setup, StudyError
+
+#: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
+LOOK, RELEASABLE = 10.0, 6
+
+
+@dataclass
+class Outcome:
+    """A row's metrics, and what the plots draw: values per request, and requests per replica over time."""
+
+    metrics: dict[str, float]
+    samples: dict[str, np.ndarray] = field(default_factory=dict)
+    loads: np.ndarray | None = None  # [looks, replicas]
+
+
+def run_serving(setup: Setup) -> Outcome:
+    """Raises StudyError for what the setup's parts refuse."""
+    profile = _profile(setup)
+    try:
+        spec = WorkloadSpec.parse(setup.workload)
+    except WorkloadError as error:
+        raise StudyError(str(error)) from None
+    adapters = _Adapters(profile, setup)
+    replicas = [
+        Replica(
+            profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
+            read_threads=setup.read_threads, keep_idle=setup.keep_idle,
+        )
+        for index in range(setup.replicas)
+    ]  # fmt: skip
+    policy = _policy(setup.router, profile, adapters.num_bytes, spec.seed)
+    looks: list[list[int]] = []
+
+    def look(time: float, seen: Sequence[Replica]) -> None:
+        looks.append([replica.state.num_requests for replica in seen])
+
+    requests = adapters.known(spec)
+    if setup.clients is None:
+        records = simulate(requests, replicas, policy, watch=look, period=LOOK)
+    else:
+        records = simulate_clients(requests, setup.clients, replicas, policy, think=setup.think)
+    loads = np.array(looks) if looks else None
+    return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
+
+
+def _profile(setup: Setup) -> Profile:
+    profile = load_profile(setup.profile)
+    for name, value in setup.terms.items():
+        part, _, term = name.partition(".")
+        terms = getattr(profile, part, None)
+        if not isinstance(terms, Terms) or not term:
+            raise StudyError(f"terms.{name}: no such cost model in profile {profile.name}; write it like link.per_byte")
+        changed = {**terms.terms, term: Number(value=value, source="set by the study")}
+        profile = profile.model_copy(update={part: Terms(terms=changed)})
+    profile.costs()
+    return profile
+
+
+class _Adapters:
+    """The catalogue, to which a workload's adapters are added as they come."""
+
+    def __init__(self, profile: Profile, setup: Setup) -> None:
+        try:
+            self.config = EngineConfig(model=MODEL, prefix_cache=False, **setup.engine)
+        except ValidationError as error:
+            first_error = error.errors(include_url=False)[0]
+            place = ".".join(map(str, first_error["loc"]))
+            raise StudyError(f"engine.{place} is {first_error['input']!r}: {first_error['msg']}") from None
+        self.catalogue = SimAdapters(profile.geometry.page_layout(self.config.block_tokens))
+        self.num_prompt_tokens = 0
+        self._profile = profile
+        self._targets = tuple(setup.targets)
+        self._bytes: dict[int, int] = {}
+
+    def known(self, requests: Iterable[TraceRequest]) -> Iterator[TraceRequest]:
+        """The same requests; their adapters are in the catalogue."""
+        catalogue = self.catalogue
+        for request in requests:
+            self.num_prompt_tokens += request.prompt_tokens
+            if request.adapter is not None and request.adapter not in catalogue:
+                if request.rank is None:
+                    raise StudyError("workload.adapters.ranks: the adapters have no rank; set it")
+                catalogue.add(request.adapter, request.rank, self._size(request.rank))
+            yield request
+
+    def num_bytes(self, name: str) -> int:
+        return self._size(self.catalogue.rank(name))
+
+    def _size(self, rank: int) -> int:
+        if rank not in self._bytes:
+            self._bytes[rank] = self._profile.geometry.adapter_bytes(rank, self._targets)
+        return self._bytes[rank]
+
+
+def _policy(router: Router, profile: Profile, num_bytes: Callable[[str], int], seed: int) -> Policy:
+    costs = profile.costs()
+    match router.policy:
+        case "first":
+            return first
+        case "most_idle":
+            return MostIdle()
+        case "random":
+            return Random(seed)
+        case "first_fit":
+            return FirstFit()
+        case "consolidate":
+            return Consolidate()
+        case "rank_aware":
+            return RankAware(costs, router.slo or 0.0, router.mean_output_tokens or 0.0)
+        case "pending_time":
+            return PendingTime(costs, router.mean_output_tokens or 0.0, num_bytes)
+
+
+def _outcome(
+    setup: Setup, records: Records, replicas: Sequence[Replica], num_prompt_tokens: int, loads: np.ndarray | None
+) -> Outcome:
+    counted = records.column("arrival") >= setup.warmup
+    if not counted.any():
+        raise StudyError(f"warmup is {setup.warmup:g} s and no request comes after it; lower it or raise the duration")
+    names = ("ttft", "tpot", "e2e", "time_per_token", "cold_share")
+    samples = {name: records.column(name)[counted].astype(np.float64) for name in names}
+    tokens, ends = records.column("tokens"), records.column("arrival") + records.column("e2e")
+    seconds = float(ends.max() - records.column("arrival").min())
+    cold = sum(replica.engine.num_cold_starts for replica in replicas)
+    busy = sum(replica.executor.busy_seconds for replica in replicas)
+    metrics: dict[str, Any] = {"requests": int(counted.sum()), "failed": records.num_failed}
+    for name, values in samples.items():
+        if name == "tpot":
+            values = values[tokens[counted] > 1]
+        metrics["cold_share" if name == "cold_share" else f"{name}_mean"] = float(values.mean()) if len(values) else 0.0
+        if name in ("ttft", "time_per_token"):
+            metrics[f"{name}_p99"] = float(np.percentile(values, 99))
+    if setup.slo is not None:
+        metrics["slo_attainment"] = float((samples["time_per_token"] <= setup.slo).mean())
+    metrics["tokens_per_second"] = float(tokens.sum()) / seconds
+    metrics["total_tokens_per_second"] = (float(tokens.sum()) + num_prompt_tokens) / seconds
+    metrics["tokens_per_busy_second"] = (float(tokens.sum()) + num_prompt_tokens) / busy
+    metrics["cold_starts_per_second"] = cold / seconds
+    metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
+    metrics["simulated_seconds"] = seconds
+    if loads is not None and len(loads):
+        metrics["replicas_in_use"] = float((loads > 0).sum(axis=1).mean())
+        metrics["replicas_released"] = float(_long_idle(loads).mean())
+    return Outcome(metrics, samples, loads)
+
+
+def _long_idle(loads: np.ndarray) -> np.ndarray:
+    """Whether each look at each replica is one of `RELEASABLE` in a row that found it idle. `[looks, replicas]`."""
+    idle = loads == 0
+    found = np.zeros_like(idle)
+    for start in range(len(idle) - RELEASABLE + 1):
+        found[start : start + RELEASABLE] |= idle[start : start + RELEASABLE].all(axis=0)
+    return found

@@ -1,0 +1,249 @@
+"""Studies as data: a setup, rows that differ from it in a few fields, and what was published for each row.
+
+    title = "…"
+    source = "where the published numbers are from"
+    why = "why ours differ"
+    metrics = ["ttft_mean", "ttft_p99"]
+
+    [setup]                       # of every row: see `Setup`
+    profile = "a10-llama2-7b-bgmv"
+    [setup.workload]              # see perf.workload
+    …
+
+    [quick]                       # dotted fields of the setup for a run of a few seconds
+    "workload.duration" = 20.0
+
+    [[rows]]
+    name = "first come, first served"
+    set = { "engine.max_overtake_seconds" = 0.0 }
+    paper = { ttft_mean = 0.142 }
+
+A row's name is its key; rows of one `group` are compared with each other only.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import tomllib
+from collections.abc import Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from .metrics import METRICS
+
+
+class StudyError(ValueError):
+    """A study that can't be run; the text names the file, the field and the mend."""
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+
+class Router(_Strict):
+    """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
+    tokens."""
+
+    policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
+    slo: PositiveFloat | None = None
+    mean_output_tokens: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Router:
+        needed = {"rank_aware": ("slo", "mean_output_tokens"), "pending_time": ("mean_output_tokens",)}
+        for name in needed.get(self.policy, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"the policy {self.policy} needs router.{name}; set it")
+        return self
+
+
+class Setup(_Strict):
+    """What one row simulates.
+
+    profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
+    with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
+    many clients, each of which sends the next one `think` seconds after an answer; otherwise at the workload's
+    arrivals. warmup: seconds whose requests are left out of the metrics. slo: seconds per token, the prompt's time
+    included. read_threads, stream, mix, keep_idle: `Replica`'s.
+    """
+
+    profile: str
+    terms: dict[str, float] = {}
+    targets: list[str] = Field(default=["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
+    replicas: PositiveInt = 1
+    router: Router = Router(policy="first")
+    engine: dict[str, Any] = {}
+    workload: dict[str, Any]
+    clients: PositiveInt | None = None
+    think: float = Field(default=0.0, ge=0)
+    warmup: float = Field(default=0.0, ge=0)
+    slo: PositiveFloat | None = None
+    read_threads: PositiveInt = 2
+    stream: bool = True
+    mix: bool = True
+    keep_idle: bool = True
+
+
+class Pool(_Strict):
+    """A pool of adapter memory under load: what a row of a fragmentation study simulates.
+
+    allocator: "contiguous" gives the first hole that is large enough, "pages" fixed-size pages. sizes: bytes of an
+    adapter and its weight. in_use: adapters that requests use between two loads. probe: size for which
+    load time and the most adapters at once are told. link: bytes per second; per_copy: seconds that each copy takes
+    beside its bytes.
+    """
+
+    allocator: Literal["contiguous", "pages"]
+    pool_bytes: PositiveInt
+    page_bytes: PositiveInt
+    sizes: list[tuple[PositiveInt, PositiveFloat]] = Field(min_length=1)
+    cycles: PositiveInt
+    in_use: PositiveInt
+    probe: PositiveInt
+    link: PositiveFloat
+    per_copy: float = Field(ge=0)
+    seed: int = Field(default=0, ge=0)
+
+
+class Row(_Strict):
+    """One line of the table. set: dotted fields in place of the setup's. paper: metric → number, or words.
+
+    reference: name of the row that `…_increase` metrics are relative to.
+    """
+
+    name: str = Field(min_length=1)
+    group: str = ""
+    set: dict[str, Any] = {}
+    paper: dict[str, float | str] = {}
+    reference: str | None = None
+
+
+class Expectation(_Strict):
+    """An order that is claimed without numbers: rows from the least value of the metric to the largest."""
+
+    metric: str
+    order: list[str] = Field(min_length=2)
+    source: str
+
+
+class Study(_Strict):
+    """A file, parsed. name: the file's."""
+
+    name: str
+    title: str
+    source: str
+    why: str
+    kind: Literal["serving", "fragmentation"] = "serving"
+    metrics: list[str] = Field(min_length=1)
+    setup: dict[str, Any]
+    quick: dict[str, Any] = {}
+    rows: list[Row] = Field(min_length=1)
+    expect: list[Expectation] = []
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Study:
+        rows = [row.name for row in self.rows]
+        if len(set(rows)) < len(rows):
+            raise ValueError("two rows have one name; rename one")
+        told = [*self.metrics, *(each.metric for each in self.expect), *(key for row in self.rows for key in row.paper)]
+        for metric in told:
+            if metric not in METRICS:
+                raise ValueError(f"{metric!r} is no metric; use one of {', '.join(METRICS)}")
+        named = [name for each in self.expect for name in each.order]
+        for name in [*named, *(row.reference for row in self.rows if row.reference is not None)]:
+            if name not in rows:
+                raise ValueError(f"{name!r} is no row; name one of {', '.join(rows)}")
+        return self
+
+    def setup_of(self, row: Row, *, quick: bool = False, scale: float = 1.0, seed: int | None = None) -> Setup | Pool:
+        """What the row simulates. scale: multiplies its duration. Raises StudyError."""
+        fields = copy.deepcopy(self.setup)
+        for name, value in [*(self.quick.items() if quick else ()), *row.set.items()]:
+            _put(fields, name, value, f"{self.name}: row {row.name!r}")
+        _scale(fields, scale)
+        if seed is not None:
+            fields.setdefault("workload", {})["seed"] = seed
+        if self.kind == "fragmentation":
+            workload = fields.pop("workload", {})
+            fields["seed"] = workload.get("seed", fields.get("seed", 0))
+        kind = Setup if self.kind == "serving" else Pool
+        return _validated(kind, fields, f"{self.name}: row {row.name!r}")
+
+
+def _put(fields: dict[str, Any], name: str, value: Any, origin: str) -> None:
+    *tables, last = name.split(".")
+    if tables and tables[0] == "terms":  # whose keys have dots themselves
+        tables, last = ["terms"], name.removeprefix("terms.")
+    for table in tables:
+        fields = fields.setdefault(table, {})
+        if not isinstance(fields, dict):
+            raise StudyError(f"{origin}: {name}: {table} is no table; check the dotted name")
+    fields[last] = value
+
+
+def _scale(fields: dict[str, Any], scale: float) -> None:
+    for table, name, least in ((fields.get("workload", {}), "duration", 0.001), (fields, "warmup", 0.0)):
+        if name in table:
+            table[name] = max(least, float(table[name]) * scale)
+    rate = fields.get("workload", {}).get("arrivals", {}).get("rate")
+    if isinstance(rate, dict) and "points" in rate:
+        rate["points"] = [[time * scale, value] for time, value in rate["points"]]
+    for table, name in ((fields.get("workload", {}), "requests"), (fields, "cycles")):
+        if name in table:
+            table[name] = max(1, round(table[name] * scale))
+
+
+def shipped_studies() -> list[str]:
+    """Names of the studies that come with the package."""
+    return sorted(each.name.removesuffix(".toml") for each in _shipped().iterdir() if each.name.endswith(".toml"))
+
+
+def load_study(name: str) -> Study:
+    """A shipped study by its name, or a file by its path. Raises StudyError."""
+    if name in shipped_studies():
+        return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name)
+    path = Path(name)
+    try:
+        return parse_study(path.read_text("utf-8"), path.stem, str(path))
+    except FileNotFoundError:
+        known = ", ".join(shipped_studies())
+        raise StudyError(f"{name} is neither a file nor a shipped study; those are {known}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StudyError(f"{name}: can't be read ({error}); check the path") from None
+
+
+def parse_study(text: str, name: str, origin: str | None = None) -> Study:
+    """Raises StudyError, which begins with `origin`, for what is wrong anywhere in it, the rows' setups included."""
+    origin = origin or name
+    try:
+        fields = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
+    study = _validated(Study, {**fields, "name": name}, origin)
+    for row in study.rows:
+        study.setup_of(row)
+    return study
+
+
+def _validated(kind: Any, fields: Mapping[str, Any], origin: str) -> Any:
+    try:
+        return kind.model_validate_json(json.dumps(fields, default=str))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            message = "no such field here; take it out, or check its spelling"
+        elif first["type"] == "missing":
+            message = "is missing; set it"
+        elif field:
+            message = f"is {first['input']!r:.80}: {message}"
+        raise StudyError(f"{origin}: {field}: {message}" if field else f"{origin}: {message}") from None
+
+
+def _shipped() -> Any:
+    return files(__package__) / "studies"

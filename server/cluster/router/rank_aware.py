@@ -1,0 +1,74 @@
+"""CaraServe's rank-aware scheduling (§5, Algorithm 1)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ....core.costs.models import CostModel
+from .replica_state import ReplicaState, Routed
+
+_MOST_SCORES = 1 << 18
+
+
+class RankAware:
+    """The replica that becomes slower by the least, summed over its requests, and if possible stays within the SLO.
+
+    A replica's score is `(Δprefill / mean_output_tokens + Δdecode [+ penalty]) · requests`: Δprefill by how much longer
+    its queue takes to prefill with the request, Δdecode by how much longer its decode step takes with it, both by the
+    cost model; the penalty if that step then takes longer than `slo`. Candidates are the replicas with room; where none
+    has any, all are.
+    """
+
+    def __init__(self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0) -> None:
+        """slo: seconds per token. penalty: seconds, far above any step's."""
+        self._costs = costs
+        self._slo = slo
+        self._mean_output_tokens = mean_output_tokens
+        self._penalty = penalty
+        self._scores: dict[tuple[int, int, int, int, int], float] = {}  # of decoding, see `_score`
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        rank, tokens = request.rank or 0, request.prompt_tokens
+        alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
+        best, least, fits, scores = 0, math.inf, False, self._scores
+        for index, replica in enumerate(replicas):
+            room = replica.has_room(request)
+            if fits and not room:
+                continue
+            prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
+            requests = replica.num_requests
+            key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
+            score = scores.get(key)
+            if score is None:
+                score = self._score(*key)
+                if len(scores) < _MOST_SCORES:
+                    scores[key] = score
+            total = (prefill / self._mean_output_tokens + score) * requests
+            if total < least or (room and not fits):
+                best, least, fits = index, total, room
+        return best
+
+    def _score(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> float:
+        """How much longer a decode step takes with a request of `rank`, and the penalty. users: of adapters."""
+        before = self._decode_seconds(requests, users, sum_ranks, max_rank)
+        after = self._decode_seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
+        return after - before + (self._penalty if after > self._slo else 0.0)
+
+    def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
+        """A decode step of a batch; every request counts as one with an adapter of its own."""
+        work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
+        return self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
+
+    def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
+        waiting, pending = replica.num_waiting, replica.pending_tokens
+        token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
+        after = self._prefill_seconds(
+            pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
+        )  # fmt: skip
+        return after - self._prefill_seconds(pending, waiting, token_ranks, largest)
+
+    def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
+        """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""
+        work = self._costs.kernel.rank_work(tokens, token_ranks, max_rank)
+        return self._costs.prefill.seconds(tokens, rows, 0.0, work, max_rank)

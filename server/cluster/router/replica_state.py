@@ -1,0 +1,106 @@
+"""What a router knows of a request and of a replica."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class Routed(Protocol):
+    """A request as a router sees it. adapter: None is the base model, whose rank is 0."""
+
+    @property
+    def adapter(self) -> str | None: ...
+
+    @property
+    def prompt_tokens(self) -> int: ...
+
+    @property
+    def rank(self) -> int | None: ...
+
+
+@dataclass(slots=True)
+class ReplicaState:
+    """Load of one replica; whoever owns it keeps it up to date.
+
+    max_num_seqs: most requests in one step. num_requests: running and waiting; num_waiting: of these, those that wait
+    for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
+    num_with_adapter, sum_ranks and max_rank follow from it. pending_tokens: prompt
+    tokens of the waiting ones; pending_token_ranks: the sum over these tokens of their adapter's rank;
+    pending_max_rank: the largest of these ranks. free_tokens: tokens whose KV finds room, in pages that are free or
+    that nobody uses. resident: names of the adapters in the arena.
+    """
+
+    max_num_seqs: int
+    num_requests: int = 0
+    num_waiting: int = 0
+    ranks: Counter[int] = field(default_factory=Counter)
+    num_with_adapter: int = 0
+    sum_ranks: int = 0
+    max_rank: int = 0
+    pending_tokens: int = 0
+    pending_token_ranks: int = 0
+    pending_max_rank: int = 0
+    free_tokens: int = 1 << 40
+    resident: Container[str] = frozenset()
+
+    @classmethod
+    def of(
+        cls,
+        max_num_seqs: int,
+        running: Iterable[int] = (),
+        waiting: Iterable[tuple[int, int]] = (),
+        free_tokens: int = 1 << 40,
+        resident: Container[str] = frozenset(),
+    ) -> ReplicaState:
+        """running: rank of each request. waiting: prompt tokens and rank of each."""
+        state = cls(max_num_seqs, free_tokens=free_tokens, resident=resident)
+        for rank in running:
+            state.add(rank)
+        waiting = list(waiting)
+        for _, rank in waiting:
+            state.add(rank)
+        state.set_waiting(waiting)
+        return state
+
+    def add(self, rank: int) -> None:
+        """A request came."""
+        self.num_requests += 1
+        self.ranks[rank] += 1
+        self.sum_ranks += rank
+        self.num_with_adapter += rank > 0
+        if rank > self.max_rank:
+            self.max_rank = rank
+
+    def remove(self, rank: int) -> None:
+        """A request that had come is gone."""
+        self.num_requests -= 1
+        self.sum_ranks -= rank
+        self.num_with_adapter -= rank > 0
+        left = self.ranks[rank] - 1
+        if left:
+            self.ranks[rank] = left
+        else:
+            del self.ranks[rank]
+            if rank == self.max_rank:
+                self.max_rank = max(self.ranks, default=0)
+
+    def set_waiting(self, waiting: Iterable[tuple[int, int]]) -> None:
+        """Prompt tokens and rank of each request that waits."""
+        self.num_waiting = self.pending_tokens = self.pending_token_ranks = self.pending_max_rank = 0
+        for tokens, rank in waiting:
+            self.add_waiting(tokens, rank)
+
+    def add_waiting(self, tokens: int, rank: int) -> None:
+        """One more of the requests waits."""
+        self.num_waiting += 1
+        self.pending_tokens += tokens
+        self.pending_token_ranks += tokens * rank
+        if rank > self.pending_max_rank:
+            self.pending_max_rank = rank
+
+    def has_room(self, request: Routed) -> bool:
+        """Whether a seat and pages for the prompts of the request and of those that wait are left."""
+        return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens

@@ -1,0 +1,288 @@
+"""Studies: what may be written in their files, what comes out, and that published orders of rows are reproduced."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.perf.simulate.__main__ import main
+from chorus.perf.simulate.fragmentation import Contiguous, Paged
+from chorus.perf.simulate.results import run_study
+from chorus.perf.simulate.study import StudyError, load_study, parse_study, shipped_studies
+
+TINY = """
+title = "tiny"
+source = "nobody"
+why = "it is made up"
+metrics = ["ttft_mean", "requests", "ttft_increase"]
+
+[setup]
+profile = "a10-llama2-7b-bgmv"
+replicas = 2
+router = { policy = "most_idle" }
+
+[setup.workload]
+duration = 4.0
+arrivals = { process = "poisson", rate = 10.0 }
+popularity = { kind = "uniform" }
+lengths = { kind = "alpaca" }
+adapters = { count = 5, ranks = { kind = "fixed", rank = 8 } }
+
+[quick]
+"workload.duration" = 1.0
+
+[[rows]]
+name = "two"
+
+[[rows]]
+name = "one"
+reference = "two"
+set = { replicas = 1, mix = false }
+paper = { ttft_mean = 0.5 }
+"""
+
+
+def changed(old, new):
+    assert old in TINY
+    return TINY.replace(old, new, 1)
+
+
+def outcome(name, **options):
+    results = run_study(load_study(name), **options)
+    return results, {row.name: found.metrics for row, found in results.rows}
+
+
+# -- files
+
+
+@pytest.mark.parametrize("name", shipped_studies())
+def test_shipped_studies_are_whole(name):
+    study = load_study(name)
+    assert study.name == name
+    assert len(study.why.split()) > 10, "it says why the numbers differ"
+    assert study.rows
+
+
+WRONG = {
+    "title": (changed('title = "tiny"\n', ""), "tiny.toml: title: is missing"),
+    "a metric": (changed('"ttft_mean", "requests"', '"speed"'), "'speed' is no metric; use one of requests"),
+    "a field": (changed("replicas = 2", "replica = 2"), "row 'two': replica: no such field"),
+    "a value": (changed("replicas = 2", "replicas = 0"), "row 'two': replicas: is 0"),
+    "a row's value": (changed("replicas = 1,", "replicas = -1,"), "row 'one': replicas: is -1"),
+    "a policy": (changed("most_idle", "best"), "router.policy: is 'best'"),
+    "a policy's field": (changed("most_idle", "rank_aware"), "rank_aware needs router.slo; set it"),
+    "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is no row; name one of two, one"),
+    "two names": (changed('name = "one"', 'name = "two"'), "two rows have one name"),
+    "TOML": (TINY + "[", "tiny.toml: not TOML"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_studies_are_refused(case):
+    text, message = WRONG[case]
+    with pytest.raises(StudyError) as caught:
+        parse_study(text, "tiny", "tiny.toml")
+    assert str(caught.value).startswith("tiny")
+    assert message in str(caught.value)
+
+
+RUN_WRONG = {
+    "workload": (changed("rate = 10.0", "rate = -1.0"), "arrivals.rate"),
+    "engine": (changed("replicas = 2\n", 'replicas = 2\nengine = { max_num_seqs = 0 }\n'), "engine.max_num_seqs is 0"),
+    "terms": (changed("replicas = 2\n", 'replicas = 2\nterms = { "speed.x" = 1.0 }\n'), "terms.speed.x: no such cost"),
+    "ranks": (changed(', ranks = { kind = "fixed", rank = 8 }', ""), "adapters have no rank"),
+    "warmup": (changed("replicas = 2\n", "replicas = 2\nwarmup = 99.0\n"), "warmup is 99 s and no request"),
+    "a metric": (changed('"requests"', '"slo_attainment"'), "does not have slo_attainment"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", RUN_WRONG)
+def test_what_can_only_be_seen_when_it_runs_is_refused_by_name(case):
+    text, message = RUN_WRONG[case]
+    with pytest.raises(StudyError, match="tiny: ") as caught:
+        run_study(parse_study(text, "tiny"))
+    assert message in str(caught.value)
+
+
+# -- results
+
+
+def test_results_are_the_same_every_time_and_follow_seed_and_scale():
+    study = parse_study(TINY, "tiny")
+    first, again = (json.dumps(run_study(study).to_json()) for _ in range(2))
+    assert first == again
+    found = json.loads(first)
+    assert found["study"] == "tiny"
+    assert [row["row"] for row in found["rows"]] == ["two", "one"]
+    assert found["rows"][0]["ttft_increase"] == 0
+    assert found["rows"][1]["ttft_increase"] > 0
+    other = run_study(study, seed=1).to_json()
+    assert other["rows"] != found["rows"]
+    twice, quick = (run_study(study, **options).to_json() for options in ({"scale": 2.0}, {"quick": True}))
+    assert quick["rows"][0]["requests"] < found["rows"][0]["requests"] < twice["rows"][0]["requests"]
+
+
+def test_a_published_order_that_is_not_reproduced_is_told():
+    text = changed('[[rows]]\nname = "two"', '[[rows]]\nname = "two"\npaper = { ttft_mean = 0.9 }')
+    (order,) = run_study(parse_study(text, "tiny")).orders
+    assert (order.holds, order.rows, order.wrong) == (False, ["one", "two"], [("one", "two")])
+
+
+def test_adapters_are_ordered_and_read_ahead_as_published():
+    results, rows = outcome("adapter-scheduling", quick=True)
+    fifo, resident, prefetch, limit = rows.values()
+    for better in (resident, prefetch, limit):
+        assert fifo["ttft_mean"] > 1.02 * better["ttft_mean"]
+    assert fifo["ttft_p99"] > 1.02 * prefetch["ttft_p99"]
+    assert resident["cold_starts_per_second"] > 1.2 * prefetch["cold_starts_per_second"]
+    assert len(results.orders) == 4
+
+
+def test_pages_end_fragmentation():
+    results, rows = outcome("fragmentation", quick=True)
+    contiguous, pages = rows["contiguous"], rows["pages of 2 MiB"]
+    assert all(order.holds for order in results.orders)
+    assert contiguous["allocation_failures"] > 100 > pages["allocation_failures"] == 0
+    assert 0 < pages["internal_fragmentation"] < 0.01
+    assert contiguous["most_adapters"] + 1 < pages["most_adapters"]
+
+
+def test_cold_starts_take_a_larger_share_at_higher_rates():
+    results, rows = outcome("cold-start-share", scale=0.15)
+    shares = [rows[f"{rate} requests/s, on demand"]["cold_share"] for rate in (3, 6, 9)]
+    assert shares[1] > 1.2 * shares[0]
+    assert shares[2] > 1.1 * shares[1]
+    assert all(order.holds for order in results.orders)
+    assert rows["9 requests/s, cached"]["cold_share"] == 0
+    assert rows["9 requests/s, streamed and kept"]["cold_share"] < 0.3 * shares[0]
+
+
+def test_loading_on_demand_costs_more_for_larger_ranks_and_at_higher_rates():
+    _, rows = outcome("cold-start", scale=0.15)
+    worst = rows["9/s, rank 64, on demand"]
+    for name in ("9/s, rank 32, on demand", "6/s, rank 64, on demand", "9/s, rank 64, streamed"):
+        for metric in ("ttft_increase", "time_per_token_increase", "e2e_increase"):
+            assert worst[metric] > 1.3 * rows[name][metric] > 0
+
+
+def test_rank_aware_routing_keeps_more_requests_within_the_slo():
+    _, rows = outcome("rank-aware-routing", quick=True)
+    for kernel in ("MBGMV", "BGMV"):
+        aware, idle, chance, packed = (
+            rows[f"{kernel}, {name}"] for name in ("rank-aware", "most idle", "random", "first fit")
+        )
+        for other in (idle, chance, packed):
+            assert aware["time_per_token_mean"] < 0.95 * other["time_per_token_mean"]
+            assert aware["slo_attainment"] > other["slo_attainment"] + 0.05
+        assert packed["time_per_token_mean"] > 1.05 * chance["time_per_token_mean"]
+
+
+def test_consolidation_frees_replicas():
+    results, rows = outcome("consolidation", quick=True, scale=0.5)
+    assert rows["consolidate"]["replicas_in_use"] < 0.5 * rows["most idle"]["replicas_in_use"]
+    assert rows["consolidate"]["busy_batch"] > 2 * rows["random"]["busy_batch"]
+    assert [order.holds for order in results.orders if order.metric != "replicas_released"] == [True] * 4
+
+
+# -- fragmentation
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 40)), max_size=60))
+def test_allocators_lose_nothing_and_never_give_twice(moves):
+    for allocator, unit in ((Contiguous(100), 1), (Paged(100, 10), 10)):
+        held = []
+        for takes, number in moves:
+            if takes:
+                free, room = allocator.free, allocator.take(number)
+                if room is not None:
+                    held.append((room, number))
+                    assert free - allocator.free == number + allocator.waste(room, number)
+                elif unit > 1:
+                    assert free < number
+            elif held:
+                allocator.give_back(held.pop(number % len(held))[0])
+            if unit == 1:
+                spans = sorted(room for room, _ in held)
+                assert all(end <= start for (_, end), (start, _) in itertools.pairwise(spans))
+            else:
+                pages = [page for room, _ in held for page in room]
+                assert len(pages) == len(set(pages))
+            assert allocator.free == 100 - sum(size + allocator.waste(room, size) for room, size in held)
+        for room, _ in held:
+            allocator.give_back(room)
+        assert allocator.free == 100
+        assert allocator.take(100) is not None
+
+
+def test_holes_are_told_apart_from_room():
+    pool = Contiguous(100)
+    rooms = [pool.take(20) for _ in range(5)]
+    pool.give_back(rooms[0])
+    pool.give_back(rooms[2])
+    assert (pool.free, pool.take(30), pool.unusable(40), pool.unusable(20)) == (40, None, 40, 0)
+    assert pool.num_more([rooms[1]], 20) == 1 + 3
+    assert Paged(100, 10).num_more([[1, 2]], 25) == 2
+
+
+# -- the command
+
+
+def test_the_list_names_every_study(capsys):
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in shipped_studies())
+
+
+def test_one_line_of_json_per_study(capsys, tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY)
+    assert main([str(path), "fragmentation", "--quick", "--json", "--check", "--time", "--out", str(tmp_path)]) == 0
+    printed = capsys.readouterr()
+    assert [json.loads(line)["study"] for line in printed.out.splitlines()] == ["mine", "fragmentation"]
+    assert "MiB at most" in printed.err
+    assert json.loads((tmp_path / "mine.json").read_text()) == json.loads(printed.out.splitlines()[0])
+
+
+def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY.replace("duration = 4.0", "duration = 30.0"))
+    assert main([str(path), "--plots", str(tmp_path / "out")]) == 0
+    printed = capsys.readouterr().out
+    assert "(500)" in printed
+    assert "Why they differ: it is made up" in printed
+    assert {each.name for each in (tmp_path / "out").iterdir()} == {"mine-bars.png", "mine-cdf.png", "mine-load.png"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "name a study"),
+        (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; those are adapter-scheduling"),
+        (["fragmentation", "--scale", "0"], "--scale is 0"),
+        (["fragmentation", "--seed", "-1"], "--seed is -1"),
+    ],
+)
+def test_wrong_usage_is_told(arguments, message, capsys):
+    assert main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_failed_order_fails_the_check(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    path.write_text(TINY.replace('name = "two"', 'name = "two"\npaper = { ttft_mean = 0.9 }'))
+    assert (main([str(path), "--quick"]), main([str(path), "--quick", "--check"])) == (0, 1)
+    assert "order fails" in capsys.readouterr().out
+
+
+def test_no_tensor_library_is_needed():
+    code = "import sys; sys.modules['torch'] = None; from chorus.perf.simulate.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-c", code, "fragmentation", "--quick", "--json", "--scale", "0.1"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

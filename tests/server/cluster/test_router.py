@@ -1,0 +1,216 @@
+"""Router policies: pure functions of a request and the replicas' states."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.profile import load_profile
+from chorus.server.cluster.router import (
+    Consolidate,
+    FirstFit,
+    MostIdle,
+    PendingTime,
+    Random,
+    RankAware,
+    ReplicaState,
+)
+
+SEATS = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    adapter: str | None = "a"
+    prompt_tokens: int = 20
+    rank: int | None = 64
+
+
+def costs(kernel=Kernel.BGMV, *, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9):
+    return CostModel(
+        kernel,
+        num_layers=32,
+        prefill=PrefillCost(floor=floor, per_token=per_token),
+        decode=DecodeCost(base=0.03, per_rank=per_rank),
+        disk=TransferCost(),
+        link=TransferCost(per_byte=per_byte),
+    )
+
+
+ranks = st.sampled_from([0, 8, 16, 64])
+states = st.builds(
+    ReplicaState.of,
+    st.just(SEATS),
+    st.lists(ranks, max_size=10),
+    st.lists(st.tuples(st.integers(1, 500), ranks), max_size=4),
+    st.sampled_from([0, 100, 10_000]),
+    st.sampled_from([frozenset(), frozenset("a")]),
+)
+clusters = st.lists(states, min_size=1, max_size=6)
+requests = st.builds(Asked, st.sampled_from([None, "a", "b"]), st.integers(1, 400), ranks)
+policies = st.sampled_from(
+    [
+        MostIdle(),
+        Random(3),
+        FirstFit(),
+        RankAware(costs(), slo=0.04, mean_output_tokens=50.0),
+        PendingTime(costs(), 50.0, lambda name: 1 << 20),
+        Consolidate(),
+    ]
+)
+
+
+def copies(replicas):
+    return [replace(state, ranks=Counter(state.ranks)) for state in replicas]
+
+
+@given(policies, requests, clusters)
+def test_every_policy_names_a_replica_or_waits_and_changes_nothing(policy, request, replicas):
+    before = copies(replicas)
+    index = policy(request, replicas)
+    assert index is None or 0 <= index < len(replicas)
+    assert replicas == before
+    if isinstance(policy, FirstFit | Consolidate):
+        fitting = [place for place, state in enumerate(replicas) if state.has_room(request)]
+        assert (index in fitting) if fitting else (index is None)
+
+
+@given(st.lists(st.tuples(st.booleans(), ranks), max_size=40))
+def test_a_state_keeps_count(moves):
+    state, here = ReplicaState(SEATS), []
+    for comes, rank in moves:
+        if comes:
+            here.append(rank)
+            state.add(rank)
+        elif here:
+            state.remove(here.pop(len(here) // 2))
+        assert state.num_requests == len(here)
+        assert state.sum_ranks == sum(here)
+        assert state.max_rank == max(here, default=0)
+        assert state.num_with_adapter == sum(rank > 0 for rank in here)
+    assert state.ranks == Counter(here)
+
+
+def test_what_waits_is_summed_up():
+    state = ReplicaState.of(SEATS, [8, 8], [(10, 64), (30, 0)])
+    assert (state.num_requests, state.num_waiting, state.pending_tokens) == (4, 2, 40)
+    assert (state.pending_token_ranks, state.pending_max_rank, state.max_rank) == (640, 64, 64)
+
+
+def test_most_idle_takes_the_fewest_requests():
+    replicas = [ReplicaState.of(SEATS, [8] * count) for count in (3, 1, 1, 2)]
+    assert MostIdle()(Asked(), replicas) == 1
+
+
+def test_random_is_seeded_and_reaches_all():
+    replicas = [ReplicaState(SEATS)] * 5
+    first, second = Random(7), Random(7)
+    chosen = [first(Asked(), replicas) for _ in range(200)]
+    assert chosen == [second(Asked(), replicas) for _ in range(200)]
+    assert set(chosen) == set(range(5))
+
+
+def test_first_fit_goes_on_when_seats_or_pages_are_short():
+    full, small = ReplicaState.of(SEATS, [8] * SEATS), ReplicaState.of(SEATS, [], free_tokens=19)
+    free = ReplicaState.of(SEATS, [8])
+    assert FirstFit()(Asked(), [full, small, free]) == 2
+    assert FirstFit()(Asked(), [full, small]) is None
+
+
+@pytest.mark.parametrize(("kernel", "expected"), [("bgmv", 1), ("mbgmv", 0)])
+def test_rank_aware_chooses_as_in_caraserves_example(kernel, expected):
+    """Fig. 5: 24 requests of rank 32 or 16 of rank 64, SLO 36 ms; who takes another one of rank 64?"""
+    model = load_profile(f"a10-llama2-7b-{kernel}").costs()
+    replicas = [ReplicaState.of(64, [32] * 24), ReplicaState.of(64, [64] * 16)]
+    assert RankAware(model, slo=0.036, mean_output_tokens=58.0)(Asked(rank=64), replicas) == expected
+
+
+def test_rank_aware_scores_by_hand():
+    """Algorithm 1 without violations: (Δprefill / mean + Δdecode) · requests."""
+    policy = RankAware(costs(per_rank=1e-5, per_token=1e-4), slo=1.0, mean_output_tokens=10.0)
+    # padded: 3 of rank 8 become 4 of rank 64: 1e-5 · (256 − 24) = 2.32e-3; + 20 tokens / 10: 2e-4; · 3 = 7.56e-3
+    small = ReplicaState.of(SEATS, [8, 8, 8])
+    # 5 of rank 64 become 6: 6.4e-4; + 2e-4; · 5 = 4.2e-3
+    large = ReplicaState.of(SEATS, [64] * 5)
+    assert policy(Asked(rank=64), [small, large]) == 1
+    # rank 8: 3 become 4: 8e-5 + 2e-4 = 2.8e-4, · 3 = 8.4e-4; among rank 64 it is padded as before
+    assert policy(Asked(rank=8), [large, small]) == 1
+
+
+def test_rank_aware_leaves_a_replica_that_would_miss_the_slo():
+    policy = RankAware(costs(Kernel.SGMV), slo=0.0310, mean_output_tokens=10.0)
+    tight, long = ReplicaState.of(SEATS, [48]), ReplicaState.of(SEATS, [8] * 4)
+    assert policy(Asked(rank=64), [tight, long]) == 1  # 0.03 + 1e-5 · 112 is above, 0.03 + 1e-5 · 96 is not
+    assert RankAware(costs(Kernel.SGMV), 1.0, 10.0)(Asked(rank=64), [tight, long]) == 0
+
+
+def test_rank_aware_goes_where_there_is_room_first():
+    full, busy = ReplicaState.of(2, [8, 8]), ReplicaState.of(SEATS, [64] * 7)
+    policy = RankAware(costs(), 1.0, 10.0)
+    assert policy(Asked(rank=8), [full, busy]) == 1
+    assert policy(Asked(rank=8), [full, full]) == 0
+
+
+@given(requests, clusters)
+def test_rank_aware_is_algorithm_1_written_down(request, replicas):
+    model, slo, mean = costs(floor=1e-3), 0.035, 20.0
+
+    def decode(members):
+        users = [rank for rank in members if rank]
+        if not members:
+            return 0.0
+        return model.decode.seconds(len(members), 0, len(users) * max(users, default=0), sum(users))
+
+    def prefill(tokens):
+        return model.prefill.seconds(tokens, 1, 0.0)
+
+    def total(state):
+        exists = list(state.ranks.elements())
+        before = prefill(state.pending_tokens) if state.num_waiting else 0.0
+        score = (prefill(state.pending_tokens + request.prompt_tokens) - before) / mean
+        after = decode([*exists, request.rank])
+        score += after - decode(exists)
+        return (score + (1.0 if after > slo else 0.0)) * len(exists)
+
+    candidates = [i for i, state in enumerate(replicas) if state.has_room(request)] or range(len(replicas))
+    chosen = RankAware(model, slo, mean)(request, replicas)
+    assert chosen in candidates
+    if replicas[chosen].num_waiting == 0 or any(replicas[chosen].ranks):
+        assert total(replicas[chosen]) <= min(total(replicas[i]) for i in candidates) + 1e-9
+
+
+def test_pending_time_weighs_loading_against_queueing():
+    policy = PendingTime(costs(per_byte=1e-9), 50.0, lambda name: 100_000_000)  # 0.1 s to load
+    cold, queue = ReplicaState.of(SEATS), ReplicaState.of(SEATS, [8], [(500, 8)], resident={"a"})  # 0.05 s to prefill
+    assert policy(Asked("a"), [cold, queue]) == 1
+    assert policy(Asked("b"), [cold, queue]) == 0
+    longer = ReplicaState.of(SEATS, [8], [(1500, 8)], resident={"a"})
+    assert policy(Asked("a"), [cold, longer]) == 0
+
+
+def test_pending_time_counts_the_seats_that_are_missing():
+    policy = PendingTime(costs(), 50.0)
+    full, busy = ReplicaState.of(4, [8] * 4), ReplicaState.of(SEATS, [8] * 7)
+    assert policy(Asked(None, rank=0), [full, busy]) == 1
+
+
+def test_consolidate_fills_the_fullest_and_the_last_among_equals():
+    policy = Consolidate()
+    replicas = [ReplicaState.of(SEATS, [16] * count) for count in (0, 5, 5, SEATS, 2)]
+    assert policy(Asked(), replicas) == 2
+    assert policy(Asked(), [ReplicaState.of(SEATS, [16] * SEATS)] * 2) is None
+    assert policy(Asked(), [ReplicaState(SEATS)] * 3) == 2
+
+
+def test_consolidate_tells_when_the_cluster_is_too_small_or_too_large():
+    policy = Consolidate(light=0.5)
+    busy, light, idle = (ReplicaState.of(SEATS, [16] * count) for count in (6, 2, 0))
+    assert policy.wants_more([busy, busy])
+    assert not policy.wants_more([busy, light])
+    assert policy.releasable([busy, light, idle, idle]) == [2, 3]
+    assert policy.releasable([busy, idle, busy, idle]) == [3]
