@@ -131,13 +131,18 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
 
 
 def warm_up(engine: Engine) -> None:
-    """Steps of every batch size, so that nothing is captured or allocated for the first time in the trace."""
+    """Prefills and decode steps of every batch size, so that the trace captures and touches nothing for the first time.
+
+    No adapter is loaded by it.
+    """
     for count in range(1, engine.config.max_num_seqs + 1):
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         for index in range(count):
-            engine.add_request(Request(f"warm-{count}-{index}", [_FIRST_TOKEN_ID] * 4, params))
+            prompt = [_FIRST_TOKEN_ID + count, _FIRST_TOKEN_ID + index] * (PROMPT_TOKENS[1] // 2)
+            engine.add_request(Request(f"warm-{count}-{index}", prompt, params))
         while engine.has_work():
             engine.step()
+    engine.reclaim_idle()
 
 
 def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
