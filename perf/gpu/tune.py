@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(device: str, model: str, out: Path, max_ranks: list[int] | None, seed: int) -> dict[str, Any]:
-    """A table's contents. RuntimeError where the device is not there."""
+    """A table's contents; entries that are in `out` already, of the same device and commit, are not measured again.
+
+    Raises RuntimeError where the device is not there, OtherSettings where `out` has entries of others.
+    """
     import torch
 
     from .context import Context
@@ -55,18 +59,25 @@ def measure(device: str, model: str, out: Path, max_ranks: list[int] | None, see
     if device == "cuda" and not torch.cuda.is_available():
         raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
     timer = CudaTimer(0.1) if device == "cuda" else WallTimer(1)
-    settings = {"run": "tune", "device": device, "model": model, "seed": seed}
-    context = Context(device, SIZES[model], False, timer, ResultStore(out, settings), out / "work", seed)
-    chosen, entries = buckets(context, max_ranks or ()), []
-    bench = Bench(context, chosen)
-    for bucket in chosen:
+    environment = describe(device)
+    settings = {"run": "tune", "device": environment["device"]["name"], "model": model, "seed": seed}
+    settings["commit"] = environment["commit"]
+    store = ResultStore(out, settings)
+    context = Context(device, SIZES[model], False, timer, store, out / "work", seed)
+    chosen = {bucket.name: bucket for bucket in buckets(context, max_ranks or ())}
+    store.check(chosen)
+    missing = {name: bucket for name, bucket in chosen.items() if not store.is_done(name)}
+    bench = Bench(context, list(missing.values())) if missing else None
+    for name, bucket in missing.items():
+        began = time.perf_counter()
         found = search(bucket, bench)
         context.say(f"{bucket}: {found.us:.1f} µs, by the rules {found.rule_us:.1f} µs; {found.schedule}")
         for line in found.unfit:
             context.say(f"  left out {line}")
-        entries.append(found.entry())
+        store.write_done(name, time.perf_counter() - began, environment, found.entry())
+    entries = [store.values(name) for name in chosen]
     return {
-        "format": FORMAT, **describe(device), "model": model, "method": context.timer.method,
+        "format": FORMAT, **environment, "model": model, "method": context.timer.method,
         **({"note": SMOKE} if device == "cpu" else {}), "entries": entries,
     }  # fmt: skip
 

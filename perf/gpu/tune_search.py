@@ -49,6 +49,10 @@ class Bucket:
     max_rank: int
     itemsize: int
 
+    @property
+    def name(self) -> str:
+        return f"{self.kind}-{self.tokens}-{self.max_rank}-{self.itemsize}"
+
     def rule(self) -> Schedule:
         if self.kind == "decode":
             return decode(self.tokens, self.max_rank)

@@ -14,8 +14,9 @@ import pytest
 from chorus.ops.schedule_check import check_schedule
 from chorus.ops.schedule_table import ScheduleTable, ScheduleTableError
 from chorus.ops.sgmv_schedule import RANK_CLASSES
-from chorus.perf.gpu import tune
+from chorus.perf.gpu import tune, tune_search
 from chorus.perf.gpu.environment import describe_host
+from chorus.perf.gpu.store import OtherSettings
 from chorus.perf.gpu.tune_bench import step
 from chorus.perf.gpu.tune_search import OPTIONS, Bucket, Unfit, candidates, search
 
@@ -114,7 +115,7 @@ def test_a_table_is_written_where_serving_finds_it(tmp_path, monkeypatch, capsys
     assert json.loads(capsys.readouterr().out) == {"entries": 1, "changed": 1, "largest_gain": pytest.approx(0.2)}
 
 
-def test_smoke_run(tmp_path):
+def test_smoke_run(tmp_path, monkeypatch):
     """The command itself, kernels interpreted; what it writes is no table."""
     pytest.importorskip("triton")
     program = (
@@ -136,5 +137,12 @@ def test_smoke_run(tmp_path):
     values = json.loads((tmp_path / "cpu.json").read_text("utf-8"))
     assert values["note"] == tune.SMOKE
     assert all(entry["us"] > 0 for entry in values["entries"])
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # the command sets it; this sets it back
+    monkeypatch.setattr(tune_search, "search", lambda *args: pytest.fail("all entries are there"))
+    assert tune.main(["--device", "cpu", "--out", str(tmp_path)]) == 0
+    assert json.loads((tmp_path / "cpu.json").read_text("utf-8"))["entries"] == values["entries"]
+    monkeypatch.setattr(tune, "describe", lambda device: describe_host(device) | {"commit": {"hash": "another"}})
+    with pytest.raises(OtherSettings, match="another"):
+        tune.main(["--device", "cpu", "--out", str(tmp_path)])
     with pytest.raises(ScheduleTableError, match=r"device\.type is 'cpu'"):
         ScheduleTable.load(tmp_path / "cpu.json")
