@@ -17,7 +17,7 @@ from ..request import Request
 from ..sampling_params import SamplingParams
 from ..types import StepPlan, StepResult
 from .fit import Fit, fit
-from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer
+from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer, typical
 from .models import Kernel
 from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
 
@@ -97,7 +97,7 @@ def _measure(
     prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
     model = ModelConfig.read(config.model)
     device = device_name(config.device)
-    how = f"measured on this machine, the median of {rounds} rounds"
+    how = f"measured on this machine, the mean of {rounds} rounds"
     profile = Profile(
         name=f"{config.model.resolve().name}-measured",
         device=device,
@@ -121,7 +121,7 @@ def _measure(
         prefill=_terms(fit_prefill(prefill), how),
         disk=_terms(fit_transfer(transfers.num_bytes, transfers.read), how),
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
-        overhead=_terms(_measure_overhead(config, executor), "measured on this machine, the median of engine steps"),
+        overhead=_terms(_measure_overhead(config, executor), "measured on this machine, the mean of engine steps"),
     )
     return Measured(profile, _noise(decode, prefill), transfers.uncached)
 
@@ -144,7 +144,7 @@ def _measure_overhead(config: EngineConfig, executor: Executor) -> Fit:
             engine.step()
             took.append(time.perf_counter() - began - (timed.seconds - before))
         values.append((1.0, rows))
-        seconds.append(median(took))
+        seconds.append(typical(took))
     if len(values) <= 2:
         return Fit({"base": median(seconds), "per_row": 0.0}, 0.0, 0.0, len(values))
     return fit(("base", "per_row"), values, seconds)

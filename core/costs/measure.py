@@ -1,7 +1,7 @@
 """Measuring a cost model: made-up steps on a real executor, timed and fitted.
 
-Every step is run once per round and the median over rounds counts: what a step takes as a rule, which a burst of other
-work hardly changes. How far the medians are above the least times is reported as noise.
+Every step is run once per round and the mean over rounds counts, since means are what is predicted; a round that took far
+longer than the median counts as a little longer only. How far medians are above the least times is reported as noise.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 
 from ...graphs.buckets import DecodeBuckets
 from ...memory.adapter import Adapter
@@ -29,6 +30,7 @@ from .work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
 _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
 _BASE_SHARE = 0.15  # of rows, how many use no adapter
+_SPIKE = 1.5
 
 
 class MeasureError(ValueError):
@@ -37,7 +39,7 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Bytes and median seconds of each adapter's way. uncached: the files were read from the disk itself."""
+    """Bytes and typical seconds of each adapter's way. uncached: the files were read from the disk itself."""
 
     num_bytes: list[int]
     read: list[float]
@@ -47,7 +49,7 @@ class Transfers:
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """Steps with the median seconds of each. noise: the median over steps of median / least - 1."""
+    """Steps with the typical seconds of each. noise: the median over steps of median / least - 1."""
 
     work: list[StepWork]
     seconds: list[float]
@@ -81,11 +83,15 @@ class StepProfiler:
     # -- adapters
 
     def measure_transfers(self, rounds: int) -> Transfers:
-        """Read every adapter and place it, `rounds` times; they stay in the arena."""
+        """Read every adapter beside decode steps, as a server does, and place it, `rounds` times.
+
+        They stay in the arena.
+        """
         backend = self._executor.adapters
         page_bytes = self._executor.layout.page_bytes
         reads, places = [], []
         uncached = True
+        beside = self._plan([(1, [BASE_SLOT] * min(4, self._max_num_seqs))], min(4, self._max_num_seqs))
         for adapter in self._adapters:
             adapter.pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
             read, place = [], []
@@ -93,18 +99,30 @@ class StepProfiler:
             for _ in range(rounds):
                 uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
                 images.append(image := HostImage())
+                read.append(self._read(adapter, image, beside))
                 began = time.perf_counter()
-                backend.read(adapter.manifest, adapter.layout, image)
-                ended = time.perf_counter()
                 transfer = backend.place(image, adapter.layout, adapter.pages)
                 while transfer is not None and not transfer.is_done():
                     time.sleep(0)
-                place.append(time.perf_counter() - ended)
-                read.append(ended - began)
-            reads.append(median(read))
-            places.append(median(place))
+                place.append(time.perf_counter() - began)
+            reads.append(typical(read))
+            places.append(typical(place))
         sizes = [adapter.num_pages * page_bytes for adapter in self._adapters]
         return Transfers(sizes, reads, places, uncached)
+
+    def _read(self, adapter: Adapter, image: HostImage, beside: StepPlan) -> float:
+        """Seconds to read an adapter on a thread while this one runs steps."""
+
+        def read() -> float:
+            began = time.perf_counter()
+            self._executor.adapters.read(adapter.manifest, adapter.layout, image)
+            return time.perf_counter() - began
+
+        with ThreadPoolExecutor(1) as thread:
+            reading = thread.submit(read)
+            while not reading.done():
+                self._executor.execute(beside)
+            return reading.result()
 
     def _adapter(self, path: Path, version: int) -> Adapter:
         backend = self._executor.adapters
@@ -136,7 +154,7 @@ class StepProfiler:
     def measure(
         self, plans: Sequence[StepPlan], kernel: Kernel, rounds: int, progress: Callable[[], None] = lambda: None
     ) -> Samples:
-        """Median seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
+        """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
         every: list[list[float]] = [[] for _ in plans]
         for _ in range(rounds):
             for index, plan in enumerate(plans):
@@ -145,7 +163,7 @@ class StepProfiler:
                 every[index].append(time.perf_counter() - began)
                 progress()
         noise = median(median(times) / min(times) - 1 for times in every)
-        return Samples([StepWork.of(plan, kernel) for plan in plans], [median(times) for times in every], noise)
+        return Samples([StepWork.of(plan, kernel) for plan in plans], [typical(times) for times in every], noise)
 
     def _slots(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
@@ -189,6 +207,12 @@ class StepProfiler:
             if needed > len(free):
                 raise MeasureError("a step of max_num_batched_tokens does not fit the arena; raise memory_bytes")
             yield [free.pop() for _ in range(needed)], start
+
+
+def typical(times: Sequence[float]) -> float:
+    """The mean, with what is above _SPIKE times the median taken as that."""
+    most = _SPIKE * median(times)
+    return mean(min(seconds, most) for seconds in times)
 
 
 def fit_decode(samples: Samples) -> Fit:

@@ -42,7 +42,7 @@ class Whole(_Strict):
 
 
 class FitReport(_Strict):
-    """How well a fitted model explains the steps it was fitted to. samples: steps, each the median of its repeats."""
+    """How well a fitted model explains the steps it was fitted to. samples: steps, each the mean of its repeats."""
 
     r2: float = Field(le=1)
     mean_error: float = Field(ge=0)

@@ -10,7 +10,15 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.costs.fit import fit
 from chorus.core.costs.machine import TimedExecutor, device_name, measure_machine
-from chorus.core.costs.measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer
+from chorus.core.costs.measure import (
+    MeasureError,
+    Samples,
+    StepProfiler,
+    fit_decode,
+    fit_prefill,
+    fit_transfer,
+    typical,
+)
 from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
 from chorus.core.costs.profile import load_profile
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork
@@ -173,3 +181,8 @@ def test_what_cannot_be_measured(gqa, executor, tmp_path):
 
 def test_the_device_has_a_name():
     assert len(device_name("cpu")) > 2
+
+
+def test_a_spike_hardly_counts():
+    assert typical([1.0, 2.0, 3.0]) == pytest.approx(2.0)
+    assert typical([1.0, 1.0, 1.0, 1000.0]) == pytest.approx(4.5 / 4)
