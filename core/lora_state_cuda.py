@@ -11,7 +11,7 @@ from ..memory.adapter import Adapter
 from ..memory.adapter_backend import Transfer
 from ..memory.adapter_layout import AdapterLayout, AdapterPart
 from ..memory.layout import MODULES, PageLayout
-from ..ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class
+from ..ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
 from ..ops.sgmv_tables import Copy, SgmvTables
 from .lora_state import LoraState, lora_groups
 from .model_config import ModelConfig
@@ -41,14 +41,18 @@ class CudaLoraState(LoraState):
         max_tokens: int,
         max_stall: float,
         make_copy: Callable[[int], Copy],
+        schedules: RuleSchedules | None = None,
     ) -> None:
-        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables."""
+        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables. schedules: rules by default."""
         super().__init__(config, arena, max_stall)
         self.max_rank = max_rank
         self._num_layers = config.num_layers
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._itemsize = layout.itemsize
+        self.schedules = schedules or RuleSchedules()
+        possible = self._possible()
+        least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
         self._widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
         whole = AdapterPart(max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
         widest = AdapterLayout.build(
@@ -59,8 +63,8 @@ class CudaLoraState(LoraState):
             layers=config.num_layers,
             max_pages=widest.num_pages,
             max_rank=max_rank,
-            max_tiles=MAX_PARTS * (max_tokens // prefill(1, max_rank).tile_tokens + 2 * max_rows),
-            scratch=max(self._scratch(tokens, schedule) for tokens, schedule in self._schedules()),
+            max_tiles=MAX_PARTS * (max_tokens // least_tile + 2 * max_rows),
+            scratch=max(self._scratch(tokens, schedule) for tokens, schedule in possible),
             device=arena.device,
             make_copy=make_copy,
         )
@@ -71,7 +75,7 @@ class CudaLoraState(LoraState):
 
     def bucket(self, size: int) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
-        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8))
+        return LoraLaunches(self, self.schedules.decode(size, self.max_rank, self._itemsize), size + min(size, 8))
 
     def begin_bucket(self, adapters: Sequence[Adapter], slots: Sequence[int], captured: LoraLaunches) -> LoraLaunches:
         """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
@@ -90,16 +94,16 @@ class CudaLoraState(LoraState):
         segments, tokens = self.segments, sum(lengths)
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
-            schedule = decode(tokens, self.max_rank)
+            schedule = self.schedules.decode(tokens, self.max_rank, self._itemsize)
         else:
             rank = max(rows.rank for rows in segments.rows)
-            schedule = prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
+            schedule = self.schedules.prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
         return LoraLaunches(self, schedule, self.tables.plan(segments, schedule.tile_tokens), self.wait)
 
     def warm_up(self) -> None:
         """Launch every kernel once with nothing to do, so that no request waits for a compiler."""
         device, dtype = self._arena.device, self._arena.dtype
-        for _, schedule in self._schedules():
+        for _, schedule in self._possible():
             launches = LoraLaunches(self, schedule, 1)
             calls = (launches.qkv, launches.o, launches.gate_up, launches.down)
             for (d_in, group), launch in zip(self._widths, calls, strict=True):
@@ -115,16 +119,15 @@ class CudaLoraState(LoraState):
 
         sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles)
 
-    def _schedules(self) -> list[tuple[int, Schedule]]:
+    def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
+        schedules, itemsize = self.schedules, self._itemsize
+        ranks = {rank_class(limit, self.max_rank) for limit in (*RANK_CLASSES, self.max_rank)}
         found: dict[Schedule, int] = {}
-        for tokens in (8, 64, self._max_rows):
-            if tokens <= self._max_rows:
-                found[decode(tokens, self.max_rank)] = tokens
-        for limit in RANK_CLASSES:
-            for tokens in (256, 1024, self._max_tokens):
-                schedule = prefill(min(tokens, self._max_tokens), rank_class(limit, self.max_rank), self._itemsize)
-                found[schedule] = max(found.get(schedule, 0), min(tokens, self._max_tokens))
+        for tokens in schedules.token_limits("decode", self._max_rows):  # rising, so the last is the most
+            found[schedules.decode(tokens, self.max_rank, itemsize)] = tokens
+        for tokens in schedules.token_limits("prefill", self._max_tokens):
+            found |= {schedules.prefill(tokens, rank, itemsize): tokens for rank in ranks}
         return [(tokens, schedule) for schedule, tokens in found.items()]
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:

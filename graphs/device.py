@@ -33,6 +33,9 @@ class Device(Protocol):
 
     torch_device: torch.device
 
+    #: As the driver says; None when it is no GPU.
+    name: str | None
+
     def scope(self) -> AbstractContextManager[Any]:
         """Inside, work goes to this device's stream, on whatever thread."""
 
@@ -72,6 +75,7 @@ class HostDevice:
 
     def __init__(self, memory_bytes: int = 1 << 30) -> None:
         self.torch_device = torch.device("cpu")
+        self.name: str | None = None
         self._memory_bytes = memory_bytes
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -121,6 +125,7 @@ class CudaDevice:
         if index >= (count := torch.cuda.device_count()):
             raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
         self.torch_device = torch.device("cuda", index)
+        self.name: str | None = torch.cuda.get_device_name(index)
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()

@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["decode", "prefill"]
+
+#: Numbers of tokens at which a range of one schedule ends by the rules below.
+RULE_LIMITS: dict[Kind, tuple[int, ...]] = {"decode": (8, 64), "prefill": (256, 1024)}
 
 #: Largest ranks for which prefill has schedules of its own; above the last there is that of the tables' largest rank.
 RANK_CLASSES = (16, 64, 256)
@@ -92,6 +98,27 @@ def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
         warps=4,
         stages=3,
     )
+
+
+class RuleSchedules:
+    """The rules above, which hold on every device. name: what logs call them."""
+
+    name = "rules"
+
+    def decode(self, tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
+        """See `decode`; whatever the elements' size."""
+        return decode(tokens, max_rank)
+
+    def prefill(self, tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
+        """See `prefill`."""
+        return prefill(tokens, max_rank, itemsize)
+
+    def token_limits(self, kind: Kind, most: int) -> list[int]:
+        """Rising numbers of tokens up to `most`: between one and the next, there is one schedule per rank and size."""
+        return sorted({limit for limit in self._limits(kind) if limit < most} | {most})
+
+    def _limits(self, kind: Kind) -> set[int]:
+        return set(RULE_LIMITS[kind])
 
 
 def shrink_constants(

@@ -9,13 +9,11 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, Protocol
 
+from ..ops.schedule_check import SHARED_LIMIT
 from ..ops.sgmv import AdapterRows, Segments
 from ..ops.sgmv_cost import Cost, expand_cost, shrink_cost
 from ..ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ..ops.sgmv_tables import NUM_MODULES
-
-#: Most shared memory of a program: two fit beside each other even on sm_80, which has 164 KiB.
-SHARED_LIMIT = 80 * 1024
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS: Mapping[str, tuple[int, Sequence[tuple[int, int, int]]]] = {

@@ -1,7 +1,8 @@
 """Measuring a cost model: made-up steps on a real executor, timed and fitted.
 
 Every step is run once per round and the mean over rounds counts, since means are what is predicted; a round that took
-far longer than the median counts as a little longer only. How far medians are above the least is reported as noise.
+far longer than the median counts as a little longer only. How far medians are above the least times is reported as
+noise.
 """
 
 from __future__ import annotations

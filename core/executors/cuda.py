@@ -12,6 +12,7 @@ from ...graphs.runner import CapturedStep
 from ...memory.arena import Arena
 from ...memory.layout import PageLayout
 from ...ops.attention_backend import choose_attention
+from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
 from ..model import DecoderModel
 from ..model_config import ModelConfig
@@ -107,7 +108,9 @@ class CudaExecutor:
             max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
         )
         logger.info("attention by %s: %s", attention.name, attention.reason)
-        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len)
+        schedules = schedules_for(device.name)
+        logger.info("SGMV schedules of %s: %s", device.name or "the CPU", schedules.name)
+        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len, schedules)
 
     def _measure(self, free_at_first: int) -> int:
         """How many pages the arena gets, by what the largest step and the graphs leave.

@@ -19,6 +19,7 @@ from ...memory.arena import Arena
 from ...memory.pages import PagePool
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import sample
+from ...ops.sgmv_schedule import RuleSchedules
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..load_progress import count_progress
@@ -50,6 +51,7 @@ class CudaSteps:
         attention: AttentionBackend,
         device: Device,
         max_model_len: int,
+        schedules: RuleSchedules,
     ) -> None:
         self._config = config
         self._model = model
@@ -78,6 +80,7 @@ class CudaSteps:
             max_tokens=tokens,
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
+            schedules=schedules,
         )
         self._bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self._graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
