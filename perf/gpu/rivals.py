@@ -6,6 +6,7 @@ They hold weights as those ways want them, stacked per projection; ranks that di
 from __future__ import annotations
 
 import inspect
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any, Protocol
@@ -50,17 +51,21 @@ class _Stacked:
             for _ in range(case.layers)
         ]
 
+
+class _PerProjection(_Stacked, ABC):
+    """One projection after another."""
+
     def run(self) -> None:
         for layer in self._weights:
             for group, modules in zip(self._case.groups, layer, strict=True):
                 for (_, column, width), (a, b) in zip(group.modules, modules, strict=True):
                     self._add(group.y[:, column : column + width], group.x, a, b)
 
-    def _add(self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def _add(self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None: ...
 
 
-class GatherBmm(_Stacked):
+class GatherBmm(_PerProjection):
     """Weights gathered per token, then two batched products (Punica §7.1's Gather-BMM)."""
 
     def __init__(self, case: LoraCase) -> None:
@@ -72,7 +77,7 @@ class GatherBmm(_Stacked):
         y += torch.bmm(b[self._index], h)[:, :, 0]
 
 
-class Loop(_Stacked):
+class Loop(_PerProjection):
     """Two products per adapter, of its own rank."""
 
     def _add(self, y: torch.Tensor, x: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:

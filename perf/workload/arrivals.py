@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -96,8 +97,8 @@ class Renewal(Strict):
 
     rate: Rate = Field(description="requests per second, or a curve")
 
-    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        raise NotImplementedError
+    @abstractmethod
+    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray: ...
 
     def expected(self, duration: float) -> float:
         """Requests to expect within `duration` seconds."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
@@ -163,8 +164,8 @@ class Lengths(Strict):
 
         return take
 
-    def _take(self, seed: int) -> Callable[[int], Taken]:
-        raise NotImplementedError
+    @abstractmethod
+    def _take(self, seed: int) -> Callable[[int], Taken]: ...
 
     def _fit(self, tokens: np.ndarray, most: int | None) -> np.ndarray:
         scaled = np.rint(tokens * self.scale).astype(np.int64)
@@ -174,8 +175,8 @@ class Lengths(Strict):
 class IndependentLengths(Lengths):
     """Prompt and answer each by a law of its own."""
 
-    def laws(self) -> tuple[Tokens, Tokens]:
-        raise NotImplementedError
+    @abstractmethod
+    def laws(self) -> tuple[Tokens, Tokens]: ...
 
     def _take(self, seed: int) -> Callable[[int], Taken]:
         prompt, output = self.laws()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Annotated, Literal, NamedTuple
 
@@ -36,9 +37,9 @@ class Chosen(NamedTuple):
 class Law(Strict):
     """A law of popularity. `expected`: requests of the workload, asked for only where a law depends on it."""
 
+    @abstractmethod
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
         """count: of adapters, where the specification sets it."""
-        raise NotImplementedError
 
 
 class Distinct(Law):
@@ -76,9 +77,9 @@ class Weighted(Law):
 
     exact: bool = False
 
+    @abstractmethod
     def weights(self, count: int | None, expected: Callable[[], int]) -> np.ndarray:
         """Weight of each adapter, most popular first, float64; need not sum to 1."""
-        raise NotImplementedError
 
     def counts(self, requests: int, count: int | None) -> np.ndarray:
         """Requests of each adapter when `requests` are dealt out exactly: the weights' shares by largest remainder."""

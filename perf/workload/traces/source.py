@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -47,13 +48,13 @@ class Source(Strict):
         base = (info.context or {}).get("base")
         return Path(base) / path if base is not None else path
 
+    @abstractmethod
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         """All rows in order of arrival. seed: for formats that describe a distribution, not requests.
 
         Raises:
             TraceError: for a file that cannot be read; names file, line, field, value and mend.
         """
-        raise NotImplementedError
 
     def needs(self, field: str, wanted_by: str) -> None:
         """Refuses a use that this trace has no column for."""
