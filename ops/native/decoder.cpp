@@ -155,7 +155,7 @@ class Decoder {
             panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
                              t.columns, false, nullptr);
             for (int r = 0; r < t.rows; r++) best[t.row + r].see(y + (long)r * ldy, t.columns, t.column);
-        }, [](const LoraUnit&, const LoraUnit*) {});
+        }, [](const LoraUnit&) {});
         if (thread) return;
         for (int r = 0; r < rows; r++) {
             Best all = best_[r];
@@ -203,43 +203,25 @@ class Decoder {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
-        // The rows that a unit begins with, to be fetched in time.
-        auto first_rows = [&](const LoraUnit* u, bool of_b, const T** rows) -> const T* const* {
-            if (!u) return nullptr;
-            const Adapter& adapter = *step.segment_adapters[u->segment];
-            if (adapter.first_elem[layer] < 0) return nullptr;
-            const int module = groups_[g][u->module].module, count = std::min<int>(kAhead, of_b ? adapter.rank : u->count);
-            arena.rows(adapter, first_row(adapter, layer, of_b ? 0 : u->first, of_b ? adapter.b_offset[module] + u->first : adapter.a_offset[module]),
-                       adapter.slab_elems, count, 0, rows, nullptr, 0);
-            for (int i = count; i < kAhead; i++) rows[i] = rows[count - 1];
-            return rows;
-        };
-        auto run_shrink = [&](const LoraUnit& u, const LoraUnit* next) {
+        auto run_shrink = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
-            const T* ahead[kAhead];
             shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_.data() + u.module * plane, ldh_,
-                      scratch_[thread].spare.data(), first_rows(next, false, ahead));
+                      scratch_[thread].spare.data());
         };
-        auto run_expand = [&](const LoraUnit& u, const LoraUnit* next) {
+        auto run_expand = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            if (next)  // its outputs may have been written by another thread
-                for (int t = next->token; t < next->token + next->tokens; t++)
-                    for (int c = 0; c < next->count; c += kLanes)
-                        prefetch(y + (long)t * ldy + groups_[g][next->module].column + next->first + c);
-            const T* ahead[kAhead];
             expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_, y + target.column, ldy,
-                      scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data(),
-                      first_rows(next, true, ahead));
+                      scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
         };
         if (fused_) {
-            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i], nullptr); });
+            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i]); });
             team_.each(phase, base, [&](int i) {
                 const Tile tile = product.tile_of(i);
                 int done = tile.row;  // rows below are complete
-                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
+                expand_tile(step, g, tile, [&](const LoraUnit& u) {
                     const Adapter& adapter = *step.segment_adapters[u.segment];
                     if (u.token < done || u.count < tile.columns || adapter.first_elem[layer] < 0) return;
                     if (done < u.token) product.run(tile, done, u.token - done, nullptr);
@@ -250,8 +232,8 @@ class Decoder {
                 });
                 if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
                 done = tile.row;
-                expand_tile(step, g, tile, [&](const LoraUnit& u, const LoraUnit*) {
-                    if (u.token < done || u.count < tile.columns) return run_expand(u, nullptr);
+                expand_tile(step, g, tile, [&](const LoraUnit& u) {
+                    if (u.token < done || u.count < tile.columns) return run_expand(u);
                     if (step.segment_adapters[u.segment]->first_elem[layer] >= 0) done = u.token + u.tokens;
                 });
             });
@@ -259,7 +241,8 @@ class Decoder {
             run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
                       [&](int i, bool more) { product.run(i, accumulate && more); }, run_shrink);
         }
-        if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g], run_expand);
+        if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
+                                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
@@ -275,7 +258,7 @@ class Decoder {
                 const int first = std::max(tile.column, target.column) - target.column;
                 const int last = std::min(tile.column + tile.columns, target.column + target.width) - target.column;
                 if (first < last && step.segment_adapters[s]->b_offset[target.module] >= 0)
-                    run_expand({s, m, first, last - first, begin, end - begin}, nullptr);
+                    run_expand({s, m, first, last - first, begin, end - begin});
             }
         }
     }

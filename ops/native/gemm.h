@@ -65,20 +65,22 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
     }
 }
 
-// All `rows` rows against one panel.
+// All `rows` rows against one panel, in tiles of about equal height: a tile of few rows takes as long as one of some more.
 template <class T>
 inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
                           bool accumulate, const float* bias, const Extra<T>* extra = nullptr) {
     Extra<T> here{};
     if (extra) here = *extra, extra = &here;
-    for (; rows >= kRows; rows -= kRows, x += kRows * ldx, y += kRows * ldy, here.x += kRows * here.ldx)
-        tile<T, kRows>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra);
-    switch (rows) {
+    for (int tiles = (rows + kRows - 1) / kRows; tiles > 0; tiles--) {
+        const int height = (rows + tiles - 1) / tiles;
+        switch (height) {
 #define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
-        CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
-        CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11)
+            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+            CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
 #undef CHORUS_TILE
-        default: break;
+            default: break;
+        }
+        rows -= height, x += height * ldx, y += height * ldy, here.x += height * here.ldx;
     }
 }
 

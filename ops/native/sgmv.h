@@ -90,7 +90,8 @@ inline void expand_units(const Segments& segments, const std::vector<Target>& gr
         }
 }
 
-// h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`.
+// h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`; with few
+// tokens out-of-order execution alone looks as far ahead, and without instructions for it.
 template <class T, int TOKENS, int RANKS>
 inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, float scale, T* h, long ldh) {
     using K = Kind<T>;
@@ -101,7 +102,7 @@ inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, 
         typename K::Reg a[RANKS];
 #pragma GCC unroll 8
         for (int r = 0; r < RANKS; r++) a[r] = K::load(rows[r] + i);
-        if (fetch)
+        if (TOKENS > 2 && fetch)
 #pragma GCC unroll 8
             for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + i);
 #pragma GCC unroll 4
@@ -136,13 +137,13 @@ inline int64_t first_row(const Adapter& adapter, int layer, int rank, int offset
 }
 
 // h: [tokens of the step, ldh], this module's part. Rows are padded with one zero so that a pair can be read.
-// spare: room for kRankChunk rows of A. next: the kAhead rows that this thread needs after these, or null.
+// spare: room for kRankChunk rows of A.
 template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* x, long ldx, int k, T* h, long ldh, T* spare, const T* const* next) {
+                   const T* x, long ldx, int k, T* h, long ldh, T* spare) {
     const T* rows[kRankChunk + kAhead];
     arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count, k, rows, spare, k);
-    for (int i = 0; i < kAhead; i++) rows[unit.count + i] = next ? next[i] : rows[unit.count - 1];
+    for (int i = 0; i < kAhead; i++) rows[unit.count + i] = rows[unit.count - 1];
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
     for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
@@ -152,29 +153,80 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
 }
 
-// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows; meanwhile fetches the RANKS rows that follow them.
-template <class T, int TOKENS, int RANKS>
-inline void add_rows(const T* const* rows, const T* h, long ldh, float* y, long ldy, int columns) {
-    constexpr int line = 64 / (int)sizeof(T);
-    __m512 factor[TOKENS][RANKS];
-    for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < RANKS; r++) factor[t][r] = _mm512_set1_ps(widen(h[t * ldh + r]));
-    for (int c = 0; c < columns; c += line) {
-#pragma GCC unroll 8
-        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
-#pragma GCC unroll 2
-        for (int l = c; l < c + line; l += kLanes) {
-            const __mmask16 mask = head_mask(std::max(0, columns - l));
-            __m512 acc[TOKENS];
-            for (int t = 0; t < TOKENS; t++) acc[t] = load16(y + t * ldy + l, mask);
-#pragma GCC unroll 8
-            for (int r = 0; r < RANKS; r++) {
-                const __m512 b = load16(rows[r] + l, mask);
-                for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_fmadd_ps(factor[t][r], b, acc[t]);
-            }
-            for (int t = 0; t < TOKENS; t++) store16(y + t * ldy + l, acc[t], mask);
+// The columns from `first` on that don't fill a register, as in `add_rows`.
+template <int TOKENS, int RANKS, class T>
+inline void add_rest(const T* const* rows, const T* h, long ldh, float* y, long ldy, int first, int columns) {
+    for (int c = first; c < columns; c += kLanes) {
+        const __mmask16 mask = head_mask(columns - c);
+        for (int t = 0; t < TOKENS; t++) {
+            __m512 acc = load16(y + t * ldy + c, mask);
+            for (int r = 0; r < RANKS; r++) acc = _mm512_fmadd_ps(_mm512_set1_ps(widen(h[t * ldh + r])), load16(rows[r] + c, mask), acc);
+            store16(y + t * ldy + c, acc, mask);
         }
     }
+}
+
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows; meanwhile fetches the RANKS rows that follow them.
+//
+// Pairs of columns are multiplied as they lie, once by (h, 0) and once by (0, h): even and odd columns by themselves, and
+// nothing is widened. No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
+template <int TOKENS, int RANKS>
+inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y, long ldy, int columns) {
+    constexpr int line = 2 * kLanes;
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
+    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
+    __m512bh to_even[TOKENS][RANKS], to_odd[TOKENS][RANKS];
+    for (int t = 0; t < TOKENS; t++)
+        for (int r = 0; r < RANKS; r++) {
+            to_even[t][r] = (__m512bh)_mm512_set1_epi32(h[t * ldh + r]);
+            to_odd[t][r] = (__m512bh)_mm512_set1_epi32((uint32_t)h[t * ldh + r] << 16);
+        }
+    int c = 0;
+    for (; c + line <= columns; c += line) {
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
+        __m512 evens[TOKENS], odds[TOKENS];
+        for (int t = 0; t < TOKENS; t++) {
+            const __m512 a = _mm512_loadu_ps(y + t * ldy + c), b = _mm512_loadu_ps(y + t * ldy + c + kLanes);
+            evens[t] = _mm512_permutex2var_ps(a, even, b);
+            odds[t] = _mm512_permutex2var_ps(a, odd, b);
+        }
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) {
+            const __m512bh pairs = Kind<bf16>::load(rows[r] + c);
+            for (int t = 0; t < TOKENS; t++) {
+                evens[t] = _mm512_dpbf16_ps(evens[t], pairs, to_even[t][r]);
+                odds[t] = _mm512_dpbf16_ps(odds[t], pairs, to_odd[t][r]);
+            }
+        }
+        for (int t = 0; t < TOKENS; t++) {
+            _mm512_storeu_ps(y + t * ldy + c, _mm512_permutex2var_ps(evens[t], low, odds[t]));
+            _mm512_storeu_ps(y + t * ldy + c + kLanes, _mm512_permutex2var_ps(evens[t], high, odds[t]));
+        }
+    }
+    add_rest<TOKENS, RANKS>(rows, h, ldh, y, ldy, c, columns);
+}
+template <int TOKENS, int RANKS>
+inline void add_rows(const float* const* rows, const float* h, long ldh, float* y, long ldy, int columns) {
+    __m512 factor[TOKENS][RANKS];
+    for (int t = 0; t < TOKENS; t++)
+        for (int r = 0; r < RANKS; r++) factor[t][r] = _mm512_set1_ps(h[t * ldh + r]);
+    int c = 0;
+    for (; c + kLanes <= columns; c += kLanes) {
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
+        __m512 acc[TOKENS];
+        for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_loadu_ps(y + t * ldy + c);
+#pragma GCC unroll 8
+        for (int r = 0; r < RANKS; r++) {
+            const __m512 b = _mm512_loadu_ps(rows[r] + c);
+            for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_fmadd_ps(factor[t][r], b, acc[t]);
+        }
+        for (int t = 0; t < TOKENS; t++) _mm512_storeu_ps(y + t * ldy + c, acc[t]);
+    }
+    add_rest<TOKENS, RANKS>(rows, h, ldh, y, ldy, c, columns);
 }
 
 // All rank-rows, a few at a time: y's columns stay in the first-level cache, the rows stream past.
@@ -182,10 +234,10 @@ template <class T, int TOKENS>
 inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
     constexpr int most = TOKENS <= 2 ? kAhead : 4;
     int r = 0;
-    for (; r + most <= rank; r += most) add_rows<T, TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
-    if (most == 8 && rank - r >= 4) { add_rows<T, TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
-    if (rank - r >= 2) { add_rows<T, TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns); r += 2; }
-    if (rank - r) add_rows<T, TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
+    for (; r + most <= rank; r += most) add_rows<TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
+    if (most == 8 && rank - r >= 4) { add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
+    if (rank - r >= 2) { add_rows<TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns); r += 2; }
+    if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
 // Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer.
@@ -218,14 +270,14 @@ inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int 
 }
 
 // rows: room for rank + kAhead row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
-// columns. next: as in `shrink`.
+// columns.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare, const T* const* next) {
+                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare) {
     const int rank = adapter.rank;
     arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank, unit.count,
                rows, spare, kColumnChunk);
-    for (int i = 0; i < kAhead; i++) rows[rank + i] = next ? next[i] : rows[rank - 1];
+    for (int i = 0; i < kAhead; i++) rows[rank + i] = rows[rank - 1];
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {

@@ -19,7 +19,7 @@ void run_units(Team& team, int& phase, int thread, const Product<T>& product, co
     if (product.rows > kFewTokens) {
         team.each(phase, panels + (int)units.size(), [&](int i) {
             if (i < panels) work(i, false);
-            else run(units[i - panels], nullptr);
+            else run(units[i - panels]);
         });
         return;
     }
@@ -29,8 +29,7 @@ void run_units(Team& team, int& phase, int thread, const Product<T>& product, co
         [&](int owner, int i, bool more) {
             const int own = begin(owner + 1) - begin(owner);
             if (i < own) return work(begin(owner) + i, more && i + 1 < own);
-            const LoraUnit& unit = units[split[owner] + i - own];
-            run(unit, more ? &unit + 1 : nullptr);
+            run(units[split[owner] + i - own]);
         });
 }
 

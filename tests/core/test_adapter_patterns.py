@@ -130,7 +130,7 @@ def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], i
             answers[int(output.request_id)] += output.token_ids
         engine.check_integrity()
     if config.get("num_pages"):
-        assert engine.stats().num_adapter_evictions > 3, "there was room for all"
+        assert engine.stats().num_adapter_evictions > 0, "there was room for all"
     engine.close()
     return answers
 
