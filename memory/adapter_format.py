@@ -13,14 +13,18 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import TypeVar
 
 from .adapter_config import CONFIG_FILE, AdapterConfig
 from .adapter_error import AdapterFormatError, shown
 from .adapter_layout import AdapterPart
 from .layout import MODULES, ModuleDims
 from .tensor_file import TensorFile, TensorInfo
+from .tensor_places import TensorPlaces, digest_of
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
+
+Shape = TypeVar("Shape", tuple[AdapterPart, ...], TensorPlaces)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
@@ -34,13 +38,15 @@ _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 class AdapterManifest:
     """What an adapter is, without its weights.
 
-    file_size, mtime_ns: the state of the weights file that was inspected.
+    file_size, mtime_ns: the state of the weights file that was inspected. places: of each part's layers' targets' A and
+    B, in this order; None where there is no file.
     """
 
     path: Path
     parts: tuple[AdapterPart, ...]
     file_size: int = 0
     mtime_ns: int = 0
+    places: TensorPlaces | None = None
 
     @property
     def rank(self) -> int:
@@ -73,7 +79,8 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterMan
             for name, shape in tensor_shapes(layer, module, rank, dims):
                 if file.tensors[name].shape != shape:
                     raise _wrong_shape(file, name, shape, rank, config)
-        return AdapterManifest(path, _shared(_parts(targets)), file.size, file.mtime_ns)
+        parts = _parts(targets)
+        return AdapterManifest(path, _shared(parts), file.size, file.mtime_ns, _shared(_places(file, parts, dims)))
 
 
 def open_weights(path: Path) -> TensorFile:
@@ -147,10 +154,21 @@ def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPa
     return tuple(sorted(parts, key=lambda part: (part.layers, MODULES.index(part.targets[0]))))
 
 
+def _places(file: TensorFile, parts: tuple[AdapterPart, ...], dims: ModuleDims) -> TensorPlaces:
+    tensors = (
+        file.tensors[name]
+        for part in parts
+        for layer in part.layers
+        for target in part.targets
+        for name, _ in tensor_shapes(layer, target, part.rank, dims)
+    )
+    return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
+
+
 @lru_cache(1024)
-def _shared(parts: tuple[AdapterPart, ...]) -> tuple[AdapterPart, ...]:
-    """Equal parts as one object: most of thousands of adapters have the shapes of another."""
-    return parts
+def _shared(value: Shape) -> Shape:
+    """Equal ones as one object: most of thousands of adapters have the shapes of another, saved in the same way."""
+    return value
 
 
 def _check_names(

@@ -68,5 +68,13 @@ class AdapterLayout:
 
     def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
         """The runs of elements `begin … end` that hold a layer, one for each part that changes it."""
-        firsts = ((part.first_elem[layer], part.layer_elems) for part in self.parts)
-        return [(first, first + count) for first, count in firsts if first >= 0]
+        return self.ranges(range(layer, layer + 1))
+
+    def ranges(self, layers: range) -> list[tuple[int, int]]:
+        """As `layer_ranges`, of several layers; what one part has in them is one run."""
+        found = []
+        for part in self.parts:
+            firsts = [first for first in part.first_elem[layers.start : layers.stop] if first >= 0]
+            if firsts:
+                found.append((firsts[0], firsts[-1] + part.layer_elems))
+        return found

@@ -22,6 +22,7 @@ _ALIGNMENT = 4096
 _MERGE_BYTES = 64 << 10  # what lies between two spans is read along when it is this little
 _AHEAD = 4  # groups of spans under way or in use at once
 _QUEUE = 64
+_SAMPLE_BYTES = 64 << 10
 
 _local = threading.local()
 
@@ -34,30 +35,39 @@ class FileSpans:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._direct = _open_direct(fd)
+        self._queue = None if self._direct is None else _queue()
 
     def __enter__(self) -> FileSpans:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        if self._queue is not None:
+            self._queue.drain()  # before its memory is used for another file
         if self._direct is not None:
             os.close(self._direct)
 
     def read(self, groups: Sequence[Spans]) -> Iterator[SpanAddresses | None]:
         """Group by group, where the bytes `start … end` of its spans are, until the next group is asked for.
 
-        None for a group that can't be read, or beyond the file's end. The next groups are fetched meanwhile.
+        None for a group that can't be read, or beyond the file's end. The first is on its way when this returns, the
+        next ones are fetched while their predecessors are used.
         """
-        queue = None if self._direct is None else _queue()
         pending = [_Group(self, spans, slot % _AHEAD) for slot, spans in enumerate(groups)]
+        for group in pending[:1]:
+            group.begin(self._queue)
+        return self._finish(pending)
+
+    def _finish(self, pending: Sequence[_Group]) -> Iterator[SpanAddresses | None]:
         try:
             for index, group in enumerate(pending):
-                # at first only what is needed soonest: to begin a read costs time, too
-                for other in pending[index : index + (_AHEAD if index else 2)]:
-                    other.begin(queue)
-                yield group.finish(queue, pending)
+                group.begin(self._queue)
+                addresses = group.finish(self._queue, pending)
+                for other in pending[index + 1 : index + _AHEAD]:
+                    other.begin(self._queue)  # not before the first is here, which is what somebody waits for
+                yield addresses
         finally:
-            if queue is not None:
-                queue.drain()
+            if self._queue is not None:
+                self._queue.drain()
 
     def is_cached(self, start: int, num_bytes: int) -> bool:
         return _is_cached(self._fd, start, num_bytes)
@@ -85,7 +95,7 @@ class _Group:
 
     def __init__(self, file: FileSpans, spans: Spans, slot: int) -> None:
         self._file = file
-        self._spans = _merge(spans)
+        self._spans = merged(spans)
         self._slot = slot
         self._begun = False
         self._missing: set[int] = set()  # keys of reads under way
@@ -149,15 +159,24 @@ class SpanAddresses:
     """Where in memory the bytes of spans are."""
 
     def __init__(self, buffer: mmap.mmap, places: list[tuple[int, int, int]]) -> None:
+        """places: start and end of each span in the file, ascending, and where in `buffer` it begins."""
         self._base = _address(buffer)
-        self._places = places
+        self._starts, self._ends, self._at = np.array(places, dtype=np.int64).reshape(-1, 3).T
 
     def __call__(self, offset: int) -> int:
         """The address of the file's byte `offset`, which must lie in a span."""
-        for start, end, at in self._places:
-            if start <= offset < end:
-                return self._base + at + offset - start
-        raise KeyError(offset)
+        return int(self.of(np.array([offset]))[0])
+
+    def of(self, offsets: np.ndarray) -> np.ndarray:
+        """As a call, of many. KeyError when one lies in no span."""
+        span = np.searchsorted(self._starts, offsets, "right") - 1
+        if (span < 0).any() or (offsets >= self._ends[span]).any():
+            raise KeyError(offsets)
+        return self._base + self._at[span] + offsets - self._starts[span]
+
+    def bytes(self, start: int, end: int) -> bytes:
+        """A copy of what lies in the file from `start` to `end`, within one span."""
+        return ctypes.string_at(self(start), end - start)
 
 
 def _queue() -> AsyncReads | None:
@@ -178,9 +197,9 @@ def _open_direct(fd: int) -> int | None:
 
 
 def _is_cached(fd: int, start: int, num_bytes: int) -> bool:
-    """Whether the page cache holds these bytes; a guess costs nothing but time."""
+    """Whether the page cache holds these bytes, judged by the first: a wrong guess costs nothing but time."""
     libc = _libc()
-    num_bytes = min(num_bytes, os.fstat(fd).st_size - start)
+    num_bytes = min(num_bytes, _SAMPLE_BYTES, os.fstat(fd).st_size - start)
     if libc is None or num_bytes <= 0:
         return False
     with mmap.mmap(fd, num_bytes, offset=start, access=mmap.ACCESS_READ) as view:  # never touched, only asked about
@@ -202,14 +221,15 @@ def _address(buffer: mmap.mmap) -> int:
     return np.frombuffer(buffer, dtype=np.uint8).ctypes.data
 
 
-def _merge(spans: Spans) -> list[tuple[int, int]]:
-    merged: list[tuple[int, int]] = []
+def merged(spans: Spans) -> list[tuple[int, int]]:
+    """The spans in order, those that lie close to each other as one."""
+    found: list[tuple[int, int]] = []
     for start, end in sorted(spans):
-        if merged and start <= merged[-1][1] + _MERGE_BYTES:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        if found and start <= found[-1][1] + _MERGE_BYTES:
+            found[-1] = found[-1][0], max(end, found[-1][1])
         else:
-            merged.append((start, end))
-    return merged
+            found.append((start, end))
+    return found
 
 
 def _down(offset: int) -> int:

@@ -10,6 +10,7 @@ from .host_image import HostImage
 from .layer_stream import LayerStream
 
 if TYPE_CHECKING:
+    import numpy as np
     import torch
 
 
@@ -22,7 +23,7 @@ class StreamedCopy:
         self._image = image
         self._layout = layout
         self._pages = pages
-        self._arena = arena
+        self._arena = _bits(arena)
         self._lock = threading.Lock()
         self._cancelled = False
         self._copied = 0
@@ -47,11 +48,11 @@ class StreamedCopy:
             if ready == LayerStream.FAILED:
                 self.arrived.fail()
                 return
-            for layer in range(self._copied, ready):
-                for begin, end in self._layout.layer_ranges(layer):
+            if ready > self._copied:
+                for begin, end in self._layout.ranges(range(self._copied, ready)):
                     self._copy(begin, end)
-                self._copied = layer + 1
-                self.arrived.publish(self._copied)
+                self._copied = ready
+                self.arrived.publish(ready)
             if self.is_done():
                 self._image.unfollow(self.advance)
 
@@ -77,9 +78,16 @@ class StreamedCopy:
 
     def _copy(self, begin: int, end: int) -> None:
         page_elems = self._arena.shape[1]
-        data = self._image.data.view(-1)
+        data = _bits(self._image.data).reshape(-1)
         while begin < end:
             index, at = divmod(begin, page_elems)
             count = min(end - begin, page_elems - at)
             self._arena[self._pages[index], at : at + count] = data[begin : begin + count]
             begin += count
+
+
+def _bits(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as integers: a copy of torch's may be shared among threads that the step needs."""
+    import torch
+
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()

@@ -10,6 +10,7 @@ import math
 import os
 import stat
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -35,11 +36,10 @@ class TensorInfo:
 
 
 class TensorFile:
-    """An open safetensors file. `tensors`: what its header lists; `size`, `mtime_ns`: which state of it was opened.
+    """An open safetensors file. `size`, `mtime_ns`: which state of it was opened; `fd`: the file, while it is open.
 
-    fd: the file, while it is open.
-
-    AdapterFormatError when it can't be opened, is no regular file, or its header doesn't add up.
+    AdapterFormatError when it can't be opened or is no regular file, and when it is asked what is in it, but its header
+    doesn't add up.
     """
 
     def __init__(self, path: Path) -> None:
@@ -53,7 +53,6 @@ class TensorFile:
             if not stat.S_ISREG(status.st_mode):
                 raise self._refuse("not a regular file; a safetensors file is needed")
             self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
-            self.tensors = self._read_header()
         except OSError as error:
             os.close(self.fd)
             raise self._unreadable(error) from error
@@ -84,7 +83,24 @@ class TensorFile:
         status = os.fstat(self.fd)
         return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
 
-    def _read_header(self) -> dict[str, TensorInfo]:
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """What the header lists, by name."""
+        raw = self.header[8:]
+        try:
+            header = strict_json.loads(raw)
+        except ValueError as error:
+            raise self._refuse(f"the header is not JSON: {error}") from None
+        if not raw.startswith(b"{") or not isinstance(header, dict):
+            raise self._refuse("the header is not a JSON object; it is corrupt")
+        self._check_metadata(header.pop(_METADATA, {}))
+        tensors = {name: self._parse(name, entry, len(self.header)) for name, entry in header.items()}
+        self._check_coverage(tensors, len(self.header))
+        return tensors
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's bytes up to its first tensor's."""
         if self.size < 8:
             raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
         length = int.from_bytes(self._bytes(0, 8), "little")
@@ -93,17 +109,7 @@ class TensorFile:
         start = 8 + length
         if start > self.size:
             raise self._refuse(f"claims a header of {length} bytes in a file of {self.size}; it is cut off or corrupt")
-        raw = self._bytes(8, length)
-        try:
-            header = strict_json.loads(raw)
-        except ValueError as error:
-            raise self._refuse(f"the header is not JSON: {error}") from None
-        if not raw.startswith(b"{") or not isinstance(header, dict):
-            raise self._refuse("the header is not a JSON object; it is corrupt")
-        self._check_metadata(header.pop(_METADATA, {}))
-        tensors = {name: self._parse(name, entry, start) for name, entry in header.items()}
-        self._check_coverage(tensors, start)
-        return tensors
+        return self._bytes(0, start)
 
     def _bytes(self, offset: int, count: int) -> bytes:
         data = bytearray(count)

@@ -8,12 +8,11 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from array import array
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from . import native
@@ -29,8 +28,8 @@ class ReadJob(NamedTuple):
     """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
 
     a_start, b_start: bytes from the file's beginning, addresses when there is no file; a_element, b_element: of
-    `ELEMENTS`. Row i of A is written at
-    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
+    `ELEMENTS`. Row i of A is written at element `first + i · slab_elems + a_offset`, row i of Bᵀ at
+    `first + i · slab_elems + b_offset`.
     """
 
     a_start: int
@@ -47,21 +46,20 @@ class ReadJob(NamedTuple):
 
 
 class ReadJobs:
-    """Jobs as the library takes them, checked once for an output of `out_elems` elements. ValueError for a bad one."""
+    """Jobs as the library takes them, checked for an output of `out_elems` elements. ValueError for a bad one."""
 
-    __slots__ = ("_values", "count", "out_elems")
+    __slots__ = ("_table", "count", "out_elems")
 
-    def __init__(self, jobs: Iterable[ReadJob], out_elems: int) -> None:
-        jobs = list(jobs)
-        for index, job in enumerate(jobs):
-            _check(index, job, out_elems)
-        self._values = array("q", chain.from_iterable(jobs))
-        self.count = len(jobs)
+    def __init__(self, jobs: Sequence[ReadJob] | np.ndarray, out_elems: int) -> None:
+        """jobs: or `[jobs, 11]` int64, `ReadJob`'s fields in order."""
+        self._table = np.ascontiguousarray(jobs, dtype=np.int64).reshape(-1, len(ReadJob._fields))
+        self.count = len(self._table)
         self.out_elems = out_elems
+        _check(self._table, out_elems)
 
     @property
     def address(self) -> int:
-        return self._values.buffer_info()[0]
+        return self._table.ctypes.data
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +120,13 @@ def read_layer(fd: int, jobs: ReadJobs, out: torch.Tensor) -> ReadFault | None:
     return ReadFault(fault.job, "AB"[fault.side], kind[fault.fault], fault.error)
 
 
-def _check(index: int, job: ReadJob, out_elems: int) -> None:
+def _check(table: np.ndarray, out_elems: int) -> None:
     """The library trusts its jobs; a wrong one must not reach it."""
-    if min(job) < 0 or min(job.rank, job.d_in, job.d_out) < 1 or max(job.a_element, job.b_element) > 2:
-        raise ValueError(f"job {index} has a negative number, an empty tensor or an unknown element type: {job}")
-    last = job.first + (job.rank - 1) * job.slab_elems
-    end = last + max(job.a_offset + job.d_in, job.b_offset + job.d_out)
-    if end > out_elems:
-        raise ValueError(f"job {index} writes up to element {end} of an output of {out_elems}: {job}")
+    _, _, a_element, b_element, rank, d_in, d_out, first, slab_elems, a_offset, b_offset = table.T
+    ends = first + (rank - 1) * slab_elems + np.maximum(a_offset + d_in, b_offset + d_out)
+    odd = (table.min(axis=1, initial=0) < 0) | (table[:, 4:7].min(axis=1) < 1) | (np.maximum(a_element, b_element) > 2)
+    for index in np.flatnonzero(odd | (ends > out_elems)):
+        job = ReadJob(*table[index].tolist())
+        if odd[index]:
+            raise ValueError(f"job {index} has a negative number, an empty tensor or an unknown element type: {job}")
+        raise ValueError(f"job {index} writes up to element {ends[index]} of an output of {out_elems}: {job}")

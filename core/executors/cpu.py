@@ -7,13 +7,14 @@ from collections.abc import Callable, Hashable
 from pathlib import Path
 from weakref import WeakValueDictionary
 
+import numpy as np
 import torch
 
 from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import GraphRunner, StepMode
 from ...memory.adapter_format import AdapterManifest, inspect_adapter
-from ...memory.adapter_image import RowTask, read_image
+from ...memory.adapter_image import read_image
 from ...memory.adapter_layout import AdapterLayout
 from ...memory.arena import Arena
 from ...memory.host_buffers import HostBuffers
@@ -21,6 +22,7 @@ from ...memory.host_image import HostImage
 from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
 from ...memory.streamed_copy import StreamedCopy
+from ...memory.tensor_file import ITEM_BYTES
 from ...ops import native_reader
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
@@ -168,13 +170,13 @@ class CpuAdapterBackend:
         return None if copy.is_done() else copy
 
 
-def read_rows(tasks: list[RowTask], data: torch.Tensor) -> bool:
-    """Lay out adapter rows with the native library; whether all are finite."""
-    elements = native_reader.ELEMENTS
-    jobs = [
-        native_reader.ReadJob(*task._replace(a_dtype=elements[task.a_dtype], b_dtype=elements[task.b_dtype]))
-        for task in tasks
-    ]
+_ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
+
+
+def read_rows(table: np.ndarray, data: torch.Tensor) -> bool:
+    """Lay out adapter rows with the native library; whether all are finite. table: as in `RowJobs`, from memory."""
+    jobs = table.copy()
+    jobs[:, 2:4] = _ELEMENTS[jobs[:, 2:4]]
     return native_reader.read_layer(-1, native_reader.ReadJobs(jobs, data.numel()), data) is None
 
 

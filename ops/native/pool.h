@@ -1,7 +1,7 @@
 // A team of threads that run one function together (SPMD) with barriers and shared work counters.
 //
-// Within a step the threads spin: phases take microseconds. Between steps the helpers sleep, so that an idle engine
-// costs nothing and HTTP has the cores.
+// Within a step the threads spin at first: phases take microseconds. Between steps the helpers sleep, so that an idle
+// engine costs nothing and HTTP has the cores.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -38,7 +38,8 @@ class Team {
         done_.store(0, std::memory_order_relaxed);
         wake();
         body(0);
-        spin([&] { return done_.load(std::memory_order_acquire) == size_ - 1; });
+        auto all_done = [&] { return done_.load(std::memory_order_acquire) == size_ - 1; };
+        while (!spin(all_done)) sched_yield();
     }
 
     // Hand out units 0 … count-1 to whichever thread is free, then meet. Called by every thread of the team alike.
@@ -69,6 +70,7 @@ class Team {
     struct alignas(64) Share : std::atomic<uint64_t> {};
     static constexpr uint32_t kTagMask = 0xFFFFFF;
     static constexpr int kUnitBits = 20;
+    static constexpr int kSpins = 4000;
 
     static int take(Share& share, uint64_t tag, int count, bool from_end, bool& more) {
         constexpr uint64_t mask = (1 << kUnitBits) - 1;
@@ -94,23 +96,33 @@ class Team {
         if (arrived_.fetch_add(1, std::memory_order_acq_rel) == size_ - 1) {
             arrived_.store(0, std::memory_order_relaxed);
             counters_[(at + 2) % 3].store(0, std::memory_order_relaxed);  // nobody is in that phase yet, nor still
-            phase_.store(at + 1, std::memory_order_release);
-        } else {
-            spin([&] { return phase_.load(std::memory_order_acquire) > at; });
+            phase_.store(at + 1);
+            if (sleepers_.load()) futex(phase_, FUTEX_WAKE_PRIVATE, INT_MAX);
+        } else if (!spin([&] { return phase_.load(std::memory_order_acquire) > at; })) {
+            sleepers_.fetch_add(1);
+            while (phase_.load() == at) futex(phase_, FUTEX_WAIT_PRIVATE, at);
+            sleepers_.fetch_sub(1);
         }
     }
 
+    // Whether it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
+    // the system puts it here, where `sched_yield` would leave it there.
     template <class Ready>
-    static void spin(Ready ready) {
-        for (int i = 0; !ready(); i++) {
-            if (i < 4000) _mm_pause();
-            else sched_yield();  // fewer cores than threads: let the other one work
+    static bool spin(Ready ready) {
+        for (int i = 0; i < kSpins; i++) {
+            if (ready()) return true;
+            _mm_pause();
         }
+        return false;
+    }
+
+    static void futex(std::atomic<int>& word, int operation, int value) {
+        syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
     }
 
     void wake() {
         epoch_.fetch_add(1, std::memory_order_release);
-        syscall(SYS_futex, &epoch_, FUTEX_WAKE_PRIVATE, INT_MAX, nullptr, nullptr, 0);
+        futex(epoch_, FUTEX_WAKE_PRIVATE, INT_MAX);
     }
 
     void serve(int thread) {
@@ -118,7 +130,7 @@ class Team {
         for (;;) {
             for (int i = 0; epoch_.load(std::memory_order_acquire) == seen && i < 2000; i++) _mm_pause();
             while (epoch_.load(std::memory_order_acquire) == seen)
-                syscall(SYS_futex, &epoch_, FUTEX_WAIT_PRIVATE, seen, nullptr, nullptr, 0);
+                futex(epoch_, FUTEX_WAIT_PRIVATE, seen);
             seen = epoch_.load(std::memory_order_acquire);
             if (stop_) return;
             (*body_)(thread);
@@ -134,6 +146,7 @@ class Team {
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> done_{0};
+    alignas(64) std::atomic<int> sleepers_{0};
     struct alignas(64) Counter : std::atomic<int> { using std::atomic<int>::atomic; using std::atomic<int>::operator=; };
     Counter counters_[3];
     uint32_t round_ = 0;  // phases of all steps before this one

@@ -9,6 +9,7 @@ import pytest
 
 from chorus.core.load_policy import LoadPolicy
 from chorus.core.types import FinishReason
+from chorus.memory import row_jobs
 from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
 from chorus.memory.eviction import RestoreCosts
@@ -62,8 +63,11 @@ class _Gated:
 
 
 @pytest.fixture
-def start(gqa, drive):
+def start(gqa, drive, monkeypatch):
     """`start(**config)`: a driver with a base request decoding, reads that a gate holds up, and the gate."""
+    for most in ("_FIRST_READ_BYTES", "_LAST_READ_BYTES"):
+        monkeypatch.setattr(row_jobs, most, 1)  # else layers as small as here are read at once
+    row_jobs.row_jobs.cache_clear()
     gates = []
 
     def make(**config):
@@ -77,6 +81,7 @@ def start(gqa, drive):
     yield make
     for gate in gates:
         gate.allow()
+    row_jobs.row_jobs.cache_clear()
 
 
 def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):

@@ -1,0 +1,123 @@
+"""Adapters read by jobs: what torch reads, whatever the shapes; and never from another file than was inspected."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+
+import numpy as np
+import pytest
+import torch
+
+from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
+from chorus.memory.adapter_image import read_image
+from chorus.memory.adapter_layout import AdapterLayout
+from chorus.memory.host_buffers import HostBuffers
+from chorus.memory.host_image import HostImage
+from chorus.memory.row_jobs import row_jobs
+from chorus.memory.tensor_file import ITEM_BYTES, TensorInfo
+from chorus.memory.tensor_places import TensorPlaces
+
+DIMS = {
+    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
+    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
+}  # fmt: skip
+LAYERS, PAGE_ELEMS = 3, 1024
+WEIGHTS = "adapter_model.safetensors"
+DTYPES = [{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name] for name in ITEM_BYTES]
+
+#: What an adapter is drafted with, and what its tensors are saved in.
+DRAFTS = {
+    "all modules": ({"rank": 4}, torch.float32),
+    "some modules": ({"rank": 3, "targets": ("q_proj", "down_proj")}, torch.float16),
+    "half precision": ({"rank": 5}, torch.bfloat16),
+}
+
+
+def rows_by_torch(table, data):
+    """Does jobs as `RowJobs.table` describes them."""
+
+    def matrix(address, element, shape):
+        dtype = DTYPES[element]
+        raw = bytearray(ctypes.string_at(address, shape[0] * shape[1] * dtype.itemsize))
+        return torch.frombuffer(raw, dtype=dtype).view(shape).to(data.dtype)
+
+    for a_at, b_at, a_type, b_type, rank, d_in, d_out, first, slab_elems, a_offset, b_offset in table.tolist():
+        a, b = matrix(a_at, a_type, (rank, d_in)), matrix(b_at, b_type, (d_out, rank)).T
+        for row in range(rank):
+            slab = data[first + row * slab_elems :]
+            slab[a_offset : a_offset + d_in], slab[b_offset : b_offset + d_out] = a[row], b[row]
+    return True
+
+
+def read(manifest, layout, read_rows, dtype=torch.float32):
+    """The image, and how many layers each publication told."""
+    image, told = HostImage(), []
+    image.follow(lambda: told.append(image.stream.num_ready))
+    buffers = HostBuffers()
+    buffers.take((layout.num_pages, PAGE_ELEMS), dtype).zero_()
+    read_image(manifest, layout, DIMS, PAGE_ELEMS, dtype, image, buffers, read_rows)
+    return image.data, told
+
+
+def inspected(path):
+    manifest = inspect_adapter(path, DIMS, LAYERS)
+    return manifest, AdapterLayout.build(manifest.parts, DIMS, LAYERS, PAGE_ELEMS, 4)
+
+
+@pytest.mark.parametrize("draft, dtype", DRAFTS.values(), ids=DRAFTS)
+def test_jobs_give_what_torch_gives(adapter_draft, tmp_path, draft, dtype):
+    it = adapter_draft(**draft)
+    it.tensors = {name: tensor.to(dtype) for name, tensor in it.tensors.items()}
+    manifest, layout = inspected(it.write(tmp_path / "a"))
+    (by_torch, one_by_one), (by_jobs, told) = read(manifest, layout, None), read(manifest, layout, rows_by_torch)
+    assert torch.equal(by_torch, by_jobs)
+    assert one_by_one == [1, 2, 3]
+    assert told == [3], "layers as small as these come at once"
+
+
+def test_adapters_of_one_shape_share_their_jobs(adapter_draft, tmp_path):
+    found = []
+    for seed in range(2):
+        manifest, layout = inspected(adapter_draft(seed=seed).write(tmp_path / f"a{seed}"))
+        found.append((manifest.places, row_jobs(manifest.parts, manifest.places, layout, tuple(DIMS.items()))))
+    assert found[0][0] is found[1][0]
+    assert found[0][1] is found[1][1]
+
+
+def test_another_header_in_a_file_that_looks_the_same_is_told(adapter_draft, tmp_path):
+    path = adapter_draft().write(tmp_path / "a")
+    manifest, layout = inspected(path)
+    file = path / WEIGHTS
+    data = bytearray(file.read_bytes())
+    length = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + length])
+    a, b = (f"base_model.model.model.layers.0.self_attn.{name}_proj.lora_A.weight" for name in "qk")
+    header[a], header[b] = header[b], header[a]
+    data[8 : 8 + length] = json.dumps(header, separators=(",", ":")).encode().ljust(length)
+    file.write_bytes(data)
+    os.utime(file, ns=(0, manifest.mtime_ns))
+    assert file.stat().st_size == manifest.file_size
+    with pytest.raises(AdapterFormatError, match="changed on disk"):
+        read(manifest, layout, rows_by_torch)
+
+
+def test_rows_that_are_refused_are_read_again_to_say_why(adapter_draft, tmp_path):
+    it = adapter_draft()
+    name = next(iter(it.tensors))
+    manifest, layout = inspected(it.write(tmp_path / "good"))
+    data, _ = read(manifest, layout, lambda table, data: False)
+    assert torch.equal(data, read(manifest, layout, None)[0])
+    it.tensors[name][0, 0] = float("nan")
+    manifest, layout = inspected(it.write(tmp_path / "bad"))
+    with pytest.raises(AdapterFormatError, match="NaN or infinity"):
+        read(manifest, layout, lambda table, data: False)
+
+
+def test_places_are_packed_and_unpacked():
+    tensors = [TensorInfo(name, (1, 1), offset, 1) for offset, name in enumerate(ITEM_BYTES, start=1 << 40)]
+    places = TensorPlaces.pack(99, b"digest", tensors)
+    assert list(places) == [((1 << 40) + index, index) for index in range(len(ITEM_BYTES))]
+    assert len(places.packed) == 8 * len(tensors)
+    assert np.frombuffer(places.packed, dtype=np.int64).min() > 0
