@@ -44,14 +44,11 @@ class Repeats:
             return 1
         most = limits.max_repeat
         for request in running:
-            prompt, tokens = request.num_prompt_tokens, len(request.token_ids)
-            if tokens == prompt:
+            tokens = len(request.token_ids)
+            if tokens == request.num_prompt_tokens:
                 return 1  # its first token is told when it is drawn
-            left = prompt + request.params.max_tokens - tokens
-            if left < most:
-                most = left
-            if limits.max_model_len - tokens < most:
-                most = limits.max_model_len - tokens
+            if request.max_length - tokens < most:
+                most = request.max_length - tokens
         return self._memory.most_steps(running, most, {request.adapter for request in waiting})
 
     def _stay_waiting(self, plan: StepPlan, waiting: Sequence[Request]) -> bool:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..memory.adapter import Adapter
     from ..memory.kv import BlockTable
     from ..memory.prefix import Block
+    from .types import ScheduledRow
 
 
 class Request:
@@ -26,16 +27,20 @@ class Request:
         "arrival_time",
         "block_table",
         "caching",
+        "end_ids",
         "finish_reason",
         "had_to_wait",
         "id",
         "last_block",
+        "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
         "params",
         "prompt_logprobs",
+        "room",
+        "row",
         "seed",
         "start_time",
         "token_ids",
@@ -61,6 +66,10 @@ class Request:
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
+        self.room = 0  # tokens that its pages hold
+        self.row: ScheduledRow | None = None  # its part of the last step in which it computed one token
+        self.max_length = 0  # tokens, prompt included, with which it ends; known once it is queued
+        self.end_ids: frozenset[int] = frozenset()  # tokens that end it before that
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
         self.caching = False  # whether blocks it completes are made known to the prefix cache

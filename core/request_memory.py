@@ -85,7 +85,13 @@ class RequestMemory:
         if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
             return False
         table.grow(num_tokens)
+        request.room = len(table.pages) * self._block_tokens
         return True
+
+    def grow_all(self, requests: list[Request]) -> bool:
+        """`grow` each of `requests` to its known tokens, in order; False at the first for which that can't be had."""
+        short = [request for request in requests if request.room < len(request.token_ids)]
+        return all(self.grow(request, len(request.token_ids)) for request in short)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -119,11 +125,11 @@ class RequestMemory:
         Blocks become known, and others are evicted for new ones, in the order of these steps.
         """
         block = self._block_tokens
-        if not any(request.caching for request in requests):
+        if not self._use_prefix_cache or not any(request.caching for request in requests):
             for request in requests:
-                request.num_computed_tokens += steps
-                if len(request.block_table.pages) * block <= request.num_computed_tokens:
-                    self.grow(request, request.num_computed_tokens + 1)
+                computed = request.num_computed_tokens = request.num_computed_tokens + steps
+                if request.room <= computed:
+                    self.grow(request, computed + 1)
             return
         starts = [request.num_computed_tokens for request in requests]
         ends = sorted(
@@ -158,7 +164,8 @@ class RequestMemory:
     def release(self, request: Request) -> None:
         """Give back pages and pin."""
         request.block_table.free()
-        request.block_table = request.last_block = None
+        request.block_table = request.last_block = request.row = None
+        request.room = 0
         if request.adapter is not None:
             self._store.release(request.adapter)
 

@@ -54,6 +54,7 @@ class Scheduler:
         self._running: list[Request] = []
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
+        self._all_decode = False  # whether the last step left every running request with only its new token to compute
         self._num_steps = 0
         self.num_preemptions = 0
         self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
@@ -83,11 +84,16 @@ class Scheduler:
         return request_id in self._requests
 
     def add(self, request: Request) -> None:
+        params, limits = request.params, self._limits
+        request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
+        request.end_ids = frozenset() if params.ignore_eos else limits.eos_token_ids
+        if params.stop_token_ids:
+            request.end_ids = request.end_ids.union(params.stop_token_ids)
         self._requests[request.id] = request
         self._waiting.append(request)
         if request.adapter is not None:
             self._store.hold(request.adapter)
-            if len(self._waiting) <= self._limits.lookahead:
+            if len(self._waiting) <= limits.lookahead:
                 self._ahead.read(self._waiting)
 
     def abort(self, request_id: str) -> bool:
@@ -102,14 +108,16 @@ class Scheduler:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
         self._settle_loads()
         chosen, budget, preempted = self._schedule_running()
-        admitted = [] if preempted else self._admit(budget)
-        self._ahead.read(self._waiting)
-        if self._limits.prefetch and self._waiting:
-            self._ahead.load(self._waiting)
-        if not chosen and not admitted:
+        admitted = {} if preempted else self._admit(budget)
+        if self._waiting:
+            self._ahead.read(self._waiting)
+            if self._limits.prefetch:
+                self._ahead.load(self._waiting)
+        chosen.update(admitted)
+        if not chosen:
             return None
         self._num_steps += 1
-        plan = plan_step(self._num_steps, chosen + admitted, self._buckets)
+        plan = plan_step(self._num_steps, chosen, self._buckets)
         if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
             plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
@@ -120,24 +128,31 @@ class Scheduler:
         outputs = []
         if result.count > 1:
             self._catch_up(plan, result)
+        requests, unready, errors, scores = self._requests, result.unready, result.errors, result.prompt_logprobs
+        num_ended = 0
         for row in plan.rows:
-            request = self._requests.get(row.request_id)
+            request = requests.get(row.request_id)
             if request is None:
                 continue
-            if result.unready and request.id in result.unready:
+            if unready and request.id in unready:
                 self._late.add(request.adapter)
                 continue
-            if result.errors and (error := result.errors.get(request.id)):
+            if errors and (error := errors.get(request.id)):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
+                num_ended += 1
                 continue
             request.num_computed_tokens = row.start + len(row.tokens)
             if request.caching:
                 self._memory.remember(request)
-            if result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            if scores:
+                request.prompt_logprobs += scores.get(request.id, ())
             if row.samples:
-                outputs.append(self._append(request, result, info))
+                output = self._append(request, result, info)
+                outputs.append(output)
+                if output.finish_reason is not None:
+                    num_ended += 1
+        self._all_decode = len(outputs) - num_ended == len(self._running)
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
@@ -165,27 +180,27 @@ class Scheduler:
         if self._late:
             self._late = {adapter for adapter in self._late if adapter.transfer is not None}
 
-    def _schedule_running(self) -> tuple[list[tuple[Request, int]], int, bool]:
+    def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
         """Running requests with their token counts, the budget left, and whether any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
         """
-        budget = self._limits.max_num_batched_tokens
+        budget, running = self._limits.max_num_batched_tokens, self._running
+        simple, self._all_decode = self._all_decode and not self._late and len(running) <= budget, False
+        if simple and self._memory.grow_all(running):  # as what follows would do it
+            return dict.fromkeys(running, 1), budget - len(running), False
         chosen: dict[Request, int] = {}
         preempted = False
-        late, block_tokens = self._late, self._limits.block_tokens
-        for request in sorted(self._running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
+        for request in sorted(running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
-            table, start = request.block_table, request.num_computed_tokens
-            if table is None or (late and request.adapter in late):  # preempted for one before it, or waits
+            if request.block_table is None or request.adapter in self._late:  # preempted for one before it, or waits
                 continue
-            count = len(request.token_ids) - start
-            if count > budget:
-                count = budget
-            while len(table.pages) * block_tokens < start + count and not self._memory.grow(request, start + count):
+            start = request.num_computed_tokens
+            count = min(budget, len(request.token_ids) - start)
+            while request.room < start + count and not self._memory.grow(request, start + count):
                 preempted = True
-                victim = self._running[-1]
+                victim = running[-1]
                 self._preempt(victim)
                 budget += chosen.pop(victim, 0)
                 if victim is request:
@@ -193,18 +208,20 @@ class Scheduler:
             else:
                 chosen[request] = count
                 budget -= count
-        return list(chosen.items()), budget, preempted
+        return chosen, budget, preempted
 
-    def _admit(self, budget: int) -> list[tuple[Request, int]]:
+    def _admit(self, budget: int) -> dict[Request, int]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
 
         The first that lacks pages or token budget ends it, so that a large request is not starved by small ones.
         """
         limits = self._limits
-        admitted: list[tuple[Request, int]] = []
+        admitted: dict[Request, int] = {}
         if not self._waiting or budget <= 0 or len(self._running) >= limits.max_num_seqs:
             return admitted
-        active = {request.adapter for request in self._running if request.adapter is not None}
+        active = set()
+        if limits.max_adapters_per_step is not None:
+            active = {request.adapter for request in self._running if request.adapter is not None}
         overdue_before = self._clock() - limits.max_overtake_seconds
         seats_left = False
         for request in queue_order(self._waiting, self._store, overdue_before):
@@ -231,7 +248,7 @@ class Scheduler:
             if not self._start(request, blocks, count):
                 continue
             self._running.append(request)
-            admitted.append((request, count))
+            admitted[request] = count
             budget -= count
             if adapter is not None:
                 active.add(adapter)
@@ -295,19 +312,16 @@ class Scheduler:
     def _append(self, request: Request, result: StepResult, info: StepInfo) -> RequestOutput:
         token = result.tokens[request.id]
         request.token_ids.append(token)
-        params, reason, stop_token = request.params, None, None
-        num_tokens = len(request.token_ids)
-        num_output_tokens = num_tokens - request.num_prompt_tokens
-        ends = token in self._limits.eos_token_ids and not params.ignore_eos
-        if ends or token in params.stop_token_ids:
+        reason = stop_token = None
+        if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token
-        elif num_output_tokens >= params.max_tokens or num_tokens >= self._limits.max_model_len:
+        elif len(request.token_ids) >= request.max_length:
             reason = FinishReason.LENGTH
         if reason is not None:
             self._finish(request, reason)
         logprobs = result.logprobs.get(request.id) if result.logprobs else None
         prompt_logprobs = None
-        if params.prompt_logprobs is not None and num_output_tokens == 1:
+        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)
         return RequestOutput(
             request.id,

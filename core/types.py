@@ -81,10 +81,11 @@ class StepPlan:
     bucket: int | None = None
     repeat: int = 1
     until: float = math.inf
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rows) if self.bucket is not None else sum(len(row.tokens) for row in self.rows)
+    def __post_init__(self) -> None:
+        rows = self.rows
+        self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
 
     @property
     def num_adapters(self) -> int:

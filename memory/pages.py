@@ -9,9 +9,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import compress
 
 
 class PageKind(IntEnum):
+    """What a page is used for; only FREE is false."""
+
     FREE = 0
     RESERVED = 1
     KV = 2
@@ -69,7 +72,8 @@ class PagePool:
         """Take `count` pages with one reference each. OutOfPages, and nothing taken, when there are too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
-        pages = [self._free.pop() for _ in range(count)]
+        free = self._free
+        pages = [free.pop() for _ in range(count)]
         for page in pages:
             self._kind[page] = kind
             self._references[page] = 1
@@ -124,31 +128,37 @@ class PagePool:
         holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
         equal the number of holders, and an adapter page must have exactly one.
         """
-        free = set(self._free)
+        # The whole pool is looked at by built-ins only, page by page just what is used: it runs whenever an engine idles.
+        pages, free = range(self.num_pages), set(self._free)
+        used = set(compress(pages, self._kind))
         if len(free) != len(self._free):
             raise IntegrityError("a page is on the free list twice")
         actual = Counter(self._kind)
         if any(actual[kind] != self._counts[kind] for kind in PageKind):
             raise IntegrityError(f"counts {dict(self._counts)} differ from the pages' kinds {dict(actual)}")
-        for page, (kind, references) in enumerate(zip(self._kind, self._references, strict=True)):
-            if (kind is PageKind.FREE) != (page in free):
-                raise IntegrityError(f"page {page} is {kind.name} and {'on' if page in free else 'off'} the free list")
-            if (references > 0) != (kind in (PageKind.KV, PageKind.ADAPTER)):
+        if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
+            page = min(wrong)
+            where = "on" if page in free else "off"
+            raise IntegrityError(f"page {page} is {self._kind[page].name} and {where} the free list")
+        for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
+            kind, references = self._kind[page], self._references[page]
+            if (references > 0) != (kind is PageKind.KV or kind is PageKind.ADAPTER):
                 raise IntegrityError(f"page {page} is {kind.name} with {references} references")
-            if self._kept[page] and kind not in (PageKind.KV, PageKind.CACHED):
+            if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
                 raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
         if holders is not None:
             self._check_holders(holders)
 
     def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
-        held: Counter[int] = Counter()
+        held: dict[int, int] = {}
         for kind, pages in holders:
             for page in pages:
                 if self._kind[page] is not kind:
                     raise IntegrityError(f"page {page} is held as {kind.name} but is {self._kind[page].name}")
-                held[page] += 1
-                if kind is PageKind.ADAPTER and held[page] > 1:
+                if kind is PageKind.ADAPTER and page in held:
                     raise IntegrityError(f"adapter page {page} has two owners")
-        for page, references in enumerate(self._references):
-            if held[page] != references:
-                raise IntegrityError(f"page {page} has {references} references but {held[page]} holders")
+                held[page] = held.get(page, 0) + 1
+        for page in held.keys() | set(compress(range(self.num_pages), self._references)):
+            references, count = self._references[page], held.get(page, 0)
+            if count != references:
+                raise IntegrityError(f"page {page} has {references} references but {count} holders")
