@@ -82,9 +82,10 @@ class RequestMemory:
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
         table = request.block_table
-        if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
+        missing = table.missing_pages(num_tokens)
+        if not self._reclaimer.make_room(missing):
             return False
-        table.grow(num_tokens)
+        table.add_pages(missing)
         request.room = len(table.pages) * self._block_tokens
         return True
 

@@ -128,8 +128,8 @@ class Scheduler:
         outputs = []
         if result.count > 1:
             self._catch_up(plan, result)
-        requests, unready, errors, scores = self._requests, result.unready, result.errors, result.prompt_logprobs
-        num_ended = 0
+        requests, tokens, unready, errors = self._requests, result.tokens, result.unready, result.errors
+        num_decoding = 0
         for row in plan.rows:
             request = requests.get(row.request_id)
             if request is None:
@@ -140,19 +140,29 @@ class Scheduler:
             if errors and (error := errors.get(request.id)):
                 self._finish(request, FinishReason.ERROR)
                 outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
-                num_ended += 1
                 continue
             request.num_computed_tokens = row.start + len(row.tokens)
             if request.caching:
                 self._memory.remember(request)
-            if scores:
-                request.prompt_logprobs += scores.get(request.id, ())
-            if row.samples:
-                output = self._append(request, result, info)
-                outputs.append(output)
-                if output.finish_reason is not None:
-                    num_ended += 1
-        self._all_decode = len(outputs) - num_ended == len(self._running)
+            if result.prompt_logprobs:
+                request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+            if not row.samples:
+                continue
+            token, token_ids = tokens[request.id], request.token_ids
+            token_ids.append(token)
+            reason = None
+            if token in request.end_ids:
+                reason = FinishReason.STOP
+            elif len(token_ids) >= request.max_length:
+                reason = FinishReason.LENGTH
+            else:
+                num_decoding += 1
+                if (row := request.row) is not None:
+                    row.tokens, row.start = [token], len(token_ids) - 1
+            outputs.append(self._output(request, result, info, reason))
+            if reason is not None:
+                self._finish(request, reason)
+        self._all_decode = num_decoding == len(self._running)
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
@@ -309,16 +319,11 @@ class Scheduler:
 
     # -- finishing
 
-    def _append(self, request: Request, result: StepResult, info: StepInfo) -> RequestOutput:
+    def _output(
+        self, request: Request, result: StepResult, info: StepInfo, reason: FinishReason | None
+    ) -> RequestOutput:
+        """What is told of a request that drew a token, `reason` being why it ends."""
         token = result.tokens[request.id]
-        request.token_ids.append(token)
-        reason = stop_token = None
-        if token in request.end_ids:
-            reason, stop_token = FinishReason.STOP, token
-        elif len(request.token_ids) >= request.max_length:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            self._finish(request, reason)
         logprobs = result.logprobs.get(request.id) if result.logprobs else None
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
@@ -327,7 +332,7 @@ class Scheduler:
             request.id,
             (token,) * result.count,
             reason,
-            stop_token,
+            token if reason is FinishReason.STOP else None,
             None,
             info,
             request.num_cached_tokens,

@@ -22,6 +22,9 @@ class PageKind(IntEnum):
     CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
 
 
+_FREE = PageKind.FREE
+
+
 class OutOfPages(RuntimeError):
     """Fewer free pages than asked for. Nothing was allocated."""
 
@@ -48,7 +51,8 @@ class PagePool:
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
         self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
-        self._counts = Counter({PageKind.FREE: num_pages - 1, PageKind.RESERVED: 1})
+        self._counts = [0] * len(PageKind)
+        self._counts[PageKind.FREE], self._counts[PageKind.RESERVED] = num_pages - 1, 1
 
     @property
     def num_free(self) -> int:
@@ -72,13 +76,13 @@ class PagePool:
         """Take `count` pages with one reference each. OutOfPages, and nothing taken, when there are too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
-        free = self._free
+        free, kinds, references, counts = self._free, self._kind, self._references, self._counts
         pages = [free.pop() for _ in range(count)]
         for page in pages:
-            self._kind[page] = kind
-            self._references[page] = 1
-        self._counts[PageKind.FREE] -= count
-        self._counts[kind] += count
+            kinds[page] = kind
+            references[page] = 1
+        counts[_FREE] -= count
+        counts[kind] += count
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -92,16 +96,17 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference; a page without any is free again, or cached if it is kept."""
+        references, kept = self._references, self._kept
         for page in pages:
-            references = self._references[page]
-            if references == 0:
+            left = references[page] - 1
+            if left < 0:
                 raise IntegrityError(f"page {page} released while free")
-            self._references[page] = references - 1
-            if references == 1:
-                if self._kept[page]:
+            references[page] = left
+            if left == 0:
+                if kept[page]:
                     self._move(page, PageKind.CACHED)
                 else:
-                    self._move(page, PageKind.FREE)
+                    self._move(page, _FREE)
                     self._free.append(page)
 
     def keep(self, page: int) -> None:
@@ -118,9 +123,10 @@ class PagePool:
             self._free.append(page)
 
     def _move(self, page: int, kind: PageKind) -> None:
-        self._counts[self._kind[page]] -= 1
-        self._counts[kind] += 1
-        self._kind[page] = kind
+        kinds, counts = self._kind, self._counts
+        counts[kinds[page]] -= 1
+        counts[kind] += 1
+        kinds[page] = kind
 
     def check_integrity(self, holders: Iterable[tuple[PageKind, Iterable[int]]] | None = None) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the counts add up.
@@ -135,7 +141,7 @@ class PagePool:
             raise IntegrityError("a page is on the free list twice")
         actual = Counter(self._kind)
         if any(actual[kind] != self._counts[kind] for kind in PageKind):
-            raise IntegrityError(f"counts {dict(self._counts)} differ from the pages' kinds {dict(actual)}")
+            raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {dict(actual)}")
         if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
             page = min(wrong)
             where = "on" if page in free else "off"

@@ -81,7 +81,7 @@ class PrefixCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give back a request's pages, known blocks or not."""
         self._pool.release(reversed(pages))
-        for page in pages:
+        for page in pages if self._by_page else ():
             block = self._by_page.get(page)
             if block is not None:
                 self._offer(block)
