@@ -106,7 +106,6 @@ class Engine:
         self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
-        self._num_generated_tokens = 0
         self._last_step: StepInfo | None = None
         self._next_check = 0.0
 
@@ -165,7 +164,6 @@ class Engine:
             self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
             self._num_steps += result.count
-            self._num_generated_tokens += sum([len(output.token_ids) for output in outputs])
             self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         elif not outputs and self.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
@@ -205,7 +203,7 @@ class Engine:
             num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
-            num_generated_tokens=self._num_generated_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,
             num_streamed_loads=self.store.num_streamed,

@@ -24,7 +24,7 @@ from .request import Request
 from .request_memory import RequestMemory
 from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
-from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
+from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +56,7 @@ class Scheduler:
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._all_decode = False  # whether the last step left every running request with only its new token to compute
         self._num_steps = 0
+        self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
 
@@ -129,7 +130,7 @@ class Scheduler:
         if result.count > 1:
             self._catch_up(plan, result)
         requests, tokens, unready, errors = self._requests, result.tokens, result.unready, result.errors
-        num_decoding = 0
+        num_drawn = num_decoding = 0
         for row in plan.rows:
             request = requests.get(row.request_id)
             if request is None:
@@ -148,6 +149,7 @@ class Scheduler:
                 request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
             if not row.samples:
                 continue
+            num_drawn += 1
             token, token_ids = tokens[request.id], request.token_ids
             token_ids.append(token)
             reason = None
@@ -159,9 +161,14 @@ class Scheduler:
                 num_decoding += 1
                 if (row := request.row) is not None:
                     row.tokens, row.start = [token], len(token_ids) - 1
-            outputs.append(self._output(request, result, info, reason))
+            if result.logprobs and (logprobs := result.logprobs.get(request.id)):
+                request.logprobs.append(logprobs)
+            if reason is None and request.is_quiet:
+                continue
+            outputs.append(self._output(request, token, result.count, info, reason))
             if reason is not None:
                 self._finish(request, reason)
+        self.num_generated_tokens += num_drawn * result.count
         self._all_decode = num_decoding == len(self._running)
         return outputs
 
@@ -320,24 +327,22 @@ class Scheduler:
     # -- finishing
 
     def _output(
-        self, request: Request, result: StepResult, info: StepInfo, reason: FinishReason | None
+        self, request: Request, token: int, count: int, info: StepInfo, reason: FinishReason | None
     ) -> RequestOutput:
-        """What is told of a request that drew a token, `reason` being why it ends."""
-        token = result.tokens[request.id]
-        logprobs = result.logprobs.get(request.id) if result.logprobs else None
+        """What is told of a request that drew `token`, `count` times; `reason` is why it ends."""
+        tokens = (token,) * count
+        if request.is_quiet:
+            tokens = tuple(request.token_ids[request.num_prompt_tokens + 1 :])
+        logprobs: tuple[TokenLogprobs, ...] = ()
+        if request.logprobs:
+            logprobs, request.logprobs = tuple(request.logprobs), []
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)
+        request.is_quiet = not request.streams
+        stop_token = token if reason is FinishReason.STOP else None
         return RequestOutput(
-            request.id,
-            (token,) * result.count,
-            reason,
-            token if reason is FinishReason.STOP else None,
-            None,
-            info,
-            request.num_cached_tokens,
-            () if logprobs is None else (logprobs,),
-            prompt_logprobs,
+            request.id, tokens, reason, stop_token, None, info, request.num_cached_tokens, logprobs, prompt_logprobs
         )
 
     def _fail(self, request: Request, error: str) -> None:

@@ -143,6 +143,8 @@ class StepInfo(NamedTuple):
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
+    A request that doesn't stream has two outputs at most, or one more where it fails: then it tells its error only.
+
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
     output, when asked for.

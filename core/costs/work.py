@@ -33,27 +33,23 @@ class StepWork:
         rows = plan.rows
         ranks = [adapter.rank for adapter in plan.adapters]
         if plan.bucket is not None:
-            count = len(rows)
-            kv_tokens = count
-            using = token_ranks = 0
-            for row in rows:
-                kv_tokens += row.start
-                if row.slot >= 0:
-                    using += 1
-                    token_ranks += ranks[row.slot]
-            work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
+            count, work = len(rows), 0
+            kv_tokens = count + sum([row.start for row in rows])
+            if ranks:
+                of_slots = [ranks[row.slot] for row in rows if row.slot >= 0]
+                work = kernel.rank_work(len(of_slots), sum(of_slots), max(ranks))
             return cls(True, plan.bucket, count, kv_tokens, kv_tokens, work, sum(ranks))
-        tokens = kv_tokens = using = token_ranks = 0
-        pairs = 0.0
+        tokens, work = plan.num_tokens, 0
+        kv_tokens = tokens + sum([row.start for row in rows])
+        pairs = float(kv_tokens)  # one token attends to all before it and to itself
         for row in rows:
-            count, start = len(row.tokens), row.start
-            tokens += count
-            kv_tokens += start + count
-            pairs += count * (start + (count + 1) / 2)
-            if row.slot >= 0:
-                using += count
-                token_ranks += count * ranks[row.slot]
-        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
+            count = len(row.tokens)
+            if count > 1:
+                pairs += (count - 1) * (row.start + count / 2)
+        if ranks:
+            using = [(len(row.tokens), ranks[row.slot]) for row in rows if row.slot >= 0]
+            token_ranks = sum([count * rank for count, rank in using])
+            work = kernel.rank_work(sum([count for count, _ in using]), token_ranks, max(ranks))
         return cls(False, len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
 
     def seconds(self, costs: CostModel) -> float:

@@ -76,7 +76,7 @@ class Replica:
             params = SamplingParams(max_tokens=item.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
             self._params[item.output_tokens] = params
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
-        request = Request(str(item.id), tokens, params, item.adapter, item.arrival)
+        request = Request(str(item.id), tokens, params, item.adapter, item.arrival, streams=False)
         self._open[request.id] = (request, self.executor.stalled_seconds, math.nan)
         rank = self._rank(request)
         self._queue[request.id] = request, len(tokens), rank
