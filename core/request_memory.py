@@ -83,7 +83,7 @@ class RequestMemory:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
         table = request.block_table
         missing = table.missing_pages(num_tokens)
-        if not self._reclaimer.make_room(missing):
+        if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
             return False
         table.add_pages(missing)
         request.room = len(table.pages) * self._block_tokens

@@ -16,27 +16,30 @@ def plan_step(step_id: int, chosen: Mapping[Request, int], buckets: DecodeBucket
     Prefill rows first, rows of one slot adjacent within each kind (Punica §6); slots are numbered in the order of
     `chosen`.
     """
-    groups: dict[Adapter | None, list[ScheduledRow]] = {None: []}  # rows by slot, the base model's first
-    prefills = False
+    decodes: dict[Adapter | None, list[ScheduledRow]] = {None: []}  # by slot, the base model's first
+    prefills: dict[Adapter | None, list[ScheduledRow]] = {}
     for request, count in chosen.items():
-        row = request.row
+        adapter, row = request.adapter, request.row
+        group = decodes.get(adapter)
+        if group is None:
+            group = decodes[adapter] = []
         if row is None:
             row = _new_row(request, count)
-            prefills = prefills or count > 1
-        group = groups.get(request.adapter)
-        if group is None:
-            group = groups[request.adapter] = []
+            if count > 1:
+                group = prefills.setdefault(adapter, [])
         group.append(row)
     rows: list[ScheduledRow] = []
-    for slot, group in enumerate(groups.values(), BASE_SLOT):
+    for slot, adapter in enumerate(decodes, BASE_SLOT) if prefills else ():
+        for row in prefills.get(adapter, ()):
+            row.slot = slot
+            rows.append(row)
+    for slot, group in enumerate(decodes.values(), BASE_SLOT):
         for row in group:
             row.slot = slot
         rows += group
-    if prefills:
-        rows = [row for row in rows if len(row.tokens) > 1] + [row for row in rows if len(row.tokens) == 1]
     bucket = None if prefills else buckets.pick(len(rows))
-    del groups[None]
-    return StepPlan(step_id, rows, list(groups), bucket)
+    del decodes[None]
+    return StepPlan(step_id, rows, list(decodes), bucket)
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

@@ -158,8 +158,10 @@ class AdapterStore:
 
         Whoever runs with one of those must stop; then it is to be evicted.
         """
+        failed: list[tuple[Adapter, BaseException]] = []
+        if not self._loads:
+            return failed
         self._loads.free_what_is_quiet()
-        failed = []
         for adapter, start, error in self._loads.ended():
             if error is None:
                 self._observe(adapter, "host_adapter_page", start)

@@ -77,7 +77,11 @@ class PagePool:
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
         free, kinds, references, counts = self._free, self._kind, self._references, self._counts
-        pages = [free.pop() for _ in range(count)]
+        if count == 1:  # what decoding requests take
+            pages = [free.pop()]
+        else:
+            pages = free[: -count - 1 : -1]
+            del free[len(free) - count :]
         for page in pages:
             kinds[page] = kind
             references[page] = 1

@@ -39,17 +39,18 @@ class StepWork:
                 of_slots = [ranks[row.slot] for row in rows if row.slot >= 0]
                 work = kernel.rank_work(len(of_slots), sum(of_slots), max(ranks))
             return cls(True, plan.bucket, count, kv_tokens, kv_tokens, work, sum(ranks))
-        tokens, work = plan.num_tokens, 0
+        tokens = plan.num_tokens
         kv_tokens = tokens + sum([row.start for row in rows])
-        pairs = float(kv_tokens)  # one token attends to all before it and to itself
+        pairs = float(kv_tokens)  # of a token: those before it, and itself
+        using = token_ranks = 0
         for row in rows:
             count = len(row.tokens)
             if count > 1:
                 pairs += (count - 1) * (row.start + count / 2)
-        if ranks:
-            using = [(len(row.tokens), ranks[row.slot]) for row in rows if row.slot >= 0]
-            token_ranks = sum([count * rank for count, rank in using])
-            work = kernel.rank_work(sum([count for count, _ in using]), token_ranks, max(ranks))
+            if row.slot >= 0:
+                using += count
+                token_ranks += count * ranks[row.slot]
+        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
         return cls(False, len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
 
     def seconds(self, costs: CostModel) -> float:
