@@ -24,7 +24,8 @@ from .request import Request
 from .request_memory import RequestMemory
 from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
-from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult, TokenLogprobs
+from .tell import tell
+from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +57,7 @@ class Scheduler:
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._all_decode = False  # whether the last step left every running request with only its new token to compute
         self._num_steps = 0
+        self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
         self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
@@ -125,7 +127,7 @@ class Scheduler:
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take a step's result: advance, append drawn tokens, finish what is done."""
-        info = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
+        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         outputs = []
         if result.count > 1:
             self._catch_up(plan, result)
@@ -165,7 +167,7 @@ class Scheduler:
                 request.logprobs.append(logprobs)
             if reason is None and request.is_quiet:
                 continue
-            outputs.append(self._output(request, token, result.count, info, reason))
+            outputs.append(tell(request, token, result.count, info, reason))
             if reason is not None:
                 self._finish(request, reason)
         self.num_generated_tokens += num_drawn * result.count
@@ -325,25 +327,6 @@ class Scheduler:
         self._num_steps += steps
 
     # -- finishing
-
-    def _output(
-        self, request: Request, token: int, count: int, info: StepInfo, reason: FinishReason | None
-    ) -> RequestOutput:
-        """What is told of a request that drew `token`, `count` times; `reason` is why it ends."""
-        tokens = (token,) * count
-        if request.is_quiet:
-            tokens = tuple(request.token_ids[request.num_prompt_tokens + 1 :])
-        logprobs: tuple[TokenLogprobs, ...] = ()
-        if request.logprobs:
-            logprobs, request.logprobs = tuple(request.logprobs), []
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
-            prompt_logprobs = tuple(request.prompt_logprobs)
-        request.is_quiet = not request.streams
-        stop_token = token if reason is FinishReason.STOP else None
-        return RequestOutput(
-            request.id, tokens, reason, stop_token, None, info, request.num_cached_tokens, logprobs, prompt_logprobs
-        )
 
     def _fail(self, request: Request, error: str) -> None:
         """End a request that is in no queue."""

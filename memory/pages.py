@@ -138,7 +138,7 @@ class PagePool:
         holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
         equal the number of holders, and an adapter page must have exactly one.
         """
-        # The whole pool is looked at by built-ins only, page by page just what is used: it runs whenever an engine idles.
+        # This runs whenever an engine idles: built-ins look at the whole pool, only what is used is looked at page by page.
         pages, free = range(self.num_pages), set(self._free)
         used = set(compress(pages, self._kind))
         if len(free) != len(self._free):
