@@ -22,6 +22,7 @@ from .queue_order import queue_order
 from .repeats import Repeats
 from .request import Request
 from .request_memory import RequestMemory
+from .running import Running, group_by_adapter
 from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
 from .tell import tell
@@ -52,7 +53,7 @@ class Scheduler:
         self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._running = Running()
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._all_decode = False  # whether the last step left every running request with only its new token to compute
@@ -110,17 +111,21 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
         self._settle_loads()
-        chosen, budget, preempted = self._schedule_running()
+        chosen, budget, preempted = self._decode_all() or self._schedule_running()
         admitted = {} if preempted else self._admit(budget)
         if self._waiting:
             self._ahead.read(self._waiting)
             if self._limits.prefetch:
                 self._ahead.load(self._waiting)
-        chosen.update(admitted)
-        if not chosen:
+        if chosen is None:
+            groups, counts = self._running.by_adapter(), admitted
+        else:
+            counts = chosen | admitted
+            groups = group_by_adapter(counts)
+        if not groups:
             return None
         self._num_steps += 1
-        plan = plan_step(self._num_steps, chosen, self._buckets)
+        plan = plan_step(self._num_steps, groups, counts, self._buckets)
         if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
             plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
@@ -199,15 +204,21 @@ class Scheduler:
         if self._late:
             self._late = {adapter for adapter in self._late if adapter.transfer is not None}
 
+    def _decode_all(self) -> tuple[None, int, bool] | None:
+        """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.
+
+        Then nothing is listed but those that are admitted; None when it takes more than that.
+        """
+        budget = self._limits.max_num_batched_tokens - len(self._running)
+        simple, self._all_decode = self._all_decode and not self._late and budget >= 0, False
+        return (None, budget, False) if simple and self._memory.grow_all(self._running) else None
+
     def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
         """Running requests with their token counts, the budget left, and whether any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
         """
         budget, running = self._limits.max_num_batched_tokens, self._running
-        simple, self._all_decode = self._all_decode and not self._late and len(running) <= budget, False
-        if simple and self._memory.grow_all(running):  # as what follows would do it
-            return dict.fromkeys(running, 1), budget - len(running), False
         chosen: dict[Request, int] = {}
         preempted = False
         for request in sorted(running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):

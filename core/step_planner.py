@@ -5,41 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter import Adapter
 from .request import Request
+from .running import Groups
 from .types import BASE_SLOT, ScheduledRow, StepPlan
 
 
-def plan_step(step_id: int, chosen: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
-    """The step in which each of `chosen` computes so many more tokens; its block table covers them.
+def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
+    """The step in which each request of `groups` computes `counts` more tokens, 1 where it is not said.
 
-    Prefill rows first, rows of one slot adjacent within each kind (Punica §6); slots are numbered in the order of
-    `chosen`.
+    Its block table covers them. Prefill rows first, rows of one slot adjacent within each kind (Punica §6).
     """
-    decodes: dict[Adapter | None, list[ScheduledRow]] = {None: []}  # by slot, the base model's first
-    prefills: dict[Adapter | None, list[ScheduledRow]] = {}
-    for request, count in chosen.items():
-        adapter, row = request.adapter, request.row
-        group = decodes.get(adapter)
-        if group is None:
-            group = decodes[adapter] = []
-        if row is None:
-            row = _new_row(request, count)
-            if count > 1:
-                group = prefills.setdefault(adapter, [])
-        group.append(row)
-    rows: list[ScheduledRow] = []
-    for slot, adapter in enumerate(decodes, BASE_SLOT) if prefills else ():
-        for row in prefills.get(adapter, ()):
+    if None in groups:
+        groups = {None: groups[None], **groups}  # the base model's slot comes before all others
+    prefills: list[ScheduledRow] = []
+    decodes: list[ScheduledRow] = []
+    for slot, group in enumerate(groups.values(), BASE_SLOT if None in groups else 0):
+        for request in group:
+            row = request.row
+            if row is None:
+                row = _new_row(request, counts.get(request, 1))
+                (decodes if len(row.tokens) == 1 else prefills).append(row)
+            else:
+                decodes.append(row)
             row.slot = slot
-            rows.append(row)
-    for slot, group in enumerate(decodes.values(), BASE_SLOT):
-        for row in group:
-            row.slot = slot
-        rows += group
-    bucket = None if prefills else buckets.pick(len(rows))
-    del decodes[None]
-    return StepPlan(step_id, rows, list(decodes), bucket)
+    bucket = None if prefills else buckets.pick(len(decodes))
+    return StepPlan(step_id, prefills + decodes, [adapter for adapter in groups if adapter is not None], bucket)
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:
