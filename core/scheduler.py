@@ -136,42 +136,33 @@ class Scheduler:
         outputs = []
         if result.count > 1:
             self._catch_up(plan, result)
-        requests, tokens, unready, errors = self._requests, result.tokens, result.unready, result.errors
+        requests, tokens = self._requests, result.tokens
+        special = result.unready or result.errors or result.logprobs or result.prompt_logprobs
         num_drawn = num_decoding = 0
         for row in plan.rows:
             request = requests.get(row.request_id)
-            if request is None:
+            if request is None or (special and not self._take_special(request, result, info, outputs)):
                 continue
-            if unready and request.id in unready:
-                self._late.add(request.adapter)
-                continue
-            if errors and (error := errors.get(request.id)):
-                self._finish(request, FinishReason.ERROR)
-                outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
-                continue
-            request.num_computed_tokens = row.start + len(row.tokens)
+            token_ids, samples = request.token_ids, row.samples
+            computed = request.num_computed_tokens = len(token_ids) if samples else row.start + len(row.tokens)
             if request.caching:
                 self._memory.remember(request)
-            if result.prompt_logprobs:
-                request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
-            if not row.samples:
+            if not samples:
                 continue
             num_drawn += 1
-            token, token_ids = tokens[request.id], request.token_ids
+            token = tokens[row.request_id]
             token_ids.append(token)
             reason = None
             if token in request.end_ids:
                 reason = FinishReason.STOP
-            elif len(token_ids) >= request.max_length:
+            elif computed + 1 >= request.max_length:
                 reason = FinishReason.LENGTH
             else:
                 num_decoding += 1
-                if (row := request.row) is not None:
-                    row.tokens, row.start = [token], len(token_ids) - 1
-            if result.logprobs and (logprobs := result.logprobs.get(request.id)):
-                request.logprobs.append(logprobs)
-            if reason is None and request.is_quiet:
-                continue
+                if request.row is not None:  # the one of the next step
+                    row.tokens, row.start = [token], computed
+                if request.is_quiet:
+                    continue
             outputs.append(tell(request, token, result.count, info, reason))
             if reason is not None:
                 self._finish(request, reason)
@@ -327,13 +318,28 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
+    def _take_special(
+        self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]
+    ) -> bool:
+        """Take what few rows bring beside a token. False where a row was computed in vain, or failed."""
+        if request.id in result.unready:
+            self._late.add(request.adapter)
+            return False
+        if error := result.errors.get(request.id):
+            self._finish(request, FinishReason.ERROR)
+            outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
+            return False
+        request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+        if logprobs := result.logprobs.get(request.id):
+            request.logprobs.append(logprobs)
+        return True
+
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
         """Bring the requests of a plan that ran more than once to the last of its steps."""
         steps = result.count - 1
         requests = [self._requests[row.request_id] for row in plan.rows]
-        for row, request in zip(plan.rows, requests, strict=True):
+        for request in requests:
             request.token_ids += [result.tokens[request.id]] * steps
-            row.start += steps
         self._memory.catch_up(requests, steps)
         self._num_steps += steps
 

@@ -36,8 +36,8 @@ class StepWork:
             count, work = len(rows), 0
             kv_tokens = count + sum([row.start for row in rows])
             if ranks:
-                of_slots = [ranks[row.slot] for row in rows if row.slot >= 0]
-                work = kernel.rank_work(len(of_slots), sum(of_slots), max(ranks))
+                used = [ranks[row.slot] for row in rows if row.slot >= 0]
+                work = kernel.rank_work(len(used), sum(used), max(ranks))
             return cls(True, plan.bucket, count, kv_tokens, kv_tokens, work, sum(ranks))
         tokens = plan.num_tokens
         kv_tokens = tokens + sum([row.start for row in rows])

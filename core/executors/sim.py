@@ -120,7 +120,7 @@ class SimExecutor:
             first = self._apart(plan)
         first += costs.overhead.seconds(len(rows))
         growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
-        if any(adapter.transfer for adapter in plan.adapters):
+        if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
             price = self._stalled(first, growth, plan.adapters)
         else:
             price = StepPrice(first, growth)

@@ -194,6 +194,11 @@ class SimAdapterBackend:
         self._link_free_at = 0.0
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
 
+    @property
+    def is_loading(self) -> bool:
+        """Whether bytes are on their way."""
+        return self._clock.now < self._link_free_at
+
     def inspect(self, path: Path) -> AdapterManifest:
         return self._adapters.manifest(str(path))
 
