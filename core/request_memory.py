@@ -42,7 +42,9 @@ class RequestMemory:
     def fits(self, request: Request, blocks: list[Block]) -> bool:
         """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
         wanted = -(-request.num_tokens // self._block_tokens) - len(blocks)
-        available = self._reclaimer.available - self._prefix.unused(blocks)
+        available = self._reclaimer.available
+        if blocks:
+            available -= self._prefix.unused(blocks)
         adapter = request.adapter
         if adapter is not None:
             if not adapter.pages:

@@ -318,9 +318,7 @@ class Scheduler:
         self._waiting.appendleft(request)
         self.num_preemptions += 1
 
-    def _take_special(
-        self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]
-    ) -> bool:
+    def _take_special(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
         """Take what few rows bring beside a token. False where a row was computed in vain, or failed."""
         if request.id in result.unready:
             self._late.add(request.adapter)

@@ -245,7 +245,7 @@ class AdapterStore:
 
     @property
     def num_pinned_pages(self) -> int:
-        return sum(len(adapter.pages) for adapter in self._pinned)
+        return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 
     def evict(self, adapter: Adapter) -> None:
         """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays."""
