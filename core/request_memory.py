@@ -70,7 +70,7 @@ class RequestMemory:
                 table.free()
                 raise
         request.block_table = table
-        request.num_computed_tokens = len(blocks) * self._block_tokens
+        request.num_computed_tokens = request.room = len(blocks) * self._block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
@@ -83,12 +83,13 @@ class RequestMemory:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
-        table = request.block_table
-        missing = table.missing_pages(num_tokens)
-        if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
-            return False
-        table.add_pages(missing)
-        request.room = len(table.pages) * self._block_tokens
+        short = num_tokens - request.room
+        if short > 0:
+            missing = -(-short // self._block_tokens)
+            if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
+                return False
+            request.block_table.add_pages(missing)
+            request.room += missing * self._block_tokens
         return True
 
     def grow_all(self, requests: list[Request]) -> bool:

@@ -57,6 +57,7 @@ class Scheduler:
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._all_decode = False  # whether the last step left every running request with only its new token to compute
+        self._fewest_left = 0  # then: how many more tokens the first of them to end may draw
         self._num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
@@ -127,7 +128,8 @@ class Scheduler:
         self._num_steps += 1
         plan = plan_step(self._num_steps, groups, counts, self._buckets)
         if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
-            plan.repeat = self._repeats.count(plan, self._running, self._waiting)
+            most = self._fewest_left if chosen is None else 1
+            plan.repeat = self._repeats.count(plan, self._running, self._waiting, most)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -139,6 +141,7 @@ class Scheduler:
         requests, tokens = self._requests, result.tokens
         special = result.unready or result.errors or result.logprobs or result.prompt_logprobs
         num_drawn = num_decoding = 0
+        fewest = self._limits.max_repeat
         for row in plan.rows:
             request = requests.get(row.request_id)
             if request is None or (special and not self._take_special(request, result, info, outputs)):
@@ -152,13 +155,15 @@ class Scheduler:
             num_drawn += 1
             token = tokens[row.request_id]
             token_ids.append(token)
-            reason = None
+            left, reason = request.max_length - computed - 1, None
             if token in request.end_ids:
                 reason = FinishReason.STOP
-            elif computed + 1 >= request.max_length:
+            elif left <= 0:
                 reason = FinishReason.LENGTH
             else:
                 num_decoding += 1
+                if left < fewest:
+                    fewest = left
                 if request.row is not None:  # the one of the next step
                     row.tokens, row.start = [token], computed
                 if request.is_quiet:
@@ -168,6 +173,7 @@ class Scheduler:
                 self._finish(request, reason)
         self.num_generated_tokens += num_drawn * result.count
         self._all_decode = num_decoding == len(self._running)
+        self._fewest_left = fewest
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
@@ -351,6 +357,7 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
+        self._all_decode = False  # unless `update` says so
         if request.block_table is None:
             self._waiting.remove(request)
         else:

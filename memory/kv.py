@@ -28,8 +28,7 @@ class BlockTable:
 
     def add_pages(self, count: int) -> None:
         """Grow by `count` pages. OutOfPages, and nothing changed, when the pool can't."""
-        if count:
-            self.pages += self._pool.allocate(count, PageKind.KV)
+        self.pages += self._pool.allocate(count, PageKind.KV)
 
     def free(self) -> None:
         """Give back every page; those of known blocks stay cached until they are wanted."""

@@ -100,7 +100,7 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference; a page without any is free again, or cached if it is kept."""
-        references, kept = self._references, self._kept
+        references, kept, kinds, counts, free = self._references, self._kept, self._kind, self._counts, self._free
         for page in pages:
             left = references[page] - 1
             if left < 0:
@@ -110,8 +110,10 @@ class PagePool:
                 if kept[page]:
                     self._move(page, PageKind.CACHED)
                 else:
-                    self._move(page, _FREE)
-                    self._free.append(page)
+                    counts[kinds[page]] -= 1
+                    counts[_FREE] += 1
+                    kinds[page] = _FREE
+                    free.append(page)
 
     def keep(self, page: int) -> None:
         """Make a KV page in use stay as CACHED when its last reference goes."""
@@ -138,7 +140,7 @@ class PagePool:
         holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
         equal the number of holders, and an adapter page must have exactly one.
         """
-        # This runs whenever an engine idles: built-ins look at the whole pool, only what is used is looked at page by page.
+        # It runs whenever an engine idles: built-ins look at the whole pool, a loop only at the pages in use.
         pages, free = range(self.num_pages), set(self._free)
         used = set(compress(pages, self._kind))
         if len(free) != len(self._free):

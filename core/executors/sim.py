@@ -130,12 +130,12 @@ class SimExecutor:
     def end(self, plan: StepPlan) -> float:
         """When `execute` would be done by the horizon as it is."""
         price = self.price(plan)
-        return self._clock.now + price.total(self._count(plan, price))
+        return self._clock.now + (price.first if plan.repeat == 1 else price.total(self._count(plan, price)))
 
     def execute(self, plan: StepPlan) -> StepResult:
         price = self.price(plan)
-        count = self._count(plan, price)
-        seconds = price.total(count)
+        count = 1 if plan.repeat == 1 else self._count(plan, price)
+        seconds = price.first if count == 1 else price.total(count)
         self._priced = None
         self._clock.now += seconds
         self.busy_seconds += seconds
@@ -150,8 +150,6 @@ class SimExecutor:
         """Nothing is held."""
 
     def _count(self, plan: StepPlan, price: StepPrice) -> int:
-        if plan.repeat == 1:
-            return 1
         return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
     def _apart(self, plan: StepPlan) -> float:
