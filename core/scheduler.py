@@ -6,19 +6,16 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter import Adapter, Tier
-from ..memory.adapter_format import AdapterFormatError
+from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
-from ..memory.prefix import Block
+from .admission import Admission, load_error
 from .load_ahead import LoadAhead
 from .load_policy import LoadPolicy
-from .queue_order import queue_order
 from .repeats import Repeats
 from .request import Request
 from .request_memory import RequestMemory
@@ -27,8 +24,6 @@ from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
 from .tell import tell
 from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
-
-logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -46,10 +41,9 @@ class Scheduler:
         self._limits = limits
         self._store = store
         self._memory = memory
-        self._loads = loads
         self._buckets = buckets
-        self._clock = clock
         self._ahead = LoadAhead(limits, store, memory)
+        self._admission = Admission(limits, store, memory, loads, clock, self._fail)
         self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._waiting: deque[Request] = deque()
@@ -62,7 +56,6 @@ class Scheduler:
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
-        self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
 
     @property
     def num_waiting(self) -> int:
@@ -81,6 +74,11 @@ class Scheduler:
     def waiting_adapters(self) -> set[str]:
         """Names of adapters that waiting requests will use."""
         return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
+
+    @property
+    def num_cold_starts(self) -> int:
+        """Requests that could have run earlier but for their adapter."""
+        return self._admission.num_cold_starts
 
     def has_work(self) -> bool:
         return bool(self._requests or self._failed)
@@ -113,7 +111,7 @@ class Scheduler:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
         self._settle_loads()
         chosen, budget, preempted = self._decode_all() or self._schedule_running()
-        admitted = {} if preempted else self._admit(budget)
+        admitted = {} if preempted else self._admission.admit(self._waiting, self._running, budget)
         if self._waiting:
             self._ahead.read(self._waiting)
             if self._limits.prefetch:
@@ -194,9 +192,7 @@ class Scheduler:
         for adapter, error in self._store.poll():
             for request in [request for request in self._running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
-                self._failed.append(
-                    RequestOutput(request.id, (), FinishReason.ERROR, error=_load_error(request, error))
-                )
+                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=load_error(request, error)))
             self._store.evict(adapter)
         if self._late:
             self._late = {adapter for adapter in self._late if adapter.transfer is not None}
@@ -236,81 +232,6 @@ class Scheduler:
                 chosen[request] = count
                 budget -= count
         return chosen, budget, preempted
-
-    def _admit(self, budget: int) -> dict[Request, int]:
-        """Start waiting requests in queue order; those whose adapter is still being read are passed over.
-
-        The first that lacks pages or token budget ends it, so that a large request is not starved by small ones.
-        """
-        limits = self._limits
-        admitted: dict[Request, int] = {}
-        if not self._waiting or budget <= 0 or len(self._running) >= limits.max_num_seqs:
-            return admitted
-        active = set()
-        if limits.max_adapters_per_step is not None:
-            active = {request.adapter for request in self._running if request.adapter is not None}
-        overdue_before = self._clock() - limits.max_overtake_seconds
-        seats_left = False
-        for request in queue_order(self._waiting, self._store, overdue_before):
-            if budget <= 0 or len(self._running) >= limits.max_num_seqs:
-                break
-            adapter = request.adapter
-            if adapter is not None and not self._may_run(request, adapter, active, budget):
-                seats_left = True
-                if request.arrival_time < overdue_before:
-                    break
-                continue
-            blocks = self._memory.match(request)
-            missing = request.num_tokens - len(blocks) * limits.block_tokens
-            if missing > budget and not limits.chunked_prefill:
-                break
-            if not self._memory.fits(request, blocks):
-                if self._running or self._store.has_transfers:
-                    break
-                self._waiting.remove(request)  # nobody will ever make more room than there is now
-                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
-                continue
-            self._waiting.remove(request)
-            count = min(missing, budget)
-            if not self._start(request, blocks, count):
-                continue
-            self._running.append(request)
-            admitted[request] = count
-            budget -= count
-            if adapter is not None:
-                active.add(adapter)
-        else:
-            seats_left = True
-        if seats_left:
-            self._note_cold()
-        return admitted
-
-    def _note_cold(self) -> None:
-        """Seats are free and requests wait: count those whose adapter is still to be read."""
-        for request in self._waiting:
-            adapter = request.adapter
-            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
-                continue
-            request.had_to_wait = True
-            self.num_cold_starts += 1
-
-    def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], budget: int) -> bool:
-        """Whether a request may run now: its bytes come in time and one more adapter is allowed."""
-        most = self._limits.max_adapters_per_step
-        if most is not None and adapter not in active and len(active) >= most:
-            return False
-        return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not self._running)
-
-    def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
-        """Let a waiting request run; a broken adapter fails only this request."""
-        if request.start_time is None:
-            request.start_time = self._clock()
-        try:
-            self._memory.start(request, blocks, count)
-        except Exception as error:
-            self._fail(request, _load_error(request, error))
-            return False
-        return True
 
     def _preempt(self, request: Request) -> None:
         """Give back a running request's pages and pin; it recomputes prompt and output when it runs again.
@@ -369,10 +290,3 @@ class Scheduler:
         del self._requests[request.id]
         if request.adapter is not None:
             self._store.let_go(request.adapter)
-
-
-def _load_error(request: Request, error: BaseException) -> str:
-    if isinstance(error, AdapterFormatError):
-        return str(error)
-    logger.error("loading %r failed", request.adapter, exc_info=error)
-    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}"
