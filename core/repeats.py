@@ -33,7 +33,7 @@ class Repeats:
     def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request], most: int) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
-        most: after how many one of them ends; 1 where one of them has yet to tell its first token.
+        most: that all of them can take before one ends; 1 where one of them has yet to tell its first token.
         Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
         since that would change what is read ahead and who comes first.
         """

@@ -169,7 +169,6 @@ class RequestMemory:
         """Give back pages and pin."""
         request.block_table.free()
         request.block_table = request.last_block = request.row = None
-        request.room = 0
         if request.adapter is not None:
             self._store.release(request.adapter)
 

@@ -51,7 +51,7 @@ class Scheduler:
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._all_decode = False  # whether the last step left every running request with only its new token to compute
-        self._fewest_left = 0  # then: how many more tokens the first of them to end may draw
+        self._fewest_left = 0  # then: how many more tokens each of them may draw
         self._num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
@@ -203,7 +203,8 @@ class Scheduler:
         Then nothing is listed but those that are admitted; None when it takes more than that.
         """
         budget = self._limits.max_num_batched_tokens - len(self._running)
-        simple, self._all_decode = self._all_decode and not self._late and budget >= 0, False
+        simple = self._all_decode and not self._late and budget >= 0
+        self._all_decode = False  # until the step's result is known, should it ever be
         return (None, budget, False) if simple and self._memory.grow_all(self._running) else None
 
     def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
@@ -278,7 +279,6 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         request.finish_reason = reason
-        self._all_decode = False  # unless `update` says so
         if request.block_table is None:
             self._waiting.remove(request)
         else:

@@ -230,6 +230,18 @@ def test_steps_are_not_taken_together_past_the_end_of_a_load():
     assert many.num_calls < one.num_calls
 
 
+def test_a_plan_that_was_never_run_is_decided_again():
+    run = Run()
+    run.add("x", 20, 5)
+    run.step()
+    run.add("y", 30, 5)
+    plans = [[(row.request_id, row.start, len(row.tokens)) for row in run.engine.begin_step().rows] for _ in range(2)]
+    assert plans == [[("y", 0, 30), ("x", 20, 1)]] * 2
+    while run.engine.has_work():
+        run.step()
+    assert sorted(run.finished) == ["x", "y"]
+
+
 @given(arrivals=traces(), num_pages=st.sampled_from([20, 40]), max_repeat=st.sampled_from([1, 1 << 20]))
 def test_requests_that_do_not_stream_run_alike_and_tell_their_first_and_last_token(arrivals, num_pages, max_repeat):
     def run(streams):
