@@ -23,7 +23,7 @@ from .executors.base import Executor, ModelInfo
 from .load_policy import LoadPolicy
 from .request import Request
 from .request_memory import RequestMemory
-from .sampling_params import InvalidRequest
+from .sampling_params import InvalidRequest, SamplingParams
 from .scheduler import Scheduler
 from .scheduler_limits import SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
@@ -106,8 +106,6 @@ class Engine:
         self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
-        self._num_generated_tokens = 0
-        self._last_step: StepInfo | None = None
         self._next_check = 0.0
 
     @classmethod
@@ -162,11 +160,10 @@ class Engine:
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
-            self._measure_prefill(plan, self._clock() - start)
+            if plan.bucket is None:
+                self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
             self._num_steps += result.count
-            self._num_generated_tokens += sum([len(output.token_ids) for output in outputs])
-            self._last_step = StepInfo(plan.step_id, len(plan.rows), plan.num_adapters, plan.num_tokens)
         elif not outputs and self.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
         if not self.has_work() and (now := self._clock()) >= self._next_check:
@@ -176,7 +173,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Keep the price of recomputing a cached block at what prefill costs here."""
-        if plan.bucket is None and plan.num_tokens >= self._block_tokens * len(plan.rows):
+        if plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     @property
@@ -205,14 +202,14 @@ class Engine:
             num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=self._num_steps,
             num_preemptions=scheduler.num_preemptions,
-            num_generated_tokens=self._num_generated_tokens,
+            num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,
             num_streamed_loads=self.store.num_streamed,
             num_adapter_evictions=self.store.num_evictions,
             num_prefix_hit_tokens=self._prefix.num_hit_tokens,
             num_prefix_query_tokens=self._prefix.num_query_tokens,
-            last_step=self._last_step,
+            last_step=scheduler.last_step,
         )
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
@@ -277,13 +274,8 @@ class Engine:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
-        for field, ids in (
-            ("logit_bias", params.logit_bias),
-            ("stop_token_ids", params.stop_token_ids),
-            ("bad_words", params.bad_words and [token for word in params.bad_words for token in word]),
-        ):
-            if ids and (bad := [token for token in ids if not 0 <= token < vocab]):
-                raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
+        if params.logit_bias or params.stop_token_ids or params.bad_words:
+            _validate_ids(params, vocab)
         pages = 0
         if request.adapter_name is not None:
             try:
@@ -324,6 +316,16 @@ class Engine:
             else:
                 merged.merge(result)
         return merged
+
+
+def _validate_ids(params: SamplingParams, vocab: int) -> None:
+    for field, ids in (
+        ("logit_bias", params.logit_bias),
+        ("stop_token_ids", params.stop_token_ids),
+        ("bad_words", [token for word in params.bad_words for token in word]),
+    ):
+        if bad := [token for token in ids if not 0 <= token < vocab]:
+            raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
 
 
 def adapter_directories(directory: Path) -> list[Path]:

@@ -23,7 +23,9 @@ class LoadAhead:
     def read(self, waiting: Iterable[Request]) -> None:
         """Have the adapters of the next waiting requests read from disk."""
         window = itertools.islice(waiting, self._limits.lookahead)
-        self._store.read_ahead(request.adapter for request in window if request.adapter is not None)
+        adapters = [r.adapter for r in window if r.adapter is not None and not r.adapter.pages]
+        if adapters:
+            self._store.read_ahead(adapters)
 
     def load(self, waiting: Sequence[Request]) -> None:
         """Have the adapters of the next waiting requests loaded, but not into pages of others that are waited for."""

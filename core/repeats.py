@@ -30,28 +30,18 @@ class Repeats:
         self._ahead = ahead
         self._clock = clock
 
-    def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request]) -> int:
+    def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request], most: int) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
+        most: that all of them can take before one ends; 1 where one of them has yet to tell its first token.
         Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
         since that would change what is read ahead and who comes first.
         """
-        limits = self._limits
         if len(plan.rows) < len(running) or self._store.has_transfers:
             return 1
-        seats = len(running) < limits.max_num_seqs
+        seats = len(running) < self._limits.max_num_seqs
         if waiting and (self._ahead.may_load(waiting) or (seats and not self._stay_waiting(plan, waiting))):
             return 1
-        most = limits.max_repeat
-        for request in running:
-            prompt, tokens = request.num_prompt_tokens, len(request.token_ids)
-            if tokens == prompt:
-                return 1  # its first token is told when it is drawn
-            left = prompt + request.params.max_tokens - tokens
-            if left < most:
-                most = left
-            if limits.max_model_len - tokens < most:
-                most = limits.max_model_len - tokens
         return self._memory.most_steps(running, most, {request.adapter for request in waiting})
 
     def _stay_waiting(self, plan: StepPlan, waiting: Sequence[Request]) -> bool:

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from ..memory.adapter import Adapter
     from ..memory.kv import BlockTable
     from ..memory.prefix import Block
+    from .types import ScheduledRow
 
 
 class Request:
@@ -26,18 +27,25 @@ class Request:
         "arrival_time",
         "block_table",
         "caching",
+        "end_ids",
         "finish_reason",
         "had_to_wait",
         "id",
+        "is_quiet",
         "last_block",
+        "logprobs",
+        "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_known_blocks",
         "num_prompt_tokens",
         "params",
         "prompt_logprobs",
+        "room",
+        "row",
         "seed",
         "start_time",
+        "streams",
         "token_ids",
     )
 
@@ -48,7 +56,9 @@ class Request:
         params: SamplingParams,
         adapter_name: str | None = None,
         arrival_time: float = 0.0,
+        streams: bool = True,
     ) -> None:
+        """streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends."""
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -56,11 +66,18 @@ class Request:
         self.params = params
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
+        self.streams = streams
+        self.is_quiet = False  # nothing is told until it ends
         self.start_time: float | None = None  # when it was admitted first
         self.had_to_wait = False  # for its adapter, when it could have run otherwise
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
+        self.room = 0  # tokens that its pages hold
+        self.row: ScheduledRow | None = None  # its part of the last step in which it computed one token
+        self.max_length = 0  # tokens, prompt included, with which it ends; known once it is queued
+        self.end_ids: frozenset[int] = frozenset()  # tokens that end it before that
+        self.logprobs: list[TokenLogprobs] = []  # of generated tokens that have not been told
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
         self.caching = False  # whether blocks it completes are made known to the prefix cache

@@ -42,7 +42,9 @@ class RequestMemory:
     def fits(self, request: Request, blocks: list[Block]) -> bool:
         """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
         wanted = -(-request.num_tokens // self._block_tokens) - len(blocks)
-        available = self._reclaimer.available - self._prefix.unused(blocks)
+        available = self._reclaimer.available
+        if blocks:
+            available -= self._prefix.unused(blocks)
         adapter = request.adapter
         if adapter is not None:
             if not adapter.pages:
@@ -68,7 +70,7 @@ class RequestMemory:
                 table.free()
                 raise
         request.block_table = table
-        request.num_computed_tokens = len(blocks) * self._block_tokens
+        request.num_computed_tokens = request.room = len(blocks) * self._block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
@@ -81,11 +83,19 @@ class RequestMemory:
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
-        table = request.block_table
-        if not self._reclaimer.make_room(table.missing_pages(num_tokens)):
-            return False
-        table.grow(num_tokens)
+        short = num_tokens - request.room
+        if short > 0:
+            missing = -(-short // self._block_tokens)
+            if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
+                return False
+            request.block_table.add_pages(missing)
+            request.room += missing * self._block_tokens
         return True
+
+    def grow_all(self, requests: list[Request]) -> bool:
+        """`grow` each of `requests` to its known tokens, in order; False at the first for which that can't be had."""
+        short = [request for request in requests if request.room < len(request.token_ids)]
+        return all(self.grow(request, len(request.token_ids)) for request in short)
 
     @property
     def caches_prefixes(self) -> bool:
@@ -119,11 +129,11 @@ class RequestMemory:
         Blocks become known, and others are evicted for new ones, in the order of these steps.
         """
         block = self._block_tokens
-        if not any(request.caching for request in requests):
+        if not self._use_prefix_cache or not any(request.caching for request in requests):
             for request in requests:
-                request.num_computed_tokens += steps
-                if len(request.block_table.pages) * block <= request.num_computed_tokens:
-                    self.grow(request, request.num_computed_tokens + 1)
+                computed = request.num_computed_tokens = request.num_computed_tokens + steps
+                if request.room <= computed:
+                    self.grow(request, computed + 1)
             return
         starts = [request.num_computed_tokens for request in requests]
         ends = sorted(
@@ -158,7 +168,7 @@ class RequestMemory:
     def release(self, request: Request) -> None:
         """Give back pages and pin."""
         request.block_table.free()
-        request.block_table = request.last_block = None
+        request.block_table = request.last_block = request.row = None
         if request.adapter is not None:
             self._store.release(request.adapter)
 

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import attrgetter
+from collections.abc import Mapping
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter import Adapter
 from .request import Request
+from .running import Groups
 from .types import BASE_SLOT, ScheduledRow, StepPlan
 
 
-def plan_step(step_id: int, chosen: Sequence[tuple[Request, int]], buckets: DecodeBuckets) -> StepPlan:
-    """The step in which each of `chosen` computes so many more tokens; its block table covers them.
+def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
+    """The step in which each request of `groups` computes `counts` more tokens, 1 where it is not said.
 
-    Prefill rows first, rows of one slot adjacent within each kind (Punica §6).
+    Its block table covers them. Prefill rows first, rows of one slot adjacent within each kind (Punica §6).
     """
-    slots: dict[Adapter | None, int] = {None: BASE_SLOT}
+    if None in groups:
+        groups = {None: groups[None], **groups}  # the base model's slot comes before all others
     prefills: list[ScheduledRow] = []
     decodes: list[ScheduledRow] = []
-    for request, count in chosen:
-        slot = slots.setdefault(request.adapter, len(slots) - 1)
-        start, token_ids = request.num_computed_tokens, request.token_ids
-        tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
-        row = ScheduledRow(
-            request.id, slot, tokens, start, request.block_table.pages, request.params, request.seed, samples,
-            token_ids, request.num_prompt_tokens,
-        )  # fmt: skip
-        (decodes if count == 1 else prefills).append(row)
-    for rows in (prefills, decodes):
-        rows.sort(key=attrgetter("slot"))
+    for slot, group in enumerate(groups.values(), BASE_SLOT if None in groups else 0):
+        for request in group:
+            row = request.row
+            if row is None:
+                row = _new_row(request, counts.get(request, 1))
+                (decodes if len(row.tokens) == 1 else prefills).append(row)
+            else:
+                decodes.append(row)
+            row.slot = slot
     bucket = None if prefills else buckets.pick(len(decodes))
-    rows = prefills + decodes
-    return StepPlan(step_id, rows, [a for a in slots if a is not None], bucket)
+    return StepPlan(step_id, prefills + decodes, [adapter for adapter in groups if adapter is not None], bucket)
+
+
+def _new_row(request: Request, count: int) -> ScheduledRow:
+    """The row of a request that has none to go on with; it keeps the one with which it begins to decode."""
+    start, token_ids = request.num_computed_tokens, request.token_ids
+    tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
+    row = ScheduledRow(
+        request.id, BASE_SLOT, tokens, start, request.block_table.pages, request.params, request.seed, samples,
+        token_ids, request.num_prompt_tokens,
+    )  # fmt: skip
+    if count == 1 and samples:
+        request.row = row
+    return row

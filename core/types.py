@@ -81,10 +81,11 @@ class StepPlan:
     bucket: int | None = None
     repeat: int = 1
     until: float = math.inf
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        return len(self.rows) if self.bucket is not None else sum(len(row.tokens) for row in self.rows)
+    def __post_init__(self) -> None:
+        rows = self.rows
+        self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
 
     @property
     def num_adapters(self) -> int:
@@ -141,6 +142,8 @@ class StepInfo(NamedTuple):
 
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
+
+    A request that doesn't stream has two outputs at most, or one more where it fails: then it tells its error only.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first

@@ -158,8 +158,10 @@ class AdapterStore:
 
         Whoever runs with one of those must stop; then it is to be evicted.
         """
+        failed: list[tuple[Adapter, BaseException]] = []
+        if not self._loads:
+            return failed
         self._loads.free_what_is_quiet()
-        failed = []
         for adapter, start, error in self._loads.ended():
             if error is None:
                 self._observe(adapter, "host_adapter_page", start)
@@ -243,7 +245,7 @@ class AdapterStore:
 
     @property
     def num_pinned_pages(self) -> int:
-        return sum(len(adapter.pages) for adapter in self._pinned)
+        return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 
     def evict(self, adapter: Adapter) -> None:
         """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays."""

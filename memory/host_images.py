@@ -122,6 +122,8 @@ class HostImages:
 
     def _shrink(self, capacity: int) -> None:
         """Drop the least recently used images that are read until at most `capacity` bytes are left."""
+        if self.num_bytes <= capacity:
+            return
         for key in [key for key, (future, *_) in self._entries.items() if future.done()]:
             if self.num_bytes <= capacity:
                 return

@@ -19,12 +19,16 @@ class BlockTable:
 
     def missing_pages(self, num_tokens: int) -> int:
         """Pages to allocate before `num_tokens` tokens fit."""
-        return max(0, -(-num_tokens // self._block_tokens) - len(self.pages))
+        missing = -(-num_tokens // self._block_tokens) - len(self.pages)
+        return missing if missing > 0 else 0
 
     def grow(self, num_tokens: int) -> None:
         """Cover `num_tokens` tokens. OutOfPages, and nothing changed, when the pool can't."""
-        if missing := self.missing_pages(num_tokens):
-            self.pages.extend(self._pool.allocate(missing, PageKind.KV))
+        self.add_pages(self.missing_pages(num_tokens))
+
+    def add_pages(self, count: int) -> None:
+        """Grow by `count` pages. OutOfPages, and nothing changed, when the pool can't."""
+        self.pages += self._pool.allocate(count, PageKind.KV)
 
     def free(self) -> None:
         """Give back every page; those of known blocks stay cached until they are wanted."""

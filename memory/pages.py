@@ -9,14 +9,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from enum import IntEnum
+from itertools import compress
 
 
 class PageKind(IntEnum):
+    """What a page is used for; only FREE is false."""
+
     FREE = 0
     RESERVED = 1
     KV = 2
     ADAPTER = 3
     CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
+
+
+_FREE = PageKind.FREE
 
 
 class OutOfPages(RuntimeError):
@@ -45,7 +51,8 @@ class PagePool:
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
         self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
-        self._counts = Counter({PageKind.FREE: num_pages - 1, PageKind.RESERVED: 1})
+        self._counts = [0] * len(PageKind)
+        self._counts[PageKind.FREE], self._counts[PageKind.RESERVED] = num_pages - 1, 1
 
     @property
     def num_free(self) -> int:
@@ -69,12 +76,17 @@ class PagePool:
         """Take `count` pages with one reference each. OutOfPages, and nothing taken, when there are too few."""
         if count > len(self._free):
             raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
-        pages = [self._free.pop() for _ in range(count)]
+        free, kinds, references, counts = self._free, self._kind, self._references, self._counts
+        if count == 1:  # what decoding requests take
+            pages = [free.pop()]
+        else:
+            pages = free[: -count - 1 : -1]
+            del free[len(free) - count :]
         for page in pages:
-            self._kind[page] = kind
-            self._references[page] = 1
-        self._counts[PageKind.FREE] -= count
-        self._counts[kind] += count
+            kinds[page] = kind
+            references[page] = 1
+        counts[_FREE] -= count
+        counts[kind] += count
         return pages
 
     def retain(self, pages: Iterable[int]) -> None:
@@ -88,17 +100,20 @@ class PagePool:
 
     def release(self, pages: Iterable[int]) -> None:
         """Drop a reference; a page without any is free again, or cached if it is kept."""
+        references, kept, kinds, counts, free = self._references, self._kept, self._kind, self._counts, self._free
         for page in pages:
-            references = self._references[page]
-            if references == 0:
+            left = references[page] - 1
+            if left < 0:
                 raise IntegrityError(f"page {page} released while free")
-            self._references[page] = references - 1
-            if references == 1:
-                if self._kept[page]:
+            references[page] = left
+            if left == 0:
+                if kept[page]:
                     self._move(page, PageKind.CACHED)
                 else:
-                    self._move(page, PageKind.FREE)
-                    self._free.append(page)
+                    counts[kinds[page]] -= 1
+                    counts[_FREE] += 1
+                    kinds[page] = _FREE
+                    free.append(page)
 
     def keep(self, page: int) -> None:
         """Make a KV page in use stay as CACHED when its last reference goes."""
@@ -114,9 +129,10 @@ class PagePool:
             self._free.append(page)
 
     def _move(self, page: int, kind: PageKind) -> None:
-        self._counts[self._kind[page]] -= 1
-        self._counts[kind] += 1
-        self._kind[page] = kind
+        kinds, counts = self._kind, self._counts
+        counts[kinds[page]] -= 1
+        counts[kind] += 1
+        kinds[page] = kind
 
     def check_integrity(self, holders: Iterable[tuple[PageKind, Iterable[int]]] | None = None) -> None:
         """Raise IntegrityError unless every page is in exactly one state and the counts add up.
@@ -124,31 +140,37 @@ class PagePool:
         holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
         equal the number of holders, and an adapter page must have exactly one.
         """
-        free = set(self._free)
+        # It runs whenever an engine idles: built-ins look at the whole pool, a loop only at the pages in use.
+        pages, free = range(self.num_pages), set(self._free)
+        used = set(compress(pages, self._kind))
         if len(free) != len(self._free):
             raise IntegrityError("a page is on the free list twice")
         actual = Counter(self._kind)
         if any(actual[kind] != self._counts[kind] for kind in PageKind):
-            raise IntegrityError(f"counts {dict(self._counts)} differ from the pages' kinds {dict(actual)}")
-        for page, (kind, references) in enumerate(zip(self._kind, self._references, strict=True)):
-            if (kind is PageKind.FREE) != (page in free):
-                raise IntegrityError(f"page {page} is {kind.name} and {'on' if page in free else 'off'} the free list")
-            if (references > 0) != (kind in (PageKind.KV, PageKind.ADAPTER)):
+            raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {dict(actual)}")
+        if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
+            page = min(wrong)
+            where = "on" if page in free else "off"
+            raise IntegrityError(f"page {page} is {self._kind[page].name} and {where} the free list")
+        for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
+            kind, references = self._kind[page], self._references[page]
+            if (references > 0) != (kind is PageKind.KV or kind is PageKind.ADAPTER):
                 raise IntegrityError(f"page {page} is {kind.name} with {references} references")
-            if self._kept[page] and kind not in (PageKind.KV, PageKind.CACHED):
+            if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
                 raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
         if holders is not None:
             self._check_holders(holders)
 
     def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
-        held: Counter[int] = Counter()
+        held: dict[int, int] = {}
         for kind, pages in holders:
             for page in pages:
                 if self._kind[page] is not kind:
                     raise IntegrityError(f"page {page} is held as {kind.name} but is {self._kind[page].name}")
-                held[page] += 1
-                if kind is PageKind.ADAPTER and held[page] > 1:
+                if kind is PageKind.ADAPTER and page in held:
                     raise IntegrityError(f"adapter page {page} has two owners")
-        for page, references in enumerate(self._references):
-            if held[page] != references:
-                raise IntegrityError(f"page {page} has {references} references but {held[page]} holders")
+                held[page] = held.get(page, 0) + 1
+        for page in held.keys() | set(compress(range(self.num_pages), self._references)):
+            references, count = self._references[page], held.get(page, 0)
+            if count != references:
+                raise IntegrityError(f"page {page} has {references} references but {count} holders")

@@ -69,19 +69,21 @@ class PrefixCache:
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
         """Use matched blocks for a request of `num_tokens` tokens: one reference each; returns their pages in order."""
+        self.num_query_tokens += num_tokens
+        if not blocks:
+            return []
         pages = [block.page for block in blocks]
         self._pool.retain(pages)
         for block in blocks:
             block.uses += 1
             self._order.discard(block)
         self.num_hit_tokens += len(blocks) * self._block_tokens
-        self.num_query_tokens += num_tokens
         return pages
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back a request's pages, known blocks or not."""
         self._pool.release(reversed(pages))
-        for page in pages:
+        for page in pages if self._by_page else ():
             block = self._by_page.get(page)
             if block is not None:
                 self._offer(block)

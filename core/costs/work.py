@@ -30,31 +30,23 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
-        rows = plan.rows
+        rows, tokens = plan.rows, plan.num_tokens
         ranks = [adapter.rank for adapter in plan.adapters]
-        if plan.bucket is not None:
-            count = len(rows)
-            kv_tokens = count
-            using = token_ranks = 0
+        kv_tokens = tokens + sum([row.start for row in rows])
+        pairs = kv_tokens  # of a token: those before it, and itself
+        used = [ranks[row.slot] for row in rows if row.slot >= 0] if ranks else ()
+        using, token_ranks = len(used), sum(used)
+        if plan.bucket is None:
             for row in rows:
-                kv_tokens += row.start
+                more = len(row.tokens) - 1
+                if more == 0:
+                    break  # chunks come first
+                pairs += more * (row.start + (more + 1) / 2)
                 if row.slot >= 0:
-                    using += 1
-                    token_ranks += ranks[row.slot]
-            work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
-            return cls(True, plan.bucket, count, kv_tokens, kv_tokens, work, sum(ranks))
-        tokens = kv_tokens = using = token_ranks = 0
-        pairs = 0.0
-        for row in rows:
-            count, start = len(row.tokens), row.start
-            tokens += count
-            kv_tokens += start + count
-            pairs += count * (start + (count + 1) / 2)
-            if row.slot >= 0:
-                using += count
-                token_ranks += count * ranks[row.slot]
+                    using += more
+                    token_ranks += more * ranks[row.slot]
         work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
-        return cls(False, len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
+        return cls(plan.bucket is not None, plan.bucket or len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
 
     def seconds(self, costs: CostModel) -> float:
         """Of the executor; the engine's overhead comes on top."""

@@ -6,9 +6,9 @@ Engine, scheduler, page pool, adapter store and prefix cache are the real ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..config import EngineConfig
 from ..costs.profile import Profile
@@ -18,6 +18,7 @@ from .base import ModelInfo
 from .sim_adapters import SimAdapterBackend, SimAdapters, SimReads, VirtualClock
 
 if TYPE_CHECKING:
+    from ...memory.adapter import Adapter
     from ..engine import Engine
 
 TOKEN = 1
@@ -27,8 +28,7 @@ MODEL = Path("simulated")
 """What `EngineConfig.model` holds where no checkpoint is read."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepPrice:
+class StepPrice(NamedTuple):
     """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
 
     stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time.
@@ -120,20 +120,22 @@ class SimExecutor:
             first = self._apart(plan)
         first += costs.overhead.seconds(len(rows))
         growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
-        coming = [(slot, adapter.transfer) for slot, adapter in enumerate(plan.adapters) if adapter.transfer]
-        price = self._stalled(first, growth, coming) if coming else StepPrice(first, growth)
+        if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
+            price = self._stalled(first, growth, plan.adapters)
+        else:
+            price = StepPrice(first, growth)
         self._priced = plan, price
         return price
 
     def end(self, plan: StepPlan) -> float:
         """When `execute` would be done by the horizon as it is."""
         price = self.price(plan)
-        return self._clock.now + price.total(self._count(plan, price))
+        return self._clock.now + (price.first if plan.repeat == 1 else price.total(self._count(plan, price)))
 
     def execute(self, plan: StepPlan) -> StepResult:
         price = self.price(plan)
-        count = self._count(plan, price)
-        seconds = price.total(count)
+        count = 1 if plan.repeat == 1 else self._count(plan, price)
+        seconds = price.first if count == 1 else price.total(count)
         self._priced = None
         self._clock.now += seconds
         self.busy_seconds += seconds
@@ -142,14 +144,12 @@ class SimExecutor:
             ready = [row for row in plan.rows if row.slot not in price.late]
             unready = {row.request_id for row in plan.rows if row.slot in price.late}
             return StepResult({row.request_id: TOKEN for row in ready if row.samples}, unready=unready)
-        return StepResult({row.request_id: TOKEN for row in plan.rows if row.samples}, count=count)
+        return StepResult(dict.fromkeys([row.request_id for row in plan.rows if row.samples], TOKEN), count=count)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _count(self, plan: StepPlan, price: StepPrice) -> int:
-        if plan.repeat == 1:
-            return 1
         return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
     def _apart(self, plan: StepPlan) -> float:
@@ -165,8 +165,9 @@ class SimExecutor:
             seconds += StepWork.of(part, self.costs.kernel).seconds(self.costs)
         return seconds
 
-    def _stalled(self, first: float, growth: float, coming: list) -> StepPrice:
+    def _stalled(self, first: float, growth: float, adapters: list[Adapter]) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
+        coming = [(slot, adapter.transfer) for slot, adapter in enumerate(adapters) if adapter.transfer is not None]
         stalls = {slot: transfer.stall(self._clock.now, first) for slot, transfer in coming}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(stalls.values()))

@@ -33,6 +33,7 @@ class SimAdapters:
     def __init__(self, page: PageLayout) -> None:
         self._page = page
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout]] = {}
+        self._ranks: dict[str, int] = {}
         self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
 
     def __len__(self) -> int:
@@ -52,13 +53,15 @@ class SimAdapters:
         parts, layout = shape
         path = Path(name)
         self._known[name] = AdapterManifest(path, parts, num_bytes), layout
+        self._ranks[name] = rank
         return path
 
     def path(self, name: str) -> Path:
         return self._find(name)[0].path
 
     def rank(self, name: str) -> int:
-        return self._find(name)[0].rank
+        rank = self._ranks.get(name)
+        return self._find(name)[0].rank if rank is None else rank
 
     def layout(self, name: str) -> AdapterLayout:
         return self._find(name)[1]
@@ -190,6 +193,11 @@ class SimAdapterBackend:
         self._stream = stream
         self._link_free_at = 0.0
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether bytes are on their way."""
+        return self._clock.now < self._link_free_at
 
     def inspect(self, path: Path) -> AdapterManifest:
         return self._adapters.manifest(str(path))

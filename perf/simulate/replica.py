@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
@@ -61,7 +62,6 @@ class Replica:
         self._queue: dict[str, tuple[Request, int, int]] = {}  # that have not begun, with prompt tokens and rank
         self._plan: StepPlan | None = None
         self._open: dict[str, tuple[Request, float, float]] = {}  # with stalled seconds at arrival, and first token
-        self._params: dict[int, SamplingParams] = {}
 
     def give(self, item: TraceRequest, prompt: list[int] | None = None, now: float | None = None) -> None:
         """A request comes, at its arrival or, after waiting at the router, at `now`; no `wake` may be before that.
@@ -71,12 +71,9 @@ class Replica:
         now = item.arrival if now is None else now
         if item.adapter is not None and item.adapter not in self.engine.store:
             self.engine.store.register(item.adapter, self._adapters.path(item.adapter))
-        params = self._params.get(item.output_tokens)
-        if params is None:
-            params = SamplingParams(max_tokens=item.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
-            self._params[item.output_tokens] = params
+        params = _params(item.output_tokens)
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
-        request = Request(str(item.id), tokens, params, item.adapter, item.arrival)
+        request = Request(str(item.id), tokens, params, item.adapter, item.arrival, streams=False)
         self._open[request.id] = (request, self.executor.stalled_seconds, math.nan)
         rank = self._rank(request)
         self._queue[request.id] = request, len(tokens), rank
@@ -148,6 +145,11 @@ class Replica:
 
     def _rank(self, request: Request) -> int:
         return 0 if request.adapter_name is None else self._adapters.rank(request.adapter_name)
+
+
+@lru_cache(maxsize=1 << 14)  # replicas share them: their number doesn't grow with the run
+def _params(output_tokens: int) -> SamplingParams:
+    return SamplingParams(max_tokens=output_tokens, temperature=0.0, seed=0, ignore_eos=True)
 
 
 class _Resident:

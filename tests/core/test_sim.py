@@ -49,11 +49,12 @@ class Run:
         self.finished: dict[str, float] = {}
         self.history: list[tuple] = []
         self.num_calls = 0
+        self.streams = True
 
     def request(self, name, prompt, max_tokens, adapter=None):
         tokens = prompt if isinstance(prompt, list) else [1] * prompt
         params = SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True)
-        return Request(name, tokens, params, adapter, self.clock.now)
+        return Request(name, tokens, params, adapter, self.clock.now, self.streams)
 
     def add(self, *args):
         request = self.request(*args)
@@ -182,6 +183,79 @@ def test_steps_are_taken_together():
     run.serve([(0.0, f"r{i}", 100, 500 + i, None) for i in range(8)])
     assert run.engine.stats().num_steps > 500
     assert run.num_calls <= 10
+
+
+def test_steps_are_not_taken_together_past_a_block_that_lets_a_request_in():
+    """Eight requests leave less of the step's budget than the ninth needs, until one has computed the block that both
+    begin with."""
+
+    def run(max_repeat):
+        run = Run(
+            prefix_cache=True, chunked_prefill=False, max_num_batched_tokens=64, max_num_seqs=16, max_repeat=max_repeat
+        )
+        answers = [(0.0, f"r{index}", [1 if index == 0 else 5] * 8, 40, None) for index in range(8)]
+        return run.serve([*answers, (0.0, "long", [1] * 60, 2, None)])
+
+    one, many = run(1), run(1 << 20)
+    assert many.finished == pytest.approx(one.finished, rel=1e-9)
+    assert many.engine.stats().num_prefix_hit_tokens == one.engine.stats().num_prefix_hit_tokens == 16
+    assert many.finished["long"] < many.finished["r0"]
+
+
+def test_steps_are_not_taken_together_past_the_end_of_a_load():
+    """What was loaded ahead for a request that is gone keeps its pages until all of it is there; then another fits."""
+    link = terms(per_byte=0.3 / (10 * PAGE_BYTES))
+
+    def run(max_repeat):
+        run = Run(
+            PROFILE.model_copy(update={"link": link, "disk": terms()}), adapters=[("a", 16, 10)],
+            num_pages=21, prefetch=1, max_repeat=max_repeat,
+        )  # fmt: skip
+        run.add("running", 20, 60)
+        run.step()
+        run.add("aborted", 150, 5, "a")
+        run.executor.horizon = run.clock.now
+        run.step()
+        assert run.engine.store.has_transfers
+        assert run.engine.abort("aborted")
+        run.executor.horizon = float("inf")
+        run.add("waiting", 12 * 16, 2)
+        while run.engine.has_work():
+            run.step()
+        return run
+
+    one, many = run(1), run(1 << 20)
+    assert many.finished == pytest.approx(one.finished, rel=1e-9)
+    assert 0.3 < many.finished["waiting"] < many.finished["running"]
+    assert many.num_calls < one.num_calls
+
+
+def test_a_plan_that_was_never_run_is_decided_again():
+    run = Run()
+    run.add("x", 20, 5)
+    run.step()
+    run.add("y", 30, 5)
+    plans = [[(row.request_id, row.start, len(row.tokens)) for row in run.engine.begin_step().rows] for _ in range(2)]
+    assert plans == [[("y", 0, 30), ("x", 20, 1)]] * 2
+    while run.engine.has_work():
+        run.step()
+    assert sorted(run.finished) == ["x", "y"]
+
+
+@given(arrivals=traces(), num_pages=st.sampled_from([20, 40]), max_repeat=st.sampled_from([1, 1 << 20]))
+def test_requests_that_do_not_stream_run_alike_and_tell_their_first_and_last_token(arrivals, num_pages, max_repeat):
+    def run(streams):
+        run = Run(adapters=ADAPTERS, num_pages=num_pages, max_num_batched_tokens=48, max_repeat=max_repeat)
+        run.streams = streams
+        return run.serve(arrivals)
+
+    all_told, two_told = run(True), run(False)
+    assert two_told.finished == all_told.finished
+    assert two_told.history == all_told.history
+    assert two_told.engine.stats() == all_told.engine.stats()
+    for (_, name, _, num_tokens, _), told in zip(arrivals, two_told.outputs.values(), strict=True):
+        assert told[0] == all_told.outputs[name][0]
+        assert [count for _, count in told] == ([1, num_tokens - 1] if num_tokens > 1 else [1])
 
 
 @given(

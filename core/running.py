@@ -1,0 +1,49 @@
+"""The requests that run, in order of admission and by adapter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from ..memory.adapter import Adapter
+from .request import Request
+
+#: Requests by adapter, in the order in which each adapter and each request of it come first.
+Groups = dict[Adapter | None, list[Request]]
+
+
+def group_by_adapter(requests: Iterable[Request]) -> Groups:
+    groups: Groups = {}
+    for request in requests:
+        groups.setdefault(request.adapter, []).append(request)
+    return groups
+
+
+class Running(list[Request]):
+    """Changed by `append` and `remove` only, so that the groups need not be made anew in every step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._groups: Groups | None = {}
+
+    def append(self, request: Request) -> None:
+        super().append(request)
+        if self._groups is not None:
+            self._groups.setdefault(request.adapter, []).append(request)
+
+    def remove(self, request: Request) -> None:
+        super().remove(request)
+        if self._groups is None:
+            return
+        group = self._groups[request.adapter]
+        if len(group) == 1:
+            del self._groups[request.adapter]
+        elif group[0] is request:
+            self._groups = None  # the adapter's next request may come after those of others
+        else:
+            group.remove(request)
+
+    def by_adapter(self) -> Groups:
+        """Not to be changed by whoever asks."""
+        if self._groups is None:
+            self._groups = group_by_adapter(self)
+        return self._groups
