@@ -56,7 +56,7 @@ class Scheduler:
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
         self._num_steps = 0
         self.num_preemptions = 0
-        self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
+        self.num_cold_starts = 0  # requests whose adapter was not all there when they could begin
 
     @property
     def num_waiting(self) -> int:
@@ -245,8 +245,12 @@ class Scheduler:
         """Seats are free and requests wait: count those whose adapter is still to be read."""
         for request in self._waiting:
             adapter = request.adapter
-            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+            if adapter is None or adapter.pages or self._store.tier(adapter) is Tier.HOST:
                 continue
+            self._count_cold(request)
+
+    def _count_cold(self, request: Request) -> None:
+        if not request.had_to_wait:
             request.had_to_wait = True
             self.num_cold_starts += 1
 
@@ -266,6 +270,8 @@ class Scheduler:
         except Exception as error:
             self._fail(request, _load_error(request, error))
             return False
+        if request.adapter is not None and request.adapter.transfer is not None:
+            self._count_cold(request)
         return True
 
     def _preempt(self, request: Request) -> None:
