@@ -39,7 +39,7 @@ class Admission:
         self._loads = loads
         self._clock = clock
         self._fail = fail
-        self.num_cold_starts = 0  # requests that could have run earlier but for their adapter
+        self.num_cold_starts = 0  # requests whose adapter was not all there when they could begin
 
     def admit(self, waiting: deque[Request], running: Running, budget: int) -> dict[Request, int]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
@@ -94,8 +94,12 @@ class Admission:
         """Seats are free and requests wait: count those whose adapter is still to be read."""
         for request in waiting:
             adapter = request.adapter
-            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+            if adapter is None or adapter.pages or self._store.tier(adapter) is Tier.HOST:
                 continue
+            self._count_cold(request)
+
+    def _count_cold(self, request: Request) -> None:
+        if not request.had_to_wait:
             request.had_to_wait = True
             self.num_cold_starts += 1
 
@@ -115,6 +119,8 @@ class Admission:
         except Exception as error:
             self._fail(request, load_error(request, error))
             return False
+        if request.adapter is not None and request.adapter.transfer is not None:
+            self._count_cold(request)
         return True
 
 

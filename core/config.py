@@ -61,6 +61,11 @@ class EngineConfig(BaseModel):
     host_cache_bytes: int = Field(
         default=1 << 30, ge=0, description="host memory for adapters that were read from disk, least recently used out"
     )
+    eviction: Literal["cost", "lru"] = Field(
+        default="cost",
+        description="what gives up its pages first: what costs least to bring back for how often it is used and is not "
+        "waited for, or what was used least recently, to compare with",
+    )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
     lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
     prefetch: int = Field(

@@ -76,7 +76,7 @@ class Engine:
         self._clock = clock
         self._block_tokens = executor.layout.block_tokens
         self._pool = PagePool(executor.num_pages)
-        order = EvictionOrder()
+        order = EvictionOrder(lru=config.eviction == "lru")
         costs = self._costs = RestoreCosts()
         images = HostImages(config.host_cache_bytes, reads or ThreadReads())
         self.store = AdapterStore(
@@ -178,7 +178,7 @@ class Engine:
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests so far that could have begun earlier, had their adapter been in memory."""
+        """Requests so far whose adapter was not all there when they could begin."""
         return self._scheduler.num_cold_starts
 
     @property

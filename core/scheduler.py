@@ -77,7 +77,7 @@ class Scheduler:
 
     @property
     def num_cold_starts(self) -> int:
-        """Requests that could have run earlier but for their adapter."""
+        """Requests whose adapter was not all there when they could begin."""
         return self._admission.num_cold_starts
 
     def has_work(self) -> bool:

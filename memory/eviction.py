@@ -29,7 +29,9 @@ class RestoreCosts:
 class EvictionOrder:
     """Evictable items by priority. Only what may be evicted right now is in here."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, lru: bool = False) -> None:
+        """lru: what became evictable first goes first, and nothing else counts: the pool to compare with."""
+        self._lru = lru
         self._heap: list[tuple[bool, float, int, int, Hashable]] = []
         self._serials: dict[Hashable, int] = {}  # item → serial of its valid heap entry
         self._serial = itertools.count()
@@ -48,7 +50,11 @@ class EvictionOrder:
         depth: among equals the deeper goes first.
         """
         serial = self._serials[item] = next(self._serial)
-        heapq.heappush(self._heap, (wanted, self._clock + uses * cost / max(1, pages), -depth, serial, item))
+        if self._lru:
+            entry = (False, float(serial), 0, serial, item)
+        else:
+            entry = (wanted, self._clock + uses * cost / max(1, pages), -depth, serial, item)
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > 64 + 4 * len(self._serials):
             self._heap = [entry for entry in self._heap if self._is_valid(entry)]
             heapq.heapify(self._heap)

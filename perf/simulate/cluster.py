@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
@@ -65,13 +66,17 @@ def simulate_clients(
     prompt: Prompt | None = None,
     *,
     think: float = 0.0,
+    turns: float = 1.0,
+    seed: int = 0,
 ) -> Records:
     """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
 
-    The requests' arrivals are ignored; that of each becomes the time at which it is sent.
+    The requests' arrivals are ignored; that of each becomes the time at which it is sent. turns: how many requests in a
+    row a client sends for one adapter, on average: after each it goes on with the adapter, or else takes the next
+    request's own, by a draw from `seed`.
     """
     source = iter(requests)
-    events = _Events(replicas, route, prompt, source, think)
+    events = _Events(replicas, route, prompt, _Clients(source, think, turns, seed))
     for request in _take(source, clients):
         events.offer(request._replace(arrival=0.0))
     return events.finish()
@@ -79,6 +84,24 @@ def simulate_clients(
 
 def _take(source: Iterator[TraceRequest], count: int) -> list[TraceRequest]:
     return [request for _, request in zip(range(count), source, strict=False)]
+
+
+class _Clients:
+    """What clients send when they have been answered."""
+
+    def __init__(self, requests: Iterator[TraceRequest], think: float, turns: float, seed: int) -> None:
+        self._requests = requests
+        self._think = think
+        self._stay = 1 - 1 / turns
+        self._random = random.Random(seed)
+
+    def answered(self, now: float, ended: Sequence[tuple[str | None, int]]) -> Iterator[TraceRequest]:
+        """The next requests of the clients whose last ones, for these adapters of these ranks, have ended."""
+        sent = now + self._think
+        for request, (adapter, rank) in zip(_take(self._requests, len(ended)), ended, strict=False):
+            if self._stay and self._random.random() < self._stay:
+                request = request._replace(adapter=adapter, rank=rank)
+            yield request._replace(arrival=sent)
 
 
 class _Events:
@@ -89,25 +112,23 @@ class _Events:
         replicas: Sequence[Replica],
         route: Policy,
         prompt: Prompt | None,
-        successors: Iterator[TraceRequest] | None = None,
-        think: float = 0.0,
+        clients: _Clients | None = None,
     ) -> None:
-        """successors: the next of these comes `think` seconds after a request has ended."""
+        """clients: that send more when requests have ended."""
         self._replicas = replicas
         self._states = [replica.state for replica in replicas]
         self._route = route
         self._prompt = prompt
-        self._successors = successors
+        self._clients = clients
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
         self._held: deque[TraceRequest] = deque()
-        self._think = think
-        self._coming: deque[TraceRequest] = deque()  # successors, in order of arrival
+        self._coming: deque[TraceRequest] = deque()  # from clients, in order of arrival
 
     def run_until(self, time: float) -> None:
         """Let happen what happens before `time`."""
         heap, replicas, records, coming = self._heap, self._replicas, self._records, self._coming
-        done, waits = records.add, self._successors is not None
+        done, waits = records.add, self._clients is not None
         while (heap and heap[0][0] < time) or coming:
             if coming and (not heap or coming[0].arrival <= heap[0][0]):
                 self.offer(coming.popleft())
@@ -121,7 +142,7 @@ class _Events:
             if replica.wake < math.inf:
                 heappush(heap, (replica.wake, index))
             if (waits or self._held) and len(records) > ended:
-                self._go_on(replica.clock.now, len(records) - ended)
+                self._go_on(replica)
 
     def offer(self, request: TraceRequest) -> None:
         """A request comes; who came before it goes first."""
@@ -136,10 +157,10 @@ class _Events:
         self._records.num_failed = sum(replica.num_failed for replica in self._replicas)
         return self._records
 
-    def _go_on(self, now: float, ended: int) -> None:
-        if self._successors is not None:
-            sent = now + self._think
-            self._coming.extend(request._replace(arrival=sent) for request in _take(self._successors, ended))
+    def _go_on(self, replica: Replica) -> None:
+        now = replica.clock.now
+        if self._clients is not None:
+            self._coming.extend(self._clients.answered(now, replica.ended))
         while self._held and self._place(self._held[0], now):
             self._held.popleft()
 

@@ -55,6 +55,7 @@ class Replica:
         self.wake = math.inf
         self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))
         self.num_failed = 0
+        self.ended: list[tuple[str | None, int]] = []  # adapters, and their ranks, of requests that the last step ended
         self._adapters = adapters
         self._keep_idle = keep_idle
         self._block_tokens = self.executor.layout.block_tokens
@@ -89,6 +90,7 @@ class Replica:
     def advance(self, done: Callable[[Served], None]) -> None:
         """`wake` has come: end the step, take what came, begin the next. done: told of every request that ended."""
         engine, clock = self.engine, self.clock
+        self.ended.clear()
         if self._plan is not None:
             self._read(engine.end_step(self._plan), done)
         clock.now = max(clock.now, self.wake)
@@ -129,7 +131,9 @@ class Replica:
                 requests[output.request_id] = (request, stalled, now)
             if output.finish_reason is not None:
                 del requests[output.request_id]
-                self.state.remove(self._rank(request))
+                rank = self._rank(request)
+                self.state.remove(rank)
+                self.ended.append((request.adapter_name, rank))
                 arrival = request.arrival_time
                 done(
                     Served(

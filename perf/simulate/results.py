@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import median
 from typing import Any
 
 from .fragmentation import run_fragmentation
@@ -20,13 +21,15 @@ _DIGITS = 7
 class Order:
     """One published order of rows by a metric, and whether ours is the same.
 
-    wrong: pairs of rows that come in the other order here, or as equals.
+    wrong: pairs of rows that come in the other order here, or as equals. held: in how many runs, each with a seed of
+    its own, none does.
     """
 
     metric: str
     rows: list[str]
     wrong: list[tuple[str, str]]
     source: str
+    held: int = 0
 
     @property
     def holds(self) -> bool:
@@ -35,7 +38,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Results:
-    """How the study was run, and what came out."""
+    """How the study was run, and what came out: medians over the study's seeds."""
 
     study: Study
     quick: bool
@@ -54,7 +57,8 @@ class Results:
                 for row, outcome in self.rows
             ],
             "orders": [
-                {"metric": order.metric, "rows": order.rows, "holds": order.holds} for order in self.orders
+                {"metric": order.metric, "rows": order.rows, "holds": order.holds, "seeds": order.held}
+                for order in self.orders
             ],
         }  # fmt: skip
 
@@ -67,24 +71,51 @@ def run_study(
     seed: int | None = None,
     told: Callable[[str], None] = lambda row: None,
 ) -> Results:
-    """told: called with a row's name before it is simulated. Raises StudyError."""
-    rows: list[tuple[Row, Outcome]] = []
+    """told: called with a row's name before it is simulated. seed: the first, where the study has several.
+
+    Raises StudyError.
+    """
+    start = seed or 0
+    seeds = [seed] if study.seeds == 1 else list(range(start, start + study.seeds))
+    runs: list[dict[str, Outcome]] = [{} for _ in seeds]
     for row in study.rows:
         told(row.name)
-        setup = study.setup_of(row, quick=quick, scale=scale, seed=seed)
-        rows.append((row, _run(study, row, setup)))
-    outcomes = {row.name: outcome.metrics for row, outcome in rows}
-    for row, outcome in rows:
+        for run, each in zip(runs, seeds, strict=True):
+            run[row.name] = _run(study, row, study.setup_of(row, quick=quick, scale=scale, seed=each))
+    for run in runs:
+        _complete(study, run)
+    rows = [(row, _median([run[row.name] for run in runs])) for row in study.rows]
+    orders = _orders(study, {row.name: outcome.metrics for row, outcome in rows})
+    told_by_run = [_orders(study, {name: outcome.metrics for name, outcome in run.items()}) for run in runs]
+    held = [sum(order.holds for order in same) for same in zip(*told_by_run, strict=True)]
+    orders = [replace(order, held=count) for order, count in zip(orders, held, strict=True)]
+    return Results(study, quick, scale, seed, rows, orders)
+
+
+def _complete(study: Study, run: dict[str, Outcome]) -> None:
+    """Add the metrics that compare rows, and round all."""
+    for row in study.rows:
+        metrics = run[row.name].metrics
         for name, base in INCREASES.items():
             if row.reference is not None:
-                outcome.metrics[name] = outcome.metrics[base] / outcomes[row.reference][base] - 1
-            elif base in outcome.metrics:
-                outcome.metrics[name] = 0.0
-        missing = [name for name in study.metrics if name not in outcome.metrics]
+                metrics[name] = metrics[base] / run[row.reference].metrics[base] - 1
+            elif base in metrics:
+                metrics[name] = 0.0
+        missing = [name for name in study.metrics if name not in metrics]
         if missing:
             raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")
-        outcome.metrics.update({name: float(f"{value:.{_DIGITS}g}") for name, value in outcome.metrics.items()})
-    return Results(study, quick, scale, seed, rows, _orders(study, outcomes))
+    for outcome in run.values():
+        outcome.metrics.update({name: _rounded(value) for name, value in outcome.metrics.items()})
+
+
+def _median(runs: list[Outcome]) -> Outcome:
+    """The first run, with the median of every metric."""
+    metrics = {name: _rounded(median(run.metrics[name] for run in runs)) for name in runs[0].metrics}
+    return replace(runs[0], metrics=metrics)
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{_DIGITS}g}")
 
 
 def _run(study: Study, row: Row, setup: Setup | Pool) -> Outcome:

@@ -58,7 +58,9 @@ def run_serving(setup: Setup) -> Outcome:
     if setup.clients is None:
         records = simulate(requests, replicas, policy, watch=look, period=LOOK)
     else:
-        records = simulate_clients(requests, setup.clients, replicas, policy, think=setup.think)
+        records = simulate_clients(
+            requests, setup.clients, replicas, policy, think=setup.think, turns=setup.turns, seed=spec.seed
+        )
     loads = np.array(looks) if looks else None
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
 

@@ -66,9 +66,9 @@ class Setup(_Strict):
 
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
-    many clients, each of which sends the next one `think` seconds after an answer; otherwise at the workload's
-    arrivals. warmup: seconds whose requests are left out of the metrics. slo: seconds per token, the prompt's time
-    included. read_threads, stream, mix, keep_idle: `Replica`'s.
+    many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
+    adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
+    metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix, keep_idle: `Replica`'s.
     """
 
     profile: str
@@ -80,6 +80,7 @@ class Setup(_Strict):
     workload: dict[str, Any]
     clients: PositiveInt | None = None
     think: float = Field(default=0.0, ge=0)
+    turns: float = Field(default=1.0, ge=1)
     warmup: float = Field(default=0.0, ge=0)
     slo: PositiveFloat | None = None
     read_threads: PositiveInt = 2
@@ -131,7 +132,8 @@ class Expectation(_Strict):
 
 
 class Study(_Strict):
-    """A file, parsed. name: the file's."""
+    """A file, parsed. name: the file's. seeds: of how many runs, with seeds from 0 on, metrics are the medians; with
+    one, the workload's own seed counts."""
 
     name: str
     title: str
@@ -141,6 +143,7 @@ class Study(_Strict):
     metrics: list[str] = Field(min_length=1)
     setup: dict[str, Any]
     quick: dict[str, Any] = {}
+    seeds: PositiveInt = 1
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
 

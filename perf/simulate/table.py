@@ -22,7 +22,10 @@ def print_results(results: Results, console: Console) -> None:
 def _parts(results: Results) -> Iterator[RenderableType]:
     study = results.study
     yield f"\n[bold]{escape(study.title)}[/]"
-    table = Table(caption="ours [dim](published)[/]", caption_justify="left")
+    caption = "ours [dim](published)[/]"
+    if study.seeds > 1:
+        caption += f", medians of {study.seeds} runs"
+    table = Table(caption=caption, caption_justify="left")
     table.add_column("")
     for metric in study.metrics:
         table.add_column(METRICS[metric].label, justify="right")
@@ -35,6 +38,8 @@ def _parts(results: Results) -> Iterator[RenderableType]:
     yield table
     for order in results.orders:
         label = METRICS[order.metric].label
+        if study.seeds > 1:
+            label += f" (in {order.held} of {study.seeds} runs)"
         if order.holds:
             yield f"[green]order holds[/]  {escape(label)}: {escape(' < '.join(order.rows))}"
         else:

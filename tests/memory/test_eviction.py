@@ -52,6 +52,15 @@ def test_wanted_goes_last_whatever_it_costs():
     assert drain(order) == ["dear", "wanted"]
 
 
+def test_least_recently_used_asks_for_nothing_else():
+    order = EvictionOrder(lru=True)
+    order.add("wanted", 1, 9.0, 9, wanted=True)
+    order.add("deep", 1, 1.0, 1, depth=3)
+    order.add("cheap", 1, 0.0, 1)
+    order.add("deep", 1, 1.0, 1, depth=3)
+    assert drain(order) == ["wanted", "cheap", "deep"]
+
+
 def test_what_is_added_again_has_its_new_priority():
     order = EvictionOrder()
     order.add("a", 1, 1.0, 1, wanted=True)

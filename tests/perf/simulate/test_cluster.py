@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,8 @@ PROFILE = load_profile("a10-llama2-7b-bgmv")
 
 
 def make_replicas(count, **options):
-    config = EngineConfig(model=MODEL, prefix_cache=False, max_num_seqs=options.pop("max_num_seqs", 4), num_pages=200)
+    engine = {name: options.pop(name, default) for name, default in (("max_num_seqs", 4), ("prefetch", 0))}
+    config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=200, **engine)
     adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
     for name, rank in (("a", 8), ("b", 64)):
         adapters.add(name, rank, PROFILE.geometry.adapter_bytes(rank, ("q_proj",)))
@@ -91,6 +94,31 @@ def test_clients_send_one_request_after_the_other():
     once = float((records.column("arrival") + records.column("e2e")).max())
     slow = simulate_clients([asked(n, 0.0) for n in range(20)], 3, make_replicas(1, max_num_seqs=8), think=1.0)
     assert float((slow.column("arrival") + slow.column("e2e")).max()) > once + 5
+
+
+def test_clients_go_on_with_their_adapters():
+    asked_for = []
+
+    def route(request, states):
+        asked_for.append((request.adapter, request.rank))
+        return 0
+
+    def serve(turns):
+        asked_for.clear()
+        requests = [asked(n, 0.0, 5, "ab"[n % 2]) for n in range(60)]
+        simulate_clients(requests, 1, make_replicas(1), route, turns=turns, seed=1)
+        assert set(asked_for) == {("a", 8), ("b", 64)}
+        return sum(one == other for one, other in itertools.pairwise(asked_for))
+
+    assert serve(1.0) == 0
+    assert 20 < serve(2.0) < 45 < serve(20.0)
+
+
+def test_a_load_that_blocks_the_step_is_a_cold_start_and_one_ahead_of_it_is_none():
+    for prefetch, cold in ((0, 2), (1, 1)):
+        (replica,) = make_replicas(1, max_num_seqs=1, prefetch=prefetch, stream=False)
+        simulate([asked(n, 0.01 * n, 20, name) for n, name in enumerate("aabb")], [replica])
+        assert replica.engine.num_cold_starts == cold
 
 
 def test_prefills_apart_hold_up_decoding():
