@@ -33,7 +33,7 @@ class Decoder {
 
     void forward(const StepDesc& step) {
         plan(step);
-        deadline_ = {};
+        patience_ = std::chrono::nanoseconds(step.max_stall_ns);
         team_.run([&](int thread) { walk(step, thread); });
     }
 
@@ -169,18 +169,19 @@ class Decoder {
         using Clock = std::chrono::steady_clock;
         for (int s = 0; s < step.segments; s++) {
             const auto* ready = step.segment_ready[s];
-            if (!ready || step.segment_late[s]) continue;
-            if (deadline_ == Clock::time_point{}) deadline_ = Clock::now() + std::chrono::nanoseconds(step.max_stall_ns);
+            if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
+            const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
                 if (layers > layer) break;
-                if (layers < 0 || Clock::now() > deadline_) {
+                if (layers < 0 || Clock::now() - began > patience_) {
                     step.segment_late[s] = 1;
                     break;
                 }
                 if (i < 200) _mm_pause();
                 else std::this_thread::sleep_for(std::chrono::microseconds(20));  // the reader may need this core
             }
+            patience_ -= Clock::now() - began;  // time that is spent computing is not waited for
         }
     }
 
@@ -308,7 +309,7 @@ class Decoder {
     bool fused_ = false;   // the step has a long segment
     bool few_ = false;     // it has few tokens
     bool decode_ = false;  // and each is a row of its own
-    std::chrono::steady_clock::time_point deadline_;
+    std::chrono::nanoseconds patience_;  // that is left in the step
 };
 
 struct AnyDecoder {
