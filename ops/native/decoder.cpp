@@ -63,13 +63,14 @@ class Decoder {
         ldh_ = (rank + 2) & ~1;
         grow(h_, 3 * tokens * ldh_);
         fused_ = false;
-        for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
+        if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
+            for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
             expand_units(segments, groups_[g], expand_[g]);
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
-            units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
+            if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
             split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
             split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
         }
