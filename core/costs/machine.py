@@ -130,9 +130,7 @@ def _measure(
         prefill=_terms(fit_prefill(prefill), how),
         disk=disk,
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
-        overhead=_terms(
-            _measure_overhead(config, executor, paths), "engine steps, less their executor's part"
-        ),
+        overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
     )
     return Measured(profile, _noise(decode, prefill), transfers.uncached)
 

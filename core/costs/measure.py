@@ -34,6 +34,7 @@ _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
 _BASE_SHARE = 0.15  # of rows, how many use no adapter
 _SPIKE = 1.5
+_AGREED = 1.08  # the median of a step's rounds and the least of them, at most
 _ALONE_STEPS = 3  # before each read
 _MOST_CONTENTION = 0.9
 _KNEE_GAIN = 1e-4  # of R², below which a knee explains nothing
@@ -193,7 +194,10 @@ class StepProfiler:
     def measure(
         self, plans: Sequence[StepPlan], kernel: Kernel, rounds: int, progress: Callable[[], None] = lambda: None
     ) -> Samples:
-        """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
+        """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step.
+
+        Plans whose rounds disagree are run again, up to as often.
+        """
         every: list[list[float]] = [[] for _ in plans]
         order = list(range(len(plans)))
         for _ in range(rounds):
@@ -201,6 +205,11 @@ class StepProfiler:
             for index in order:
                 every[index].append(self._run(plans[index]))
                 progress()
+        for _ in range(rounds):
+            order = [index for index in order if median_low(every[index]) > _AGREED * min(every[index])]
+            self._random.shuffle(order)
+            for index in order:
+                every[index].append(self._run(plans[index]))
         noise = median(median(times) / min(times) - 1 for times in every)
         return Samples([StepWork.of(plan, kernel) for plan in plans], steady(every), noise)
 
