@@ -49,7 +49,7 @@ class LoraState:
         self._coming: dict[int, Transfer] = {}  # slot → what its bytes come by
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
-        self._deadline: float | None = None
+        self._patience = 0.0  # seconds that are left in the step
         self._step: tuple[list[list[AdapterRows]], list[int], list[int]] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._qkv, self._o, self._gate_up, self._down = lora_groups(config)
@@ -66,7 +66,7 @@ class LoraState:
             return  # as most decode steps are: the one before once more
         self._step = step
         self._late.clear()
-        self._deadline = None
+        self._patience = self.max_stall
         self._slots = []
         segments = Segments()
         begin = 0
@@ -84,11 +84,10 @@ class LoraState:
         """Wait for `layer` of the adapters that are still coming; those that don't come in time are late."""
         for slot, transfer in self._coming.items():
             if slot not in self._late:
-                now = time.monotonic()
-                if self._deadline is None:
-                    self._deadline = now + self.max_stall
-                if not transfer.wait_layer(layer, max(0.0, self._deadline - now)):
+                began = time.monotonic()
+                if not transfer.wait_layer(layer, max(0.0, self._patience)):
                     self._late.add(slot)
+                self._patience -= time.monotonic() - began
 
     def late_slots(self) -> set[int]:
         """Slots whose rows have been computed without all of their adapter, so in vain."""

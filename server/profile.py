@@ -68,8 +68,14 @@ def table(profile: Profile) -> str:
         )  # fmt: skip
         weak = name in ("decode", "prefill") and report is not None and report.r2 < GOOD_R2
         lines.append(f"{name:10s} {quality}{'   (weak)' if weak else ''}")
-        lines += [f"  {term:18s} {number.value * 1e6:14.6f} µs" for term, number in part.terms.items()]
+        lines += [f"  {term:18s} {_shown(term, number.value)}" for term, number in part.terms.items()]
     return "\n".join(lines)
+
+
+def _shown(term: str, value: float) -> str:
+    if term == "knee":
+        return f"{value:7.0f} rows"
+    return f"{value:14.6f}" if term == "contention" else f"{value * 1e6:14.6f} µs"
 
 
 @contextmanager

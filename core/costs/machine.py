@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import platform
+import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
 
 from ..config import EngineConfig
 from ..engine import Engine, adapter_directories
@@ -21,6 +22,7 @@ from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefil
 from .models import Kernel
 from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
 
+_OVERHEAD_PROMPT = 24  # tokens: more than a block, so that it is one to cache
 _OVERHEAD_STEPS = 40
 
 
@@ -34,7 +36,7 @@ class Measured:
 
 
 class TimedExecutor:
-    """Another executor, with the seconds that its steps took."""
+    """Another executor, with the seconds that its steps took. plan: of the last."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -42,8 +44,10 @@ class TimedExecutor:
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.seconds = 0.0
+        self.plan: StepPlan | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self.plan = plan
         began = time.perf_counter()
         try:
             return self._inner.execute(plan)
@@ -74,6 +78,8 @@ def measure_machine(
         return _measure(engine, paths, batches, rounds, seed, progress)
     finally:
         engine.close()
+        del engine
+        gc.collect()  # its memory goes back now, not while something else is timed
 
 
 def _measure(
@@ -84,7 +90,7 @@ def _measure(
         executor, paths, max_num_seqs=config.max_num_seqs, max_num_batched_tokens=config.max_num_batched_tokens,
         seed=seed,
     )  # fmt: skip
-    transfers = profiler.measure_transfers(rounds)
+    profiler.place_adapters()
     decodes, prefills = profiler.decode_plans(batches), profiler.prefill_plans(max(40, batches // 3))
     done, total = 0, rounds * (len(decodes) + len(prefills))
 
@@ -95,9 +101,12 @@ def _measure(
 
     decode = profiler.measure(decodes, Kernel.SGMV, rounds, step_done)
     prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
+    transfers = profiler.measure_transfers(rounds, config.host_cache_bytes)
     model = ModelConfig.read(config.model)
     device = device_name(config.device)
-    how = f"measured on this machine, the mean of {rounds} rounds"
+    how = f"measured on this machine in {rounds} rounds"
+    disk = _terms(fit_transfer(transfers.num_bytes, transfers.read), how)
+    disk.terms["contention"] = Number(value=transfers.contention, source="steps that ran beside these reads")
     profile = Profile(
         name=f"{config.model.resolve().name}-measured",
         device=device,
@@ -119,35 +128,64 @@ def _measure(
         memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's arena"),
         decode=_terms(fit_decode(decode), how),
         prefill=_terms(fit_prefill(prefill), how),
-        disk=_terms(fit_transfer(transfers.num_bytes, transfers.read), how),
+        disk=disk,
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
-        overhead=_terms(_measure_overhead(config, executor), "measured on this machine, the mean of engine steps"),
+        overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
     )
     return Measured(profile, _noise(decode, prefill), transfers.uncached)
 
 
-def _measure_overhead(config: EngineConfig, executor: Executor) -> Fit:
-    """What an engine's decode steps take beside the executor, by the number of rows."""
+def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:
+    """What an engine's steps take beside the executor, by the numbers of rows and of requests that come or go."""
     timed = TimedExecutor(executor)
     engine = Engine(config, timed)
-    values, seconds = [], []
-    length = min(_OVERHEAD_STEPS, executor.model.max_model_len - 2)
-    for rows in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, config.max_num_seqs}):
-        if rows > config.max_num_seqs:
-            break
-        params = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
-        for index in range(rows):
-            engine.add_request(Request(f"overhead-{rows}-{index}", [1], params))
-        took = []
-        while engine.has_work():
-            before, began = timed.seconds, time.perf_counter()
-            engine.step()
-            took.append(time.perf_counter() - began - (timed.seconds - before))
-        values.append((1.0, rows))
-        seconds.append(typical(took))
-    if len(values) <= 2:
-        return Fit({"base": median(seconds), "per_row": 0.0}, 0.0, 0.0, len(values))
-    return fit(("base", "per_row"), values, seconds)
+    try:
+        names = [engine.store.register(path.name, path).name for path in adapters]
+        for _ in _overhead_of(engine, timed, names, len(names), 0):
+            """Loads the adapters."""
+        found: dict[tuple[int, int], list[float]] = {}
+        for rows in sorted({1, 2, 3, 4, 6, 8, 12, 16, 24, config.max_num_seqs}):
+            if rows <= config.max_num_seqs:
+                for key, took in _overhead_of(engine, timed, names, rows, rows):
+                    found.setdefault(key, []).append(took)
+    finally:
+        engine.store.close()
+    values = [(1.0, rows, moving / 2) for rows, moving in found]
+    seconds = [typical(took) for took in found.values()]
+    if len(values) <= 3:
+        return Fit({"base": min(seconds)}, 0.0, 0.0, len(values))
+    return fit(("base", "per_row", "per_prompt"), values, seconds)
+
+
+def _overhead_of(
+    engine: Engine, timed: TimedExecutor, names: Sequence[str], count: int, seed: int
+) -> Iterator[tuple[tuple[int, int], float]]:
+    """Serve `count` requests: (rows, requests that come plus those that go) of each step and its seconds.
+
+    A request's coming and going are taken to cost the same, each half of what a request costs.
+    """
+    source = random.Random(seed)
+    num_tokens = min(_OVERHEAD_PROMPT, engine.model.max_model_len // 2)
+    longest = min(_OVERHEAD_STEPS, engine.model.max_model_len - num_tokens)
+    spent = 0.0
+    for index in range(count):
+        prompt = [source.randrange(engine.model.vocab_size) for _ in range(num_tokens)]
+        length = max(1, longest - source.randrange(longest) // 2)
+        params = SamplingParams(max_tokens=length, temperature=0.0, seed=0, ignore_eos=True)
+        began = time.perf_counter()
+        engine.add_request(Request(f"overhead-{count}-{index}", prompt, params, names[index % len(names)]))
+        spent += time.perf_counter() - began
+    while engine.has_work():
+        timed.plan, before, began = None, timed.seconds, time.perf_counter()
+        outputs = engine.step()
+        spent += time.perf_counter() - began - (timed.seconds - before)
+        plan = timed.plan
+        if plan is None:  # it waited for a read
+            continue
+        moving = sum(len(row.tokens) > 1 for row in plan.rows)
+        moving += sum(output.finish_reason is not None for output in outputs)
+        yield (len(plan.rows), moving), spent
+        spent = 0.0
 
 
 def _terms(found: Fit, how: str) -> Terms:

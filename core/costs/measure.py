@@ -1,25 +1,27 @@
 """Measuring a cost model: made-up steps on a real executor, timed and fitted.
 
-Every step is run once per round and the mean over rounds counts, since means are what is predicted; a round that took
-far longer than the median counts as a little longer only. How far medians are above the least times is reported as
-noise.
+Every step is run once per round, in another order each round, so that a machine that is slow for a while is so for any
+steps. A step's median over rounds counts; as means are what is predicted, all are scaled by how far means are above
+medians. How far medians are above the least times is reported as noise.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import mean, median
+from statistics import mean, median, median_low
 
 from ...graphs.buckets import DecodeBuckets
 from ...memory.adapter import Adapter
 from ...memory.adapter_format import WEIGHTS_FILE
 from ...memory.host_image import HostImage
+from ...memory.host_images import ThreadReads
 from ...memory.pages import PageKind, PagePool
 from ..executors.base import Executor
 from ..sampling_params import SamplingParams
@@ -32,6 +34,10 @@ _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
 _BASE_SHARE = 0.15  # of rows, how many use no adapter
 _SPIKE = 1.5
+_AGREED = 1.08  # the median of a step's rounds and the least of them, at most
+_ALONE_STEPS = 3  # before each read
+_MOST_CONTENTION = 0.9
+_KNEE_GAIN = 1e-4  # of R², below which a knee explains nothing
 
 
 class MeasureError(ValueError):
@@ -40,11 +46,16 @@ class MeasureError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Transfers:
-    """Bytes and typical seconds of each adapter's way. uncached: the files were read from the disk itself."""
+    """Bytes and typical seconds of each adapter's way.
+
+    contention: share of the reads' time by which the steps beside them took longer. uncached: the files were read from
+    the disk itself.
+    """
 
     num_bytes: list[int]
     read: list[float]
     place: list[float]
+    contention: float
     uncached: bool
 
 
@@ -80,50 +91,78 @@ class StepProfiler:
                 f"the adapters leave {max(0, room)} pages of {self._pool.num_usable} for KV; raise memory_bytes"
             )
         self._steps = 0
+        self._images: deque[tuple[HostImage, int]] = deque()  # kept, with their bytes
 
     # -- adapters
 
-    def measure_transfers(self, rounds: int) -> Transfers:
-        """Read every adapter beside decode steps, as a server does, and place it, `rounds` times.
-
-        They stay in the arena.
-        """
-        backend = self._executor.adapters
-        page_bytes = self._executor.layout.page_bytes
-        reads, places = [], []
-        uncached = True
-        beside = self._plan([(1, [BASE_SLOT] * min(4, self._max_num_seqs))], min(4, self._max_num_seqs))
+    def place_adapters(self) -> None:
+        """Bring every adapter into the arena, where it stays; their images are kept."""
+        backend, page_bytes = self._executor.adapters, self._executor.layout.page_bytes
         for adapter in self._adapters:
             adapter.pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
-            read, place = [], []
-            images = []  # kept, so that every read is into memory of its own, as the first read of an adapter is
-            for _ in range(rounds):
-                uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
-                images.append(image := HostImage())
-                read.append(self._read(adapter, image, beside))
-                began = time.perf_counter()
-                transfer = backend.place(image, adapter.layout, adapter.pages)
-                while transfer is not None and not transfer.is_done():
-                    time.sleep(0)
-                place.append(time.perf_counter() - began)
-            reads.append(typical(read))
-            places.append(typical(place))
-        sizes = [adapter.num_pages * page_bytes for adapter in self._adapters]
-        return Transfers(sizes, reads, places, uncached)
+            backend.read(adapter.manifest, adapter.layout, image := HostImage())
+            self._place(adapter, image)
+            self._images.append((image, adapter.num_pages * page_bytes))
 
-    def _read(self, adapter: Adapter, image: HostImage, beside: StepPlan) -> float:
-        """Seconds to read an adapter on a thread while this one runs steps."""
+    def measure_transfers(self, rounds: int, host_bytes: int = 1 << 30) -> Transfers:
+        """Read every adapter beside decode steps, as a server does, and place it again, `rounds` times.
+
+        host_bytes: of images that are kept, as in a server's host memory: until there are so many every read is into
+        fresh memory, which takes the system several times as long. To be done last: memory that was given up a moment
+        ago is fast to get, in a virtual machine all the more.
+        """
+        sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self._adapters]
+        count = min(4, self._max_num_seqs)
+        beside = self._plan([(1, [BASE_SLOT] * count)], count)
+        read: list[list[float]] = [[] for _ in self._adapters]
+        place: list[list[float]] = [[] for _ in self._adapters]
+        lost = 0.0
+        uncached = True
+        reads = ThreadReads(1)
+        try:
+            for _ in range(rounds):
+                for index, (adapter, size) in enumerate(zip(self._adapters, sizes, strict=True)):
+                    uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
+                    while self._images and sum(num_bytes for _, num_bytes in self._images) + size > host_bytes:
+                        self._images.popleft()
+                    self._images.append((image := HostImage(), size))
+                    seconds, longer = self._read(reads, adapter, image, beside)
+                    read[index].append(seconds)
+                    lost += longer
+                    place[index].append(self._place(adapter, image))
+        finally:
+            reads.shutdown()
+        contention = min(_MOST_CONTENTION, max(0.0, lost / sum(map(sum, read))))
+        return Transfers(sizes, list(map(typical, read)), list(map(typical, place)), contention, uncached)
+
+    def _place(self, adapter: Adapter, image: HostImage) -> float:
+        """Seconds to write an image that has been read into the adapter's pages."""
+        began = time.perf_counter()
+        transfer = self._executor.adapters.place(image, adapter.layout, adapter.pages)
+        while transfer is not None and not transfer.is_done():
+            time.sleep(0)
+        return time.perf_counter() - began
+
+    def _read(self, reads: ThreadReads, adapter: Adapter, image: HostImage, beside: StepPlan) -> tuple[float, float]:
+        """Seconds to read an adapter on a thread while this one runs steps, and how much longer those take by it."""
 
         def read() -> float:
             began = time.perf_counter()
             self._executor.adapters.read(adapter.manifest, adapter.layout, image)
             return time.perf_counter() - began
 
-        with ThreadPoolExecutor(1) as thread:
-            reading = thread.submit(read)
-            while not reading.done():
-                self._executor.execute(beside)
-            return reading.result()
+        alone = median(self._run(beside) for _ in range(_ALONE_STEPS))
+        reading = reads.submit(read)
+        longer = 0.0
+        while not reading.done():
+            longer += self._run(beside) - alone
+        return reading.result(), longer
+
+    def _run(self, plan: StepPlan) -> float:
+        """Seconds of a step."""
+        began = time.perf_counter()
+        self._executor.execute(plan)
+        return time.perf_counter() - began
 
     def _adapter(self, path: Path, version: int) -> Adapter:
         backend = self._executor.adapters
@@ -155,16 +194,24 @@ class StepProfiler:
     def measure(
         self, plans: Sequence[StepPlan], kernel: Kernel, rounds: int, progress: Callable[[], None] = lambda: None
     ) -> Samples:
-        """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step."""
+        """Typical seconds of each plan over `rounds`; adapters must have been placed. progress: called per step.
+
+        Plans whose rounds disagree are run again, up to as often.
+        """
         every: list[list[float]] = [[] for _ in plans]
+        order = list(range(len(plans)))
         for _ in range(rounds):
-            for index, plan in enumerate(plans):
-                began = time.perf_counter()
-                self._executor.execute(plan)
-                every[index].append(time.perf_counter() - began)
+            self._random.shuffle(order)
+            for index in order:
+                every[index].append(self._run(plans[index]))
                 progress()
+        for _ in range(rounds):
+            order = [index for index in order if median_low(every[index]) > _AGREED * min(every[index])]
+            self._random.shuffle(order)
+            for index in order:
+                every[index].append(self._run(plans[index]))
         noise = median(median(times) / min(times) - 1 for times in every)
-        return Samples([StepWork.of(plan, kernel) for plan in plans], [typical(times) for times in every], noise)
+        return Samples([StepWork.of(plan, kernel) for plan in plans], steady(every), noise)
 
     def _slots(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
@@ -212,12 +259,25 @@ class StepProfiler:
 
 def typical(times: Sequence[float]) -> float:
     """The mean, with what is above _SPIKE times the median taken as that."""
-    most = _SPIKE * median(times)
+    most = _SPIKE * median_low(times)
     return mean(min(seconds, most) for seconds in times)
 
 
+def steady(every: Sequence[Sequence[float]]) -> list[float]:
+    """What each of several things takes that were timed in turns: medians, scaled so that their sum is the means'."""
+    medians = list(map(median_low, every))
+    scale = sum(map(typical, every)) / sum(medians)
+    return [scale * seconds for seconds in medians]
+
+
 def fit_decode(samples: Samples) -> Fit:
-    return fit(DECODE_TERMS, [term_values(work) for work in samples.work], samples.seconds)
+    """The terms of `DecodeCost`; `knee` is the bucket size with which they explain the most, 0 where none helps."""
+    best = None
+    for knee in (math.inf, *sorted({work.rows for work in samples.work})[:-1]):
+        found = fit(DECODE_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
+        if best is None or found.r2 > best.r2 + _KNEE_GAIN:
+            best = replace(found, terms=found.terms | {"knee": 0.0 if math.isinf(knee) else float(knee)})
+    return best
 
 
 def fit_prefill(samples: Samples) -> Fit:

@@ -30,6 +30,8 @@ class DecodeCost:
     per_row: per row computed, padding to the bucket included. per_kv_token: per token in the rows' KV cache.
     lora: once when any row uses an adapter. per_rank: per rank-row of work (`Kernel.rank_work`).
     per_adapter_rank: per rank-row of the distinct adapters.
+    per_row_beyond: what each row beyond `knee` costs more. Up to so many rows it takes longer to read the weights than
+    to multiply with them, as in a roofline.
     """
 
     base: float = 0.0
@@ -38,10 +40,14 @@ class DecodeCost:
     lora: float = 0.0
     per_rank: float = 0.0
     per_adapter_rank: float = 0.0
+    per_row_beyond: float = 0.0
+    knee: float = 0.0
 
     def seconds(self, rows: int, kv_tokens: int, rank_work: int = 0, adapter_ranks: int = 0) -> float:
         """rows: bucket size. adapter_ranks: sum of the distinct adapters' ranks, 0 when none is used."""
         seconds = self.base + self.per_row * rows + self.per_kv_token * kv_tokens
+        if rows > self.knee:
+            seconds += self.per_row_beyond * (rows - self.knee)
         if adapter_ranks:
             seconds += self.lora + self.per_rank * rank_work + self.per_adapter_rank * adapter_ranks
         return seconds
@@ -54,6 +60,7 @@ class PrefillCost:
     floor: the step never takes less, however few tokens it has: one pass over the weights.
     per_token: per token computed. per_pair: per (token, token that it attends to): grows with a prompt's square.
     per_row: per row, each of which computes logits. The rank terms are `DecodeCost`'s.
+    per_kv_token: per token in the rows' KV cache, which is read however few tokens attend to it.
     """
 
     floor: float = 0.0
@@ -64,9 +71,13 @@ class PrefillCost:
     lora: float = 0.0
     per_rank: float = 0.0
     per_adapter_rank: float = 0.0
+    per_kv_token: float = 0.0
 
-    def seconds(self, tokens: int, rows: int, pairs: float, rank_work: int = 0, adapter_ranks: int = 0) -> float:
+    def seconds(
+        self, tokens: int, rows: int, pairs: float, rank_work: int = 0, adapter_ranks: int = 0, kv_tokens: int = 0
+    ) -> float:
         seconds = self.base + self.per_token * tokens + self.per_row * rows + self.per_pair * pairs
+        seconds += self.per_kv_token * kv_tokens
         if adapter_ranks:
             seconds += self.lora + self.per_rank * rank_work + self.per_adapter_rank * adapter_ranks
         return seconds if seconds > self.floor else self.floor
@@ -84,6 +95,23 @@ class TransferCost:
 
 
 @dataclass(frozen=True, slots=True)
+class DiskCost(TransferCost):
+    """Seconds to read bytes from a file into host memory, beside steps.
+
+    contention: by how much the steps beside a read take longer, as a share of the read's time: both want the memory's
+    bandwidth, and on a CPU the cores.
+    """
+
+    contention: float = 0.0
+
+    def delay(self, seconds: float, left: float) -> float:
+        """How much longer a step of `seconds` takes beside a read that takes `left` seconds more."""
+        if not self.contention:
+            return 0.0
+        return min(seconds * self.contention / (1.0 - self.contention), left * self.contention)
+
+
+@dataclass(frozen=True, slots=True)
 class MergeCost:
     """Seconds to write `W + scale·B·A` over the targeted weights: every weight once, and arithmetic per rank."""
 
@@ -96,13 +124,17 @@ class MergeCost:
 
 @dataclass(frozen=True, slots=True)
 class OverheadCost:
-    """Seconds that the engine itself takes per step, beside its executor."""
+    """Seconds that the engine itself takes per step, beside its executor.
+
+    per_prompt: per prompt in the step, or chunk of one: what a request's coming and going take.
+    """
 
     base: float = 0.0
     per_row: float = 0.0
+    per_prompt: float = 0.0
 
-    def seconds(self, rows: int) -> float:
-        return self.base + self.per_row * rows
+    def seconds(self, rows: int, prompts: int = 0) -> float:
+        return self.base + self.per_row * rows + self.per_prompt * prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +149,7 @@ class CostModel:
     num_layers: int
     prefill: PrefillCost
     decode: DecodeCost
-    disk: TransferCost
+    disk: DiskCost
     link: TransferCost
     overhead: OverheadCost = OverheadCost()
     merge: MergeCost | None = None
@@ -140,7 +172,7 @@ class CostModel:
     def prefill_seconds(self, num_tokens: int, rank: int = 0) -> float:
         """One prompt of `num_tokens` tokens, alone in its step."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        return self.prefill.seconds(num_tokens, 1, pairs, num_tokens * rank, rank)
+        return self.prefill.seconds(num_tokens, 1, pairs, num_tokens * rank, rank, num_tokens)
 
     def streamed_seconds(self, prefill: float, load: float) -> float:
         """A prefill whose adapter arrives layer by layer during it: each layer waits for its own bytes only.

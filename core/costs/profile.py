@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ...memory import strict_json
 from ...memory.layout import MODULES, ModuleDims, PageLayout, SlabLayout
-from .models import CostModel, DecodeCost, Kernel, MergeCost, OverheadCost, PrefillCost, TransferCost
+from .models import CostModel, DecodeCost, DiskCost, Kernel, MergeCost, OverheadCost, PrefillCost, TransferCost
 
 FORMAT = 1
 
@@ -116,7 +116,7 @@ class Profile(_Strict):
             num_layers=self.geometry.num_layers,
             prefill=self._model("prefill", PrefillCost),
             decode=self._model("decode", DecodeCost),
-            disk=self._model("disk", TransferCost),
+            disk=self._model("disk", DiskCost),
             link=self._model("link", TransferCost),
             overhead=self._model("overhead", OverheadCost) if self.overhead else OverheadCost(),
             merge=self._model("merge", MergeCost) if self.merge else None,

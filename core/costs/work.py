@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -52,16 +53,19 @@ class StepWork:
         """Of the executor; the engine's overhead comes on top."""
         if self.decodes:
             return costs.decode.seconds(self.rows, self.kv_tokens, self.rank_work, self.adapter_ranks)
-        return costs.prefill.seconds(self.tokens, self.rows, self.pairs, self.rank_work, self.adapter_ranks)
+        return costs.prefill.seconds(
+            self.tokens, self.rows, self.pairs, self.rank_work, self.adapter_ranks, self.kv_tokens
+        )
 
 
-DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank")
-PREFILL_TERMS = ("base", "per_token", "per_row", "per_pair", "lora", "per_rank", "per_adapter_rank")
+DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank", "per_row_beyond")
+PREFILL_TERMS = ("base", "per_token", "per_row", "per_pair", "lora", "per_rank", "per_adapter_rank", "per_kv_token")
 
 
-def term_values(work: StepWork) -> tuple[float, ...]:
+def term_values(work: StepWork, knee: float = math.inf) -> tuple[float, ...]:
     """What each of DECODE_TERMS, or PREFILL_TERMS, is multiplied with; what `fit` takes as a row."""
     lora = 1.0 if work.adapter_ranks else 0.0
     if work.decodes:
-        return 1.0, work.rows, work.kv_tokens, lora, work.rank_work, work.adapter_ranks
-    return 1.0, work.tokens, work.rows, work.pairs, lora, work.rank_work, work.adapter_ranks
+        beyond = max(0.0, work.rows - knee)
+        return 1.0, work.rows, work.kv_tokens, lora, work.rank_work, work.adapter_ranks, beyond
+    return 1.0, work.tokens, work.rows, work.pairs, lora, work.rank_work, work.adapter_ranks, work.kv_tokens

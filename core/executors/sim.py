@@ -31,13 +31,15 @@ MODEL = Path("simulated")
 class StepPrice(NamedTuple):
     """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
 
-    stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time.
+    stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time. single: it must
+    not be repeated at this price.
     """
 
     first: float
     growth: float = 0.0
     stall: float = 0.0
     late: frozenset[int] = frozenset()
+    single: bool = False
 
     def total(self, count: int) -> float:
         """Seconds of `count` steps in a row."""
@@ -118,12 +120,18 @@ class SimExecutor:
             first = StepWork.of(plan, costs.kernel).seconds(costs)
         else:
             first = self._apart(plan)
-        first += costs.overhead.seconds(len(rows))
+        if plan.bucket is None and costs.overhead.per_prompt:
+            first += costs.overhead.seconds(len(rows), sum(len(row.tokens) > 1 for row in rows))
+        else:
+            first += costs.overhead.seconds(len(rows))
+        reading = self.adapters.is_reading
+        if reading:
+            first += self.adapters.delay(first)
         growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
         if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
             price = self._stalled(first, growth, plan.adapters)
         else:
-            price = StepPrice(first, growth)
+            price = StepPrice(first, growth, single=reading)
         self._priced = plan, price
         return price
 
@@ -150,6 +158,8 @@ class SimExecutor:
         """Nothing is held."""
 
     def _count(self, plan: StepPlan, price: StepPrice) -> int:
+        if price.single:
+            return 1
         return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
 
     def _apart(self, plan: StepPlan) -> float:

@@ -192,6 +192,7 @@ class SimAdapterBackend:
         self._clock = clock
         self._stream = stream
         self._link_free_at = 0.0
+        self._reads: list[tuple[float, float]] = []  # start and end of those under way or to come
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
 
     @property
@@ -209,7 +210,27 @@ class SimAdapterBackend:
         start = self._clock.now
         self._clock.now += self._costs.disk.seconds(manifest.file_size)
         image.data = manifest.file_size
+        if self._costs.disk.contention:
+            self._reads.append((start, self._clock.now))
         image.stream = SimStream(self._clock, start, layout.num_layers)
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether reads are under way, or waiting for a thread, beside which steps take longer."""
+        if self._reads:
+            now = self._clock.now
+            self._reads = [read for read in self._reads if read[1] > now]
+        return bool(self._reads)
+
+    def delay(self, seconds: float) -> float:
+        """How much longer a step of `seconds` that begins now takes for the reads under way."""
+        now, disk = self._clock.now, self._costs.disk
+        total = 0.0
+        for start, end in self._reads:
+            begin = max(start, now)
+            if begin < now + seconds:
+                total += disk.delay(now + seconds - begin, end - begin)
+        return total
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)

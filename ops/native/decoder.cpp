@@ -33,7 +33,7 @@ class Decoder {
 
     void forward(const StepDesc& step) {
         plan(step);
-        deadline_ = {};
+        patience_ = std::chrono::nanoseconds(step.max_stall_ns);
         team_.run([&](int thread) { walk(step, thread); });
     }
 
@@ -63,13 +63,14 @@ class Decoder {
         ldh_ = (rank + 2) & ~1;
         grow(h_, 3 * tokens * ldh_);
         fused_ = false;
-        for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
+        if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
+            for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
             expand_units(segments, groups_[g], expand_[g]);
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
-            units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
+            if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
             split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
             split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
         }
@@ -169,18 +170,19 @@ class Decoder {
         using Clock = std::chrono::steady_clock;
         for (int s = 0; s < step.segments; s++) {
             const auto* ready = step.segment_ready[s];
-            if (!ready || step.segment_late[s]) continue;
-            if (deadline_ == Clock::time_point{}) deadline_ = Clock::now() + std::chrono::nanoseconds(step.max_stall_ns);
+            if (!ready || step.segment_late[s] || ready->load(std::memory_order_acquire) > layer) continue;
+            const auto began = Clock::now();
             for (int i = 0;; i++) {
                 const int32_t layers = ready->load(std::memory_order_acquire);
                 if (layers > layer) break;
-                if (layers < 0 || Clock::now() > deadline_) {
+                if (layers < 0 || Clock::now() - began > patience_) {
                     step.segment_late[s] = 1;
                     break;
                 }
                 if (i < 200) _mm_pause();
                 else std::this_thread::sleep_for(std::chrono::microseconds(20));  // the reader may need this core
             }
+            patience_ -= Clock::now() - began;  // time that is spent computing is not waited for
         }
     }
 
@@ -308,7 +310,7 @@ class Decoder {
     bool fused_ = false;   // the step has a long segment
     bool few_ = false;     // it has few tokens
     bool decode_ = false;  // and each is a row of its own
-    std::chrono::steady_clock::time_point deadline_;
+    std::chrono::nanoseconds patience_;  // that is left in the step
 };
 
 struct AnyDecoder {

@@ -2,20 +2,21 @@
 
     python -m chorus.perf.simulate.agreement [--model DIR --adapters DIR] [--profile FILE] [--repeats N]
 
-The profile is fitted on this machine just before each repeat, unless one is given: a machine whose speed drifts drifts
-for both. Exits with 1 when mean TTFT or TPOT differ by more than --limit.
+The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
+both: a machine whose speed drifts drifts for both. Exits with 1 when mean TTFT or TPOT differ by more than --limit.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import math
 import os
 import random
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ...core.engine import Engine
 from ...core.executors.sim import SimAdapters
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...memory.adapter import Tier
 from ...memory.adapter_format import WEIGHTS_FILE
 from .. import random_model
 from ..cpu_workload import Geometry, Workload
@@ -39,6 +41,7 @@ from .replica import Replica
 PROMPT_TOKENS = (16, 160)
 OUTPUT_TOKENS = (12, 64)
 HELD_UP_SECONDS = 0.5
+READ_THREADS = 2
 _FIRST_TOKEN_ID = 16  # ids below are special in most vocabularies
 
 
@@ -71,15 +74,24 @@ def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
     return [source.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
 
 
-def serve_both(config: EngineConfig, profile: Profile, load: Load) -> tuple[Records, Records]:
-    """The same trace in real time, on an engine that has read no adapter yet, and simulated."""
+def serve_both(
+    config: EngineConfig, profile: Profile, load: Load, refit: Callable[[], Profile] | None = None
+) -> tuple[Records, Records]:
+    """The same trace in real time, on an engine that has read none of its adapters yet, and simulated with `profile`.
+
+    refit: gives another profile once the trace has been served, with which it is simulated, too.
+    """
+    gc.collect()  # what an engine before this one held goes back now
     engine = Engine.from_config(config)
     try:
         trace = load.trace(profile, min(4, config.max_num_seqs), engine.store.names())
         warm_up(engine)
         for name in engine.store.names():
             forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)  # as when the disk was measured
-        return serve(engine, trace), simulated(engine, profile, trace)
+        real, virtual = serve(engine, trace), simulated(engine, profile, trace)
+        if refit is not None:
+            virtual.extend(simulated(engine, refit(), trace))
+        return real, virtual
     finally:
         engine.close()
 
@@ -133,7 +145,7 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
 def warm_up(engine: Engine) -> None:
     """Prefills and decode steps of every batch size, so that the trace captures and touches nothing for the first time.
 
-    No adapter is loaded by it.
+    No adapter is loaded by it, but two are read under other names, each on a thread that the trace's will be read on.
     """
     for count in range(1, engine.config.max_num_seqs + 1):
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
@@ -143,6 +155,12 @@ def warm_up(engine: Engine) -> None:
         while engine.has_work():
             engine.step()
     engine.reclaim_idle()
+    store = engine.store
+    largest = sorted(map(store.get, store.names()), key=lambda adapter: adapter.num_pages)[-READ_THREADS:]
+    copies = [store.register(f"warm-{adapter.name}", adapter.manifest.path) for adapter in largest]
+    store.read_ahead(copies)
+    while any(store.tier(adapter) is not Tier.HOST for adapter in copies):
+        store.wait_for_reads(1.0)
 
 
 def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
@@ -212,17 +230,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=arguments.max_num_seqs,
         max_num_batched_tokens=256, memory_bytes=512 << 20,
     )  # fmt: skip
-    given = None if arguments.profile is None else load_profile(arguments.profile)
-    real, virtual, fits = Records(), Records(), []
+    profiles: list[Profile] = []
+
+    def refit() -> Profile:
+        print("fitting a profile", file=sys.stderr)
+        profiles.append(measure_machine(config, rounds=arguments.rounds, batches=208).profile)
+        return profiles[-1]
+
+    if arguments.profile is None:
+        refit()
+    else:
+        profiles.append(load_profile(arguments.profile))
+    real, virtual = Records(), Records()
     for repeat in range(arguments.repeats):
         print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
-        profile = given or measure_machine(config, rounds=arguments.rounds, batches=208).profile
         load = Load(arguments.requests, arguments.load, arguments.seed + repeat)
-        for records, found in zip((real, virtual), serve_both(config, profile, load), strict=True):
+        both = serve_both(config, profiles[-1], load, None if arguments.profile else refit)
+        for records, found in zip((real, virtual), both, strict=True):
             records.extend(found)
-        fits.append(profile.decode.fit)
+        print(table(compare(*both)), file=sys.stderr)
     found = compare(real, virtual)
-    found["decode_r2"] = [fit.r2 for fit in fits if fit is not None]
+    found["decode_r2"] = [profile.decode.fit.r2 for profile in profiles if profile.decode.fit is not None]
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.fit import FitError, fit
-from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, OverheadCost, PrefillCost, TransferCost
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
 from chorus.core.sampling_params import SamplingParams
@@ -85,8 +85,27 @@ def test_decode_follows_the_kernel(ranks, kv):
     using = [rank for rank in ranks if rank]
     plain = 3.0 + 0.5 * len(ranks) + 0.01 * kv
     for kernel, work in ((Kernel.SGMV, sum(using)), (Kernel.BGMV, len(using) * max(using, default=0))):
-        costs = CostModel(kernel, 4, PrefillCost(), decode, TransferCost(), TransferCost())
+        costs = CostModel(kernel, 4, PrefillCost(), decode, DiskCost(), TransferCost())
         assert costs.decode_seconds(ranks, kv) == pytest.approx(plain + 0.25 * work)
+
+
+def test_rows_cost_more_beyond_the_knee():
+    decode = DecodeCost(base=3.0, per_row=0.5, per_row_beyond=0.25, knee=8.0)
+    assert decode.seconds(8, 0) == pytest.approx(7.0)
+    assert decode.seconds(12, 0) == pytest.approx(10.0)
+
+
+def test_overhead_counts_prompts():
+    overhead = OverheadCost(base=1.0, per_row=0.1, per_prompt=0.5)
+    assert overhead.seconds(4) == pytest.approx(1.4)
+    assert overhead.seconds(4, 2) == pytest.approx(2.4)
+
+
+@given(seconds=st.floats(0.001, 1.0), left=st.floats(0.0, 1.0), contention=st.floats(0.0, 0.9))
+def test_a_step_beside_a_read_loses_a_share_of_the_time_they_share(seconds, left, contention):
+    delay = DiskCost(contention=contention).delay(seconds, left)
+    shared = min(left, seconds + delay)
+    assert delay == pytest.approx(contention * shared)
 
 
 def test_adapters_that_requests_share_are_read_once():
@@ -98,14 +117,14 @@ def test_adapters_that_requests_share_are_read_once():
 def test_prefill_has_a_floor_and_a_quadratic_term():
     prefill = PrefillCost(floor=2.0, base=1.0, per_token=0.01, per_pair=0.001, per_rank=0.0001)
     assert prefill.seconds(10, 1, 55.0) == 2.0
-    costs = CostModel(Kernel.SGMV, 4, prefill, DecodeCost(), TransferCost(), TransferCost())
+    costs = CostModel(Kernel.SGMV, 4, prefill, DecodeCost(), DiskCost(), TransferCost())
     assert costs.prefill_seconds(100, 8) == pytest.approx(1.0 + 1.0 + 0.001 * 5050 + 0.0001 * 800)
     assert costs.migrate_seconds(100, 8) == costs.prefill_seconds(100, 8)
 
 
 @given(prefill=st.floats(0.001, 1.0), load=st.floats(0.0, 1.0), layers=st.integers(1, 80))
 def test_streamed_load_costs_a_layer_not_all(prefill, load, layers):
-    costs = CostModel(Kernel.SGMV, layers, PrefillCost(), DecodeCost(), TransferCost(), TransferCost())
+    costs = CostModel(Kernel.SGMV, layers, PrefillCost(), DecodeCost(), DiskCost(), TransferCost())
     streamed = costs.streamed_seconds(prefill, load)
     assert max(prefill, load) <= streamed <= (prefill + load) * (1 + 1e-12)
     if load <= prefill:
@@ -125,16 +144,16 @@ def test_work_of_a_plan():
     assert (base.rank_work, base.adapter_ranks) == (0, 0)
 
 
-@given(st.lists(st.floats(0.1, 9.0), min_size=13, max_size=13))
+@given(st.lists(st.floats(0.1, 9.0), min_size=15, max_size=15))
 def test_terms_are_what_seconds_sums(values):
-    decode = DecodeCost(**dict(zip(DECODE_TERMS, values[:6], strict=True)))
-    prefill = PrefillCost(**dict(zip(PREFILL_TERMS, values[6:], strict=True)))
-    costs = CostModel(Kernel.SGMV, 4, prefill, decode, TransferCost(), TransferCost())
+    decode = DecodeCost(**dict(zip(DECODE_TERMS, values[:7], strict=True)), knee=1.0)
+    prefill = PrefillCost(**dict(zip(PREFILL_TERMS, values[7:], strict=True)))
+    costs = CostModel(Kernel.SGMV, 4, prefill, decode, DiskCost(), TransferCost())
     for adapters, bucket, count in (([], 2, 1), ([adapter("a", 8)], 2, 1), ([adapter("a", 8)], None, 7), ([], None, 3)):
         work = StepWork.of(StepPlan(1, [row("x", len(adapters) - 1, 5, count)], adapters, bucket), Kernel.SGMV)
         model = decode if bucket else prefill
         terms = DECODE_TERMS if bucket else PREFILL_TERMS
-        total = sum(getattr(model, name) * value for name, value in zip(terms, term_values(work), strict=True))
+        total = sum(getattr(model, name) * value for name, value in zip(terms, term_values(work, 1.0), strict=True))
         assert work.seconds(costs) == pytest.approx(total)
 
 

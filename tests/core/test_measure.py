@@ -17,9 +17,10 @@ from chorus.core.costs.measure import (
     fit_decode,
     fit_prefill,
     fit_transfer,
+    steady,
     typical,
 )
-from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, PrefillCost, TransferCost
 from chorus.core.costs.profile import load_profile
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork
 from chorus.core.executors.cpu import CpuExecutor
@@ -77,7 +78,7 @@ def check_plan(plan, executor):
 
 
 def test_decode_batches_are_mixed(profiler, executor):
-    profiler.measure_transfers(1)
+    profiler.place_adapters()
     plans = profiler.decode_plans(200)
     for plan in plans:
         check_plan(plan, executor)
@@ -103,11 +104,11 @@ def test_prefill_steps_are_mixed(profiler, executor):
 
 def test_the_steps_tell_the_terms_apart(profiler):
     """A machine that costs exactly what a model says is found to cost just that."""
-    decode = DecodeCost(4e-3, 2e-4, 1e-6, 3e-4, 2e-6, 1e-5)
-    prefill = PrefillCost(0.0, 3e-3, 3e-4, 7e-4, 4e-7, 2e-4, 1e-6, 1e-5)
-    costs = CostModel(Kernel.SGMV, 3, prefill, decode, TransferCost(), TransferCost())
+    decode = DecodeCost(4e-3, 2e-4, 1e-6, 3e-4, 2e-6, 1e-5, 5e-4, 4.0)
+    prefill = PrefillCost(0.0, 3e-3, 3e-4, 7e-4, 4e-7, 2e-4, 1e-6, 1e-5, 3e-7)
+    costs = CostModel(Kernel.SGMV, 3, prefill, decode, DiskCost(), TransferCost())
     for plans, fitted, model, terms in (
-        (profiler.decode_plans(200), fit_decode, decode, DECODE_TERMS),
+        (profiler.decode_plans(200), fit_decode, decode, (*DECODE_TERMS, "knee")),
         (profiler.prefill_plans(80), fit_prefill, prefill, PREFILL_TERMS),
     ):
         work = [StepWork.of(plan, Kernel.SGMV) for plan in plans]
@@ -120,6 +121,7 @@ def test_the_steps_tell_the_terms_apart(profiler):
 
 
 def test_transfers_leave_the_adapters_in_the_arena(profiler, executor):
+    profiler.place_adapters()
     transfers = profiler.measure_transfers(2)
     page = executor.layout.page_bytes
     assert transfers.num_bytes == [adapter.num_pages * page for adapter in profiler._adapters]
@@ -133,7 +135,7 @@ def test_one_size_of_adapters_gives_a_rate_only():
 
 
 def test_measure_runs_every_step_in_every_round(profiler):
-    profiler.measure_transfers(1)
+    profiler.place_adapters()
     plans = profiler.decode_plans(10)
     steps = itertools.count(1)
     samples = profiler.measure(plans, Kernel.SGMV, 3, lambda: next(steps))
@@ -145,7 +147,7 @@ def test_measure_runs_every_step_in_every_round(profiler):
 
 
 def test_a_timed_executor_runs_the_same_steps(profiler, executor):
-    profiler.measure_transfers(1)
+    profiler.place_adapters()
     plan = profiler.decode_plans(3)[2]
     timed = TimedExecutor(executor)
     assert timed.execute(plan) == executor.execute(plan)
@@ -166,6 +168,7 @@ def test_a_machine_is_measured_into_a_profile(gqa, tmp_path):
     costs = load_profile(tmp_path / "here.json").costs()
     assert costs.decode_seconds([8] * 4, 100) >= 0
     assert costs.overhead.seconds(4) > 0
+    assert 0 <= costs.disk.contention < 1
 
 
 def test_what_cannot_be_measured(gqa, executor, tmp_path):
@@ -186,3 +189,19 @@ def test_the_device_has_a_name():
 def test_a_spike_hardly_counts():
     assert typical([1.0, 2.0, 3.0]) == pytest.approx(2.0)
     assert typical([1.0, 1.0, 1.0, 1000.0]) == pytest.approx(4.5 / 4)
+    assert typical([1.0, 1000.0]) == pytest.approx(1.25)
+
+
+def test_what_disturbs_one_round_of_a_thing_is_shared_by_all():
+    quiet = steady([[1.0, 1.0, 1.0], [3.0, 3.0, 3.0]])
+    assert quiet == [1.0, 3.0]
+    disturbed = steady([[1.0, 1.0, 1.3], [3.0, 3.0, 3.0]])
+    assert disturbed == pytest.approx([1.025, 3.075])
+    assert sum(disturbed) == pytest.approx((1.0 + 1.0 + 1.3 + 9.0) / 3)
+
+
+def test_rows_without_a_knee_have_none():
+    work = [StepWork(True, rows, rows, 10 * rows + kv, 0.0, 0, 0) for rows in (1, 2, 4, 8) for kv in (0, 5, 70)]
+    flat = DecodeCost(1e-3, 2e-4, 1e-6)
+    found = fit_decode(Samples(work, [flat.seconds(each.rows, each.kv_tokens) for each in work], 0.0))
+    assert (found.terms["knee"], found.terms["per_row_beyond"]) == (0.0, 0.0)

@@ -149,7 +149,7 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
     max_overtake,
     prefetch,
 ):
-    profile = PROFILE.model_copy(update={"disk": terms(latency=disk), "link": terms(latency=link)})
+    profile = PROFILE.model_copy(update={"disk": terms(latency=disk, contention=0.3), "link": terms(latency=link)})
 
     def run(max_repeat):
         return Run(
@@ -340,6 +340,21 @@ def test_a_step_does_not_wait_longer_than_it_may():
         run.step()
     assert 0.5 < run.clock.now < 0.55
     assert run.finished["x"] < 0.2
+
+
+def test_steps_beside_a_read_take_longer():
+    run = Run(with_disk(latency=0.2, contention=0.25), adapters=[("a", 8, 2)], max_load_stall_seconds=0)
+    run.add("base", 40, 40)
+    run.step()
+    alone = run.step()
+    run.add("x", 40, 1, "a")
+    longer, shares = 0.0, 0.0
+    while run.engine.store.tier(run.engine.store.get("a")) is not Tier.HOST:
+        before = run.clock.now
+        if run.step() > alone * 1.1:
+            longer += run.clock.now - before
+            shares += 1
+    assert shares * alone == pytest.approx(0.75 * longer, rel=0.1), "a quarter of their time is the read's"
 
 
 def test_disk_reads_take_their_time_and_threads():

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import threading
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from chorus.core.load_policy import LoadPolicy
+from chorus.core.lora_state import LoraState
+from chorus.core.model_config import ModelConfig
 from chorus.core.types import FinishReason
 from chorus.memory import row_jobs
-from chorus.memory.adapter import Tier
-from chorus.memory.adapter_format import AdapterFormatError
+from chorus.memory.adapter import Adapter, Tier
+from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.eviction import RestoreCosts
 from chorus.memory.host_images import ThreadReads
 
@@ -125,6 +131,36 @@ def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, star
     again = driver.run("again", ADAPTER, [7] * 20, max_tokens=8)
     assert again.num_cached_tokens > 0
     assert again.tokens == want, "what was computed in vain was cached"
+
+
+def test_only_time_that_is_waited_counts(gqa, monkeypatch):
+    """A step that computes for longer than it may wait can wait for a late layer all the same."""
+    clock = [0.0]
+    monkeypatch.setattr("chorus.core.lora_state.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    asked = []
+
+    class Coming:
+        address = 0
+
+        def wait_layer(self, layer, timeout):
+            asked.append(timeout)
+            clock[0] += min(timeout, waits[layer])
+            return waits[layer] <= timeout
+
+    config = ModelConfig.read(gqa.model)
+    parts = (AdapterPart(1, 1.0, (0,), ("q_proj",)),)
+    layout = AdapterLayout.build(parts, config.module_dims, config.num_layers, page_elems=1 << 12, itemsize=4)
+    adapter = Adapter("a", 1, AdapterManifest(Path("a"), parts), layout)
+    adapter.transfer = Coming()
+    waits = [0.01, 0.005, 0.009]
+    for late, waits[2] in ((set(), 0.004), ({0}, 0.009)):
+        state = LoraState(config, torch.zeros(4, 1 << 12), max_stall=0.02)
+        state.set_step([adapter], [0], [3])
+        for layer in range(3):
+            state.wait(layer)
+            clock[0] += 1.0  # computing
+        assert state.late_slots() == late
+        assert asked[-3:] == pytest.approx([0.02, 0.01, 0.005])
 
 
 @pytest.mark.parametrize("layers", [0, 1])

@@ -37,7 +37,7 @@ def test_a_weak_fit_is_called_weak():
         (["--batches", "0"], 2, "--batches: 0 is below 1"),
         (["--output", "nowhere/profile.json"], 1, "there is no directory nowhere"),
         (["--model", "nowhere"], 1, "there is no model directory nowhere"),
-        (["--batches", "3", "--rounds", "1", "--threads", "1"], 1, "3 samples can't determine 6 terms"),
+        (["--batches", "3", "--rounds", "1", "--threads", "1"], 1, "3 samples can't determine 7 terms"),
     ],
 )
 def test_what_is_asked_wrongly(flags, code, message, capsys):

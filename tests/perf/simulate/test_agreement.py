@@ -93,8 +93,8 @@ def test_the_command(subject, capsys):
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
     assert main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["real"]["requests"] == found["simulated"]["requests"] == 5
-    assert len(found["decode_r2"]) == 1
+    assert (found["real"]["requests"], found["simulated"]["requests"]) == (5, 10), "simulated before and after"
+    assert len(found["decode_r2"]) == 2
     with pytest.raises(SystemExit):
         main(flags[:2])
     assert "--model and --adapters go together" in capsys.readouterr().err
