@@ -35,6 +35,7 @@ class FileSpans:
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._direct = _open_direct(fd)
+        self._cached: bool | None = None
         self._queue = None if self._direct is None else _queue()
 
     def __enter__(self) -> FileSpans:
@@ -63,14 +64,17 @@ class FileSpans:
                 group.begin(self._queue)
                 addresses = group.finish(self._queue, pending)
                 for other in pending[index + 1 : index + _AHEAD]:
-                    other.begin(self._queue)  # not before the first is here, which is what somebody waits for
+                    other.begin(self._queue)  # not before the first is here, which somebody waits for
                 yield addresses
         finally:
             if self._queue is not None:
                 self._queue.drain()
 
     def is_cached(self, start: int, num_bytes: int) -> bool:
-        return _is_cached(self._fd, start, num_bytes)
+        """Asked once for all of the file: to unmap what was asked about interrupts every processor of the process."""
+        if self._cached is None:
+            self._cached = _is_cached(self._fd, start, num_bytes)
+        return self._cached
 
     @property
     def direct_fd(self) -> int | None:
@@ -79,6 +83,8 @@ class FileSpans:
 
     def read_into(self, target: memoryview, start: int, done: int = 0) -> int:
         """Fill `target` from the aligned `start`, `done` bytes of it being there; returns how many the file had."""
+        if done >= len(target):
+            return done
         direct = self._direct is not None and not self.is_cached(start, len(target))
         fd = self._direct if direct else self._fd
         while done < len(target):
