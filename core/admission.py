@@ -94,7 +94,7 @@ class Admission:
         """Seats are free and requests wait: count those whose adapter is still to be read."""
         for request in waiting:
             adapter = request.adapter
-            if adapter is None or adapter.pages or self._store.tier(adapter) is Tier.HOST:
+            if adapter is None or request.had_to_wait or adapter.pages or self._store.tier(adapter) is Tier.HOST:
                 continue
             self._count_cold(request)
 
