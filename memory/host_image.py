@@ -34,7 +34,7 @@ class HostImage:
         self._tell()
 
     def follow(self, follower: Callable[[], None]) -> None:
-        """Have `follower` called on the reading thread after every layer that is read from now on.
+        """Have `follower` called on the reading thread whenever more layers have been read from now on.
 
         What was published before may not be told: look at `stream` afterwards.
         """

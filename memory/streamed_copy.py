@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class StreamedCopy:
-    """Copies each layer as soon as it is read, on the reading thread; `arrived` says how many are in the pages."""
+    """Copies layers as soon as they are read, on the reading thread; `arrived` says how many are in the pages."""
 
     def __init__(self, image: HostImage, layout: AdapterLayout, pages: list[int], arena: torch.Tensor) -> None:
         """pages: of `arena`, `[num_pages, page_elems]`, in the order of the image's."""

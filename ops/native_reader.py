@@ -100,8 +100,8 @@ def read_layer(fd: int, jobs: ReadJobs, out: torch.Tensor) -> ReadFault | None:
     Returns the fault of the first that fails; None when all are done.
 
     fd: a file that allows `pread`, its position stays; -1: what is to be read lies in memory.
-    out: contiguous, of `jobs.out_elems` elements. What lies between
-    the rows is not written; a failed job's rows are left in any state.
+    out: contiguous, of `jobs.out_elems` elements. What lies between the rows is not written; a failed job's rows are
+    left in any state.
     """
     if out.numel() != jobs.out_elems or not out.is_contiguous() or out.dtype not in _DTYPES:
         raise ValueError(

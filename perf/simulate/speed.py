@@ -62,9 +62,8 @@ def replicas(profile_name: str, count: int, max_num_seqs: int) -> list[Replica]:
 def steps_per_second(running: int, answer: int, requests: int) -> float:
     """Of one replica on which about `running` requests run at a time, with answers of `answer` tokens."""
     replica = replicas(ROOMY, 1, 2 * running)
-    load = list(trace(requests, running / (answer * _SECONDS_PER_TOKEN), answer))
     began = time.process_time()
-    records = simulate(load, replica)
+    records = simulate(trace(requests, running / (answer * _SECONDS_PER_TOKEN), answer), replica)
     seconds = time.process_time() - began
     if len(records) != requests:
         raise RuntimeError(f"{requests - len(records)} of {requests} requests were not served")

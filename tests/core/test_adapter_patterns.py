@@ -13,6 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
+from chorus.memory.host_images import InlineReads
 from chorus.ops import native
 
 #: The CPU operators that this machine can run.
@@ -117,7 +118,9 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
 def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], int]], **config: Any) -> list[list[int]]:
     """All requests at once; the pool's books are checked after every step."""
     defaults = {"dtype": "float32", "threads": 1, "memory_bytes": 8 << 20, "cpu_kernels": kernels}
-    engine = Engine.from_config(EngineConfig(model=it.model, **{**defaults, **config}))
+    # Where evictions are counted, which adapters are read in time is not left to the disk.
+    reads = InlineReads() if config.get("num_pages") else None
+    engine = Engine.from_config(EngineConfig(model=it.model, **{**defaults, **config}), reads)
     for name, path in it.adapters.items():
         engine.store.register(name, path)
     answers: list[list[int]] = [[] for _ in requests]
@@ -130,7 +133,7 @@ def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], i
             answers[int(output.request_id)] += output.token_ids
         engine.check_integrity()
     if config.get("num_pages"):
-        assert engine.stats().num_adapter_evictions > 0, "there was room for all"
+        assert engine.stats().num_adapter_evictions > 3, "there was room for all"
     engine.close()
     return answers
 

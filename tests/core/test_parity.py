@@ -169,7 +169,7 @@ def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunk
     check(driver, cases)
     stats = driver.engine.stats()
     assert stats.num_preemptions > 3
-    assert stats.num_adapter_evictions > 0
+    assert stats.num_adapter_evictions > 3
     assert stats.num_adapter_loads > len(it.adapters), "no adapter was loaded twice"
 
 
