@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .adapter_error import AdapterFormatError
 from .adapter_format import AdapterManifest, open_weights, tensor_shapes
 from .adapter_layout import AdapterLayout, AdapterPart, PartLayout
-from .file_spans import FileSpans
 from .layout import MODULES, ModuleDims
-from .row_jobs import RowJobs, row_jobs
+from .row_jobs import RowJobs, RowsInFile, row_jobs
 from .tensor_places import digest_of
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from .host_buffers import HostBuffers
@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 
 _STALE = "it changed on disk since the adapter was registered; register the adapter again"
 
-
-#: Does jobs, as in `RowJobs.table` but from memory, for a flat image; False when a value is not finite.
-RowReader = Callable[["np.ndarray", "torch.Tensor"], bool]
+#: Begins to read an open file's jobs for a flat image of so many elements of a dtype.
+OpenRows = Callable[[int, RowJobs, int, "torch.dtype"], RowsInFile]
 
 
 def read_image(
@@ -39,17 +38,19 @@ def read_image(
     dtype: torch.dtype,
     image: HostImage,
     buffers: HostBuffers,
-    read_rows: RowReader | None = None,
+    open_rows: OpenRows | None = None,
 ) -> None:
     """Read the adapter's weights into `image`: `[layout.num_pages, page_elems]`, cast to the model's dtype.
 
-    Layers are published as they are read; what lies between rows may be anything. read_rows: a faster way than torch's;
+    Layers are published as they are read; what lies between rows may be anything. open_rows: a faster way than torch's;
     what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
     was inspected, or holds NaN or infinity, before or after the cast.
     """
 
+    shape = (layout.num_pages, page_elems)
+
     def take() -> list[_PartReader]:
-        image.data = buffers.take((layout.num_pages, page_elems), dtype)
+        image.data = buffers.take(shape, dtype)
         return [
             _PartReader(file, part, place, image.data.view(-1), dims)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
@@ -58,11 +59,12 @@ def read_image(
     with open_weights(manifest.path) as file:
         if (file.size, file.mtime_ns) != (manifest.file_size, manifest.mtime_ns):
             raise AdapterFormatError(f"{file.path}: {_STALE}")
-        if read_rows is None or manifest.places is None:
+        if open_rows is None or manifest.places is None:
             done = _read_by_torch(take(), range(layout.num_layers))
         else:
             jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(dims.items()))
-            done = _read_by_rows(file, manifest.places, jobs, take, read_rows)
+            rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
+            done = _read_by_rows(file, manifest.places, jobs, take, rows)
         for num_ready in done:
             if num_ready == layout.num_layers and not file.is_unchanged():
                 raise AdapterFormatError(f"{file.path}: {_STALE}")
@@ -74,18 +76,18 @@ def _read_by_rows(
     places: TensorPlaces,
     jobs: RowJobs,
     take: Callable[[], list[_PartReader]],
-    read_rows: RowReader,
+    rows: RowsInFile,
 ) -> Iterator[int]:
     """Some layers at once, as they come from the disk; yields how many are in the image. take: makes room for it."""
-    with FileSpans(file.fd) as spans:
-        found = spans.read([group.spans for group in jobs.groups])
+    with closing(rows):
         parts = take()  # while the disk is busy
-        for group, addresses in zip(jobs.groups, found, strict=True):
-            if addresses is not None and group.layers.start == 0:
-                _check_header(file, addresses.bytes(0, places.header_bytes), places)
-            if addresses is None or not read_rows(jobs.in_memory(group, addresses), parts[0].data):
-                deque(_read_by_torch(parts, group.layers), maxlen=0)  # says what is wrong
-            yield group.layers.stop
+        for layers in jobs.layers:
+            fault = rows.next(parts[0].data)
+            if layers.start == 0 and _is_other_header(rows, places, fault):
+                raise AdapterFormatError(f"{file.path}: {_STALE}")
+            if fault is not None:
+                deque(_read_by_torch(parts, layers), maxlen=0)  # says what is wrong
+            yield layers.stop
 
 
 def _read_by_torch(parts: list[_PartReader], layers: range) -> Iterator[int]:
@@ -96,9 +98,14 @@ def _read_by_torch(parts: list[_PartReader], layers: range) -> Iterator[int]:
         yield layer + 1
 
 
-def _check_header(file: TensorFile, header: bytes, places: TensorPlaces) -> None:
-    if digest_of(header) != places.digest:
-        raise AdapterFormatError(f"{file.path}: {_STALE}")
+def _is_other_header(rows: RowsInFile, places: TensorPlaces, fault: object | None) -> bool:
+    """Whether the header that was read is not the one that was inspected; unknown where it could not be read."""
+    try:
+        return digest_of(rows.bytes(0, places.header_bytes)) != places.digest
+    except LookupError:
+        if fault is None:
+            raise
+        return False
 
 
 class _PartReader:

@@ -5,50 +5,53 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from .adapter_layout import AdapterLayout, AdapterPart
-from .file_spans import merged
 from .layout import MODULES
 from .tensor_file import ITEM_BYTES
 from .tensor_places import TensorPlaces
 
 if TYPE_CHECKING:
-    from .file_spans import SpanAddresses
+    import torch
 
 # How much is read at once, in whole layers; those of one read wait for each other.
 _FIRST_READ_BYTES = 1 << 20
 _LAST_READ_BYTES = 8 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class ReadGroup:
-    """Layers whose bytes are read together. jobs: their rows of the table; spans: where in the file."""
-
-    layers: range
-    jobs: slice
-    spans: tuple[tuple[int, int], ...]
+_MERGE_BYTES = 64 << 10  # what lies between two spans is read along when it is this little
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RowJobs:
-    """A row per module of a layer, the layers in order.
+    """A row per module of a layer, the layers in order; some layers at once are read together, as a group.
 
     table: `[jobs, 11]` int64: where A `[rank, d_in]` and B `[d_out, rank]` begin in the file, the element types of both
     (numbers in `ITEM_BYTES`' order), rank, d_in, d_out, the element of the image where the layer's slabs begin,
-    slab_elems, and where in a slab the rows of A and of Bᵀ begin.
+    slab_elems, and where in a slab the rows of A and of Bᵀ begin. layers: of each group. groups: `[groups, 4]` int64:
+    where its spans begin and end, then its jobs. spans: `[spans, 2]` int64: from which byte of the file to which. The
+    first group has the file's header too.
     """
 
     table: np.ndarray
-    groups: tuple[ReadGroup, ...]
+    layers: tuple[range, ...]
+    groups: np.ndarray
+    spans: np.ndarray
 
-    def in_memory(self, group: ReadGroup, addresses: SpanAddresses) -> np.ndarray:
-        """A group's part of the table, with addresses instead of places in the file."""
-        found = self.table[group.jobs].copy()
-        found[:, :2] = addresses.of(found[:, :2])
-        return found
+
+class RowsInFile(Protocol):
+    """Reads an open file's groups one after another; the first is on its way from the beginning."""
+
+    def next(self, out: torch.Tensor) -> object | None:
+        """Lay out the next group's rows in `out`, flat. None when done; else what is wrong, and the group is passed."""
+
+    def bytes(self, start: int, end: int) -> bytes:
+        """What the file has there, of the group that was read last. LookupError when that was not read."""
+
+    def close(self) -> None: ...
 
 
 @lru_cache(64)
@@ -73,16 +76,22 @@ def row_jobs(
                     slabs.slab_elems, slabs.a_offset[m], slabs.b_offset[m],
                 ))  # fmt: skip
     spans = [[span for job in jobs for span in _spans(job)] for jobs in by_layer]
-    groups: list[ReadGroup] = []
-    for layers in _groups([sum(end - start for start, end in found) for found in spans]):
-        wanted = [span for layer in layers for span in spans[layer]]
-        if layers.start == 0:
-            wanted.append((0, places.header_bytes))
-        begin = groups[-1].jobs.stop if groups else 0
-        jobs = slice(begin, begin + sum(len(by_layer[layer]) for layer in layers))
-        groups.append(ReadGroup(layers, jobs, tuple(merged(wanted))))
-    table = np.array([job for jobs in by_layer for job in jobs], dtype=np.int64).reshape(-1, 11)
-    return RowJobs(table, tuple(groups))
+    layers = tuple(_groups([sum(end - start for start, end in found) for found in spans]))
+    groups: list[tuple[int, int, int, int]] = []
+    merged: list[tuple[int, int]] = []
+    num_jobs = 0
+    for index, group in enumerate(layers):
+        first_span, first_job = len(merged), num_jobs
+        wanted = [span for layer in group for span in spans[layer]]
+        merged += _merged([*wanted, (0, places.header_bytes)] if index == 0 else wanted)
+        num_jobs += sum(len(by_layer[layer]) for layer in group)
+        groups.append((first_span, len(merged), first_job, num_jobs))
+    return RowJobs(
+        np.array([job for jobs in by_layer for job in jobs], dtype=np.int64).reshape(-1, 11),
+        layers,
+        np.array(groups, dtype=np.int64).reshape(-1, 4),
+        np.array(merged, dtype=np.int64).reshape(-1, 2),
+    )
 
 
 def _spans(job: Sequence[int]) -> tuple[tuple[int, int], tuple[int, int]]:
@@ -102,3 +111,14 @@ def _groups(num_bytes: list[int]) -> Iterator[range]:
             last += 1
         yield range(first, last)
         first, most = last, min(2 * most, _LAST_READ_BYTES)
+
+
+def _merged(spans: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The spans in order, those that lie close to each other as one."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if found and start <= found[-1][1] + _MERGE_BYTES:
+            found[-1] = found[-1][0], max(end, found[-1][1])
+        else:
+            found.append((start, end))
+    return found

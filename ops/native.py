@@ -76,8 +76,14 @@ def library() -> ctypes.CDLL | None:
             found.chorus_descriptors.restype = c_int64
             if found.chorus_descriptors() != _DESCRIPTORS:
                 raise OSError("its descriptors are not those of this version")
-            found.chorus_read_rows.restype = ctypes.c_int
-            found.chorus_read_rows.argtypes = [ctypes.c_int, c_void_p, c_int64, c_int64, c_void_p, c_void_p]
+            found.chorus_rows_open.restype = c_void_p
+            found.chorus_rows_open.argtypes = [ctypes.c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64]
+            found.chorus_rows_next.restype = ctypes.c_int
+            found.chorus_rows_next.argtypes = [c_void_p, c_void_p, c_void_p]
+            found.chorus_rows_at.restype = c_void_p
+            found.chorus_rows_at.argtypes = [c_void_p, c_int64, c_int64]
+            found.chorus_rows_close.restype = None
+            found.chorus_rows_close.argtypes = [c_void_p]
         except (OSError, AttributeError) as error:
             logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue

@@ -21,15 +21,14 @@ from . import native
 ELEMENTS = {"F32": 0, "F16": 1, "BF16": 2}
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
-_ENDS, _UNREADABLE, _NOT_FINITE, _BEYOND_RANGE = 1, 2, 3, 4
+_FAULTS = {1: "ends", 2: "unreadable", 3: "not finite", 4: "beyond range"}
 
 
 class ReadJob(NamedTuple):
     """One module of one layer: A `[rank, d_in]` and B `[d_out, rank]` of the file, to rows of the output.
 
-    a_start, b_start: bytes from the file's beginning, addresses when there is no file; a_element, b_element: of
-    `ELEMENTS`. Row i of A is written at element `first + i · slab_elems + a_offset`, row i of Bᵀ at
-    `first + i · slab_elems + b_offset`.
+    a_start, b_start: bytes from the file's beginning; a_element, b_element: of `ELEMENTS`. Row i of A is written at
+    element `first + i · slab_elems + a_offset`, row i of Bᵀ at `first + i · slab_elems + b_offset`.
     """
 
     a_start: int
@@ -94,30 +93,66 @@ def available(dtype: torch.dtype) -> bool:
     return dtype in _DTYPES and native.available(torch.float32)
 
 
-def read_layer(fd: int, jobs: ReadJobs, out: torch.Tensor) -> ReadFault | None:
-    """Do `jobs` one after another on the calling thread; other Python threads run meanwhile.
+class FileRows:
+    """Reads a file's jobs group by group, in order, past the system's page cache. For one thread at a time.
 
-    Returns the fault of the first that fails; None when all are done.
-
-    fd: a file that allows `pread`, its position stays; -1: what is to be read lies in memory.
-    out: contiguous, of `jobs.out_elems` elements. What lies between the rows is not written; a failed job's rows are
-    left in any state.
+    The first group is on its way from the beginning, the next ones while their predecessors are laid out; other Python
+    threads run meanwhile. OSError when the library is not there: ask `available` first.
     """
-    if out.numel() != jobs.out_elems or not out.is_contiguous() or out.dtype not in _DTYPES:
-        raise ValueError(
-            f"out is {tuple(out.shape)} in {out.dtype}; {jobs.out_elems} contiguous elements in float32, float16 or "
-            "bfloat16 are needed"
+
+    __slots__ = ("_dtype", "_handle", "_jobs", "_left", "_library")
+
+    def __init__(self, fd: int, jobs: ReadJobs, groups: np.ndarray, spans: np.ndarray, dtype: torch.dtype) -> None:
+        """fd: open and of a regular file; stays the caller's. dtype: of the output.
+
+        groups: `[groups, 4]` int64, for each where its spans begin and end, then its jobs. spans: `[spans, 2]` int64,
+        from which byte of the file to which, as far as anything is wanted of it.
+        """
+        self._handle = None
+        self._library = native.library()
+        if self._library is None:
+            raise OSError(errno.ENOSYS, "the native library is not there")
+        self._jobs, self._dtype, self._left = jobs, dtype, len(groups)
+        groups, spans = (np.ascontiguousarray(array, dtype=np.int64) for array in (groups, spans))
+        _check_groups(groups, spans, jobs.count)
+        self._handle = self._library.chorus_rows_open(
+            fd, spans.ctypes.data, groups.ctypes.data, len(groups), jobs.address, _DTYPES[dtype]
         )
-    fault = _Fault()
-    library = native.library()
-    if library is None:
-        raise OSError(errno.ENOSYS, "the native library is not there; ask available() first")
-    if library.chorus_read_rows(
-        fd, jobs.address, jobs.count, _DTYPES[out.dtype], out.data_ptr(), ctypes.addressof(fault)
-    ):
-        return None
-    kind = {_ENDS: "ends", _UNREADABLE: "unreadable", _NOT_FINITE: "not finite", _BEYOND_RANGE: "beyond range"}
-    return ReadFault(fault.job, "AB"[fault.side], kind[fault.fault], fault.error)
+
+    def next(self, out: torch.Tensor) -> ReadFault | None:
+        """Lay out the next group's jobs in `out`, contiguous, of `jobs.out_elems` elements. None when all are done.
+
+        Else the fault of the first that failed; the group after it comes next all the same. What lies between the rows
+        is not written, a failed job's rows are left in any state. ValueError for another `out`, or when none is left.
+        """
+        if out.numel() != self._jobs.out_elems or not out.is_contiguous() or out.dtype != self._dtype:
+            raise ValueError(
+                f"out is {tuple(out.shape)} in {out.dtype}; {self._jobs.out_elems} contiguous elements in "
+                f"{self._dtype} are needed"
+            )
+        if self._handle is None or not self._left:
+            raise ValueError("no group is left to read")
+        self._left -= 1
+        fault = _Fault()
+        if self._library.chorus_rows_next(self._handle, out.data_ptr(), ctypes.addressof(fault)):
+            return None
+        return ReadFault(fault.job, "AB"[fault.side], _FAULTS[fault.fault], fault.error)
+
+    def bytes(self, start: int, end: int) -> bytes:
+        """A copy of the file's bytes `start` … `end`, of the group that was read last. LookupError if they weren't."""
+        at = self._library.chorus_rows_at(self._handle, start, end - start) if self._handle else None
+        if at is None:
+            raise LookupError(f"bytes {start} to {end} are not among those read last")
+        return ctypes.string_at(at, end - start)
+
+    def close(self) -> None:
+        """Wait for what is under way and forget it. Nothing happens the second time."""
+        if self._handle is not None:
+            self._library.chorus_rows_close(self._handle)
+            self._handle = None
+
+    def __del__(self) -> None:
+        self.close()
 
 
 def _check(table: np.ndarray, out_elems: int) -> None:
@@ -130,3 +165,12 @@ def _check(table: np.ndarray, out_elems: int) -> None:
         if odd[index]:
             raise ValueError(f"job {index} has a negative number, an empty tensor or an unknown element type: {job}")
         raise ValueError(f"job {index} writes up to element {ends[index]} of an output of {out_elems}: {job}")
+
+
+def _check_groups(groups: np.ndarray, spans: np.ndarray, num_jobs: int) -> None:
+    """The library trusts these too."""
+    for name, pairs, most in (("spans", groups[:, :2], len(spans)), ("jobs", groups[:, 2:], num_jobs)):
+        if (pairs < 0).any() or (pairs[:, 0] > pairs[:, 1]).any() or (pairs > most).any():
+            raise ValueError(f"a group's {name} are not among the {most} there are")
+    if (spans < 0).any() or (spans[:, 0] > spans[:, 1]).any():
+        raise ValueError("a span ends before it begins")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
+from functools import lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -21,6 +22,7 @@ from ...memory.host_buffers import HostBuffers
 from ...memory.host_image import HostImage
 from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
+from ...memory.row_jobs import RowJobs
 from ...memory.streamed_copy import StreamedCopy
 from ...memory.tensor_file import ITEM_BYTES
 from ...ops import native_reader
@@ -144,7 +146,7 @@ class CpuAdapterBackend:
         self._arena = arena
         self._dtype = dtype
         self._buffers = HostBuffers()
-        self._read_rows = read_rows if native_reader.available(dtype) else None
+        self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
     def inspect(self, path: Path) -> AdapterManifest:
@@ -163,21 +165,27 @@ class CpuAdapterBackend:
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         dims, page_elems = self._config.module_dims, self._arena.layout.page_elems
-        read_image(manifest, layout, dims, page_elems, self._dtype, image, self._buffers, self._read_rows)
+        read_image(manifest, layout, dims, page_elems, self._dtype, image, self._buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
         copy = StreamedCopy(image, layout, pages, self._arena.pages)
         return None if copy.is_done() else copy
 
 
+def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:
+    """Begin to read adapter rows with the native library."""
+    return native_reader.FileRows(fd, _native_jobs(jobs, out_elems), jobs.groups, jobs.spans, dtype)
+
+
+@lru_cache(64)
+def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
+    """The same jobs as the library takes them, checked once."""
+    table = jobs.table.copy()
+    table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
+    return native_reader.ReadJobs(table, out_elems)
+
+
 _ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
-
-
-def read_rows(table: np.ndarray, data: torch.Tensor) -> bool:
-    """Lay out adapter rows with the native library; whether all are finite. table: as in `RowJobs`, from memory."""
-    jobs = table.copy()
-    jobs[:, 2:4] = _ELEMENTS[jobs[:, 2:4]]
-    return native_reader.read_layer(-1, native_reader.ReadJobs(jobs, data.numel()), data) is None
 
 
 def _available_cpus() -> int:

@@ -10,9 +10,9 @@
 #include "best.h"
 #include "descriptors.h"
 #include "elementwise.h"
+#include "file_rows.h"
 #include "gemm.h"
 #include "pool.h"
-#include "reader.h"
 #include "sgmv.h"
 #include "shares.h"
 
@@ -355,13 +355,12 @@ CHORUS_API void chorus_decoder_forward(void* decoder, const StepDesc* step) { ((
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 
-// Read jobs one after another into `out`, whose elements are of the kind `element`; stop at the first that fails.
-// Whether all are read; if not, *fault says which is not, and why.
-CHORUS_API int chorus_read_rows(int fd, const ReadJob* jobs, int64_t count, int64_t element, void* out, ReadFault* fault) {
-    RowReader reader(fd, (Element)element, out);
-    *fault = {};
-    for (; fault->job < count; fault->job++)
-        if (!reader.read(jobs[fault->job], *fault)) return 0;
-    return 1;
+// The rows of a file, group by group: see file_rows.h. `jobs` stay the caller's and must outlive it, as must `fd`.
+CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count, const ReadJob* jobs,
+                                  int64_t element) {
+    return new FileRows(fd, spans, groups, count, jobs, (Element)element);
 }
+CHORUS_API int chorus_rows_next(void* rows, void* out, ReadFault* fault) { return ((FileRows*)rows)->next(out, *fault); }
+CHORUS_API const char* chorus_rows_at(void* rows, int64_t start, int64_t bytes) { return ((FileRows*)rows)->at(start, bytes); }
+CHORUS_API void chorus_rows_close(void* rows) { delete (FileRows*)rows; }
 }

@@ -1,22 +1,20 @@
-// Reads an adapter's tensors from a safetensors file into slabs: A's rows as they lie, B transposed to rows, both in the
-// model's element type. Only plain reads: a file that somebody truncates gives a short read, not a fault.
+// Lays out an adapter's tensors, as a safetensors file has them, in slabs: A's rows as they lie, B transposed to rows,
+// both in the model's element type.
 #pragma once
-#include <errno.h>
-#include <unistd.h>
 #include <algorithm>
 #include <vector>
 #include "simd.h"
 
 namespace chorus {
 
-constexpr long kReadBytes = 128 << 10;  // read at once: what is read, and the same converted, stay in L2
+constexpr long kChunkBytes = 128 << 10;  // converted at once: that, and the same converted, stay in L2
 
 enum Element : int64_t { kF32 = 0, kF16 = 1, kBF16 = 2 };
 enum Fault : int64_t { kNone = 0, kEnds = 1, kUnreadable = 2, kNotFinite = 3, kBeyondRange = 4 };
 
 // One module of one layer; mirrors ReadJob in ops/native_reader.py.
 struct ReadJob {
-    int64_t a_start, b_start;        // bytes from the file's beginning; addresses when there is no file
+    int64_t a_start, b_start;        // bytes from the file's beginning; addresses where they are in memory
     int64_t a_element, b_element;    // Element of the file's tensors
     int64_t rank, d_in, d_out;       // A: [rank, d_in], B: [d_out, rank]
     int64_t first, slab_elems;       // rank-row i's slab begins at element first + i·slab_elems of the output
@@ -81,6 +79,25 @@ inline void convert_values(const typename Stored<S>::type* x, long n, typename S
         most = _mm512_max_epu32(most, _mm512_and_si512(bits, magnitude));
         convert16<S, D>(bits, out + i, mask);
     }
+    top = std::max(top, (uint32_t)_mm512_reduce_max_epu32(most));
+}
+
+// The largest magnitude's bits among n values, kept in `top`.
+template <Element S>
+inline void note_values(const typename Stored<S>::type* x, long n, uint32_t& top) {
+    __m512i most = _mm512_setzero_si512();
+    constexpr int kCount = 64 / (int)sizeof(*x);
+    const __m512i magnitude = S == kF32 ? _mm512_set1_epi32(0x7FFFFFFF) : _mm512_set1_epi16(0x7FFF);
+    for (long i = 0; i < n; i += kCount) {
+        __m512i bits;
+        if (n - i >= kCount) bits = _mm512_loadu_si512(x + i);
+        else if constexpr (S == kF32) bits = _mm512_maskz_loadu_epi32(head_mask((int)(n - i)), x + i);
+        else bits = _mm512_maskz_loadu_epi16(((__mmask32)1 << (n - i)) - 1, x + i);
+        bits = _mm512_and_si512(bits, magnitude);
+        most = S == kF32 ? _mm512_max_epu32(most, bits) : _mm512_max_epu16(most, bits);
+    }
+    if (S != kF32)
+        most = _mm512_max_epu32(_mm512_and_si512(most, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(most, 16));
     top = std::max(top, (uint32_t)_mm512_reduce_max_epu32(most));
 }
 
@@ -152,7 +169,7 @@ inline void transpose16(const float* x, long ldx, int rows, int columns, float* 
 
 class RowReader {
    public:
-    RowReader(int fd, Element out, void* data) : fd_(fd), out_(out), data_(data) {}
+    RowReader(Element out, void* data) : out_(out), data_(data) {}
 
     // A's rows and Bᵀ's rows of one job. What lies between the rows stays as it is.
     bool read(const ReadJob& job, ReadFault& fault) {
@@ -177,57 +194,48 @@ class RowReader {
         }
     }
 
-    // Whole rows of the tensor at a time, as many as stay in the cache.
     template <Element S, Element D> bool tensor(const ReadJob& job, int side, ReadFault& fault) {
         using In = typename Stored<S>::type;
         using Out = typename Stored<D>::type;
-        const long rows = side ? job.d_out : job.rank, width = side ? job.rank : job.d_in;
-        const long row_bytes = width * sizeof(In);
-        const long most = std::max<long>(16, kReadBytes / row_bytes / 16 * 16);
-        thread_local std::vector<char> read_buffer, converted_buffer;  // kept: the system clears fresh pages at some cost
-        const size_t values = (size_t)std::min(most, rows) * width;
-        if (fd_ >= 0 && read_buffer.size() < values * sizeof(In)) read_buffer.resize(values * sizeof(In));
-        if (converted_buffer.size() < values * sizeof(Out)) converted_buffer.resize(values * sizeof(Out));
-        Out* converted = (Out*)converted_buffer.data();
         Out* out = (Out*)data_ + job.first + (side ? job.b_offset : job.a_offset);
+        const In* in = (const In*)(side ? job.b_start : job.a_start);
         uint32_t top = 0;
-        for (long row = 0; row < rows; row += most) {
-            const long count = std::min(most, rows - row);
-            const int64_t start = (side ? job.b_start : job.a_start) + row * row_bytes;
-            if (fd_ >= 0 && !fill(read_buffer.data(), count * row_bytes, start, fault)) return false;
-            const In* in = fd_ >= 0 ? (const In*)read_buffer.data() : (const In*)start;
-            if (side == 0) {
-                for (long r = 0; r < count; r++)
-                    convert_values<S, D>(in + r * width, width, out + (row + r) * job.slab_elems, top);
-                continue;
-            }
-            const Out* from = converted;
-            convert_values<S, D>(in, count * width, converted, top);
-            for (long c = 0; c < width; c += 16)
-                for (long r = 0; r < count; r += 16)
-                    transpose16(from + r * width + c, width, (int)std::min<long>(16, count - r),
-                                (int)std::min<long>(16, width - c), out + c * job.slab_elems + row + r, job.slab_elems);
-        }
+        if (side)
+            transpose<S, D>(in, job.d_out, job.rank, out, job.slab_elems, top);
+        else
+            for (long r = 0; r < job.rank; r++)
+                convert_values<S, D>(in + r * job.d_in, job.d_in, out + r * job.slab_elems, top);
         if (top >= limit<S, S>()) fault.fault = kNotFinite;
         else if (top >= limit<S, D>()) fault.fault = kBeyondRange;
         return fault.fault == kNone;
     }
 
-    bool fill(char* to, long bytes, int64_t at, ReadFault& fault) {
-        for (long done = 0; done < bytes;) {
-            const ssize_t count = pread(fd_, to + done, bytes - done, at + done);
-            if (count < 0 && errno == EINTR) continue;
-            if (count <= 0) {
-                fault.fault = count ? kUnreadable : kEnds;
-                fault.error = count ? errno : 0;
-                return false;
+    // out[c · ldo + r] = x[r · width + c], as many rows at a time as stay in the cache.
+    template <Element S, Element D>
+    static void transpose(const typename Stored<S>::type* x, long rows, long width, typename Stored<D>::type* out,
+                          long ldo, uint32_t& top) {
+        using Out = typename Stored<D>::type;
+        const long most = std::max<long>(16, kChunkBytes / (width * (long)sizeof(*x)) / 16 * 16);
+        thread_local std::vector<char> buffer;  // kept: the system clears fresh pages at some cost
+        const size_t bytes = (size_t)std::min(most, rows) * width * sizeof(Out);
+        if (S != D && buffer.size() < bytes) buffer.resize(bytes);
+        for (long row = 0; row < rows; row += most) {
+            const long count = std::min(most, rows - row);
+            const Out* from;
+            if constexpr (S == D) {
+                from = x + row * width;
+                note_values<S>(from, count * width, top);
+            } else {
+                from = (const Out*)buffer.data();
+                convert_values<S, D>(x + row * width, count * width, (Out*)buffer.data(), top);
             }
-            done += count;
+            for (long c = 0; c < width; c += 16)
+                for (long r = 0; r < count; r += 16)
+                    transpose16(from + r * width + c, width, (int)std::min<long>(16, count - r),
+                                (int)std::min<long>(16, width - c), out + c * ldo + row + r, ldo);
         }
-        return true;
     }
 
-    int fd_;
     Element out_;
     void* data_;
 };
