@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import os
-import re
 import stat
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import strict_json
 from .adapter_error import AdapterFormatError, shown
+from .name_pattern import MatchTime, NamePattern
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
@@ -20,7 +21,6 @@ MAX_RANK = 4096
 DEFAULT_TARGETS = ("q_proj", "v_proj")
 
 _MAX_SCALE = 3e38  # scales are applied in float32
-_MAX_PATTERN = 2000
 
 #: Fields that change the arithmetic in ways that are not served, and what to do about them.
 _UNSERVED = {
@@ -62,7 +62,7 @@ class AdapterConfig:
         self._layer_patterns = fields.layer_patterns()
         if isinstance(targets, str) and (self._layers is not None or fields.raw.get("layers_pattern") is not None):
             raise fields.refuse("layers_to_transform", "PEFT takes it only with a list of target_modules")
-        if self._layer_patterns and self._layers is None:
+        if fields.names("layers_pattern") and self._layers is None:
             raise fields.refuse("layers_pattern", "PEFT needs layers_to_transform with it")
         self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
         self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
@@ -88,13 +88,13 @@ class AdapterConfig:
         return rank, alpha / (math.sqrt(rank) if self._rslora else rank)
 
     def _is_layer(self, key: str) -> bool:
-        for pattern in self._layer_patterns or (_ANY_LAYER,):
+        for pattern in self._layer_patterns:
             if match := pattern.match(key):
                 return int(match["idx"]) in self._layers
         return False
 
 
-_ANY_LAYER = re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\.")
+_ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
 
 
 class _Fields:
@@ -103,6 +103,7 @@ class _Fields:
     def __init__(self, file: Path, raw: dict[str, Any]) -> None:
         self.file = file
         self.raw = raw
+        self._match_time = MatchTime()
 
     def refuse(self, name: str, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.file}: {name} is {shown(self.raw.get(name))}: {why}")
@@ -138,7 +139,7 @@ class _Fields:
             raise self.refuse(name, f"a finite number from 0 is needed, not {shown(value)}")
         return float(value)
 
-    def patterns(self, name: str, check: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
+    def patterns(self, name: str, check: Any) -> tuple[tuple[NamePattern, Any], ...]:
         """The (matcher, value) pairs of a pattern field, in the file's order."""
         value = self.raw.get(name)
         if value is None:
@@ -165,18 +166,15 @@ class _Fields:
             raise self.refuse("layers_to_transform", "a layer number or a list of them is needed")
         return frozenset(numbers)
 
-    def layer_patterns(self) -> tuple[re.Pattern[str], ...]:
-        value = self.names("layers_pattern") or ()
+    def layer_patterns(self) -> tuple[NamePattern, ...]:
+        value = self.names("layers_pattern")
+        if not value:
+            return (self.compile("layers_pattern", _ANY_LAYER),)
         patterns = (value,) if isinstance(value, str) else value
         return tuple(self.compile("layers_pattern", each, r"(?:^|.*?\.){}\.(?P<idx>\d+)\.") for each in patterns)
 
-    def compile(self, name: str, pattern: str, template: str = "{}") -> re.Pattern[str]:
-        if len(pattern) > _MAX_PATTERN:
-            raise self.refuse(name, f"a pattern has {len(pattern)} characters, at most {_MAX_PATTERN} are taken")
-        try:
-            return re.compile(template.replace("{}", pattern))
-        except (re.error, OverflowError, RecursionError) as error:
-            raise self.refuse(name, f"{shown(pattern)} is no regular expression: {error}") from None
+    def compile(self, name: str, pattern: str, template: str = "{}") -> NamePattern:
+        return NamePattern(pattern, partial(self.refuse, name), self._match_time, template)
 
 
 class _Matcher:
@@ -196,7 +194,7 @@ class _Matcher:
         return key in self._names or key.endswith(self._suffixes)
 
 
-def _first_match(patterns: tuple[tuple[re.Pattern[str], Any], ...], key: str, default: Any) -> Any:
+def _first_match(patterns: tuple[tuple[NamePattern, Any], ...], key: str, default: Any) -> Any:
     """PEFT's `get_pattern_key`: the first pattern that matches the key's end, from a dot on."""
     return next((value for pattern, value in patterns if pattern.match(key)), default)
 
