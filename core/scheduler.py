@@ -200,10 +200,11 @@ class Scheduler:
     def _decode_all(self) -> tuple[None, int, bool] | None:
         """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.
 
-        Then nothing is listed but those that are admitted; None when it takes more than that.
+        Then nothing is listed but those that are admitted; None when it takes more than that. Whoever waits for a late
+        adapter drew no token in the last step, so that not all of them decode.
         """
         budget = self._limits.max_num_batched_tokens - len(self._running)
-        simple = self._all_decode and not self._late and budget >= 0
+        simple = self._all_decode and budget >= 0
         self._all_decode = False  # until the step's result is known, should it ever be
         return (None, budget, False) if simple and self._memory.grow_all(self._running) else None
 
