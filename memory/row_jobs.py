@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
 # How much is read at once, in whole layers; those of one read wait for each other.
-_FIRST_READ_BYTES = 1 << 20
+_FIRST_READ_BYTES = 256 << 10
 _LAST_READ_BYTES = 8 << 20
 
 

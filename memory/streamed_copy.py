@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 class StreamedCopy:
     """Copies layers as soon as they are read, on the reading thread; `arrived` says how many are in the pages."""
 
-    def __init__(self, image: HostImage, layout: AdapterLayout, pages: list[int], arena: torch.Tensor) -> None:
-        """pages: of `arena`, `[num_pages, page_elems]`, in the order of the image's."""
+    def __init__(self, image: HostImage, layout: AdapterLayout, pages: list[int], arena: np.ndarray) -> None:
+        """pages: of `arena`, `[num_pages, page_elems]`, bits of its elements, in the order of the image's."""
         self.arrived = LayerStream()
         self._image = image
         self._layout = layout
         self._pages = pages
-        self._arena = _bits(arena)
+        self._arena = arena
         self._lock = threading.Lock()
         self._cancelled = False
         self._copied = 0
@@ -49,8 +49,9 @@ class StreamedCopy:
                 self.arrived.fail()
                 return
             if ready > self._copied:
+                data = bits_of(self._image.data).reshape(-1)
                 for begin, end in self._layout.ranges(range(self._copied, ready)):
-                    self._copy(begin, end)
+                    self._copy(data, begin, end)
                 self._copied = ready
                 self.arrived.publish(ready)
             if self.is_done():
@@ -76,9 +77,8 @@ class StreamedCopy:
         """Whether the pages may be given to others after `cancel`."""
         return True
 
-    def _copy(self, begin: int, end: int) -> None:
+    def _copy(self, data: np.ndarray, begin: int, end: int) -> None:
         page_elems = self._arena.shape[1]
-        data = _bits(self._image.data).reshape(-1)
         while begin < end:
             index, at = divmod(begin, page_elems)
             count = min(end - begin, page_elems - at)
@@ -86,7 +86,7 @@ class StreamedCopy:
             begin += count
 
 
-def _bits(tensor: torch.Tensor) -> np.ndarray:
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
     """The same memory as integers: a copy of torch's may be shared among threads that the step needs."""
     import torch
 

@@ -47,18 +47,25 @@ class ReadJob(NamedTuple):
 class ReadJobs:
     """Jobs as the library takes them, checked for an output of `out_elems` elements. ValueError for a bad one."""
 
-    __slots__ = ("_table", "count", "out_elems")
+    __slots__ = ("_groups", "_spans", "_table", "addresses", "num_groups", "out_elems")
 
-    def __init__(self, jobs: Sequence[ReadJob] | np.ndarray, out_elems: int) -> None:
-        """jobs: or `[jobs, 11]` int64, `ReadJob`'s fields in order."""
-        self._table = np.ascontiguousarray(jobs, dtype=np.int64).reshape(-1, len(ReadJob._fields))
-        self.count = len(self._table)
+    def __init__(
+        self, jobs: Sequence[ReadJob] | np.ndarray, groups: np.ndarray, spans: np.ndarray, out_elems: int
+    ) -> None:
+        """jobs: or `[jobs, 11]` int64, `ReadJob`'s fields in order. They are read in groups.
+
+        groups: `[groups, 4]` int64, for each where its spans begin and end, then its jobs. spans: `[spans, 2]` int64,
+        from which byte of the file to which, as far as anything is wanted of it.
+        """
+        self._table, self._groups, self._spans = (
+            np.ascontiguousarray(rows, dtype=np.int64).reshape(-1, width)
+            for rows, width in ((jobs, len(ReadJob._fields)), (groups, 4), (spans, 2))
+        )
+        self.addresses = tuple(array.ctypes.data for array in (self._spans, self._groups, self._table))
+        self.num_groups = len(self._groups)
         self.out_elems = out_elems
         _check(self._table, out_elems)
-
-    @property
-    def address(self) -> int:
-        return self._table.ctypes.data
+        _check_groups(self._groups, self._spans, len(self._table))
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,22 +109,15 @@ class FileRows:
 
     __slots__ = ("_dtype", "_handle", "_jobs", "_left", "_library")
 
-    def __init__(self, fd: int, jobs: ReadJobs, groups: np.ndarray, spans: np.ndarray, dtype: torch.dtype) -> None:
-        """fd: open and of a regular file; stays the caller's. dtype: of the output.
-
-        groups: `[groups, 4]` int64, for each where its spans begin and end, then its jobs. spans: `[spans, 2]` int64,
-        from which byte of the file to which, as far as anything is wanted of it.
-        """
+    def __init__(self, fd: int, jobs: ReadJobs, dtype: torch.dtype) -> None:
+        """fd: open and of a regular file; stays the caller's. dtype: of the output."""
         self._handle = None
         self._library = native.library()
         if self._library is None:
             raise OSError(errno.ENOSYS, "the native library is not there")
-        self._jobs, self._dtype, self._left = jobs, dtype, len(groups)
-        groups, spans = (np.ascontiguousarray(array, dtype=np.int64) for array in (groups, spans))
-        _check_groups(groups, spans, jobs.count)
-        self._handle = self._library.chorus_rows_open(
-            fd, spans.ctypes.data, groups.ctypes.data, len(groups), jobs.address, _DTYPES[dtype]
-        )
+        self._jobs, self._dtype, self._left = jobs, dtype, jobs.num_groups
+        spans, groups, table = jobs.addresses
+        self._handle = self._library.chorus_rows_open(fd, spans, groups, jobs.num_groups, table, _DTYPES[dtype])
 
     def next(self, out: torch.Tensor) -> ReadFault | None:
         """Lay out the next group's jobs in `out`, contiguous, of `jobs.out_elems` elements. None when all are done.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Hashable
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -23,7 +23,7 @@ from ...memory.host_image import HostImage
 from ...memory.layout import PageLayout
 from ...memory.pages import PagePool
 from ...memory.row_jobs import RowJobs
-from ...memory.streamed_copy import StreamedCopy
+from ...memory.streamed_copy import StreamedCopy, bits_of
 from ...memory.tensor_file import ITEM_BYTES
 from ...ops import native_reader
 from ..batch import StepBatch, ragged_batch
@@ -168,13 +168,18 @@ class CpuAdapterBackend:
         read_image(manifest, layout, dims, page_elems, self._dtype, image, self._buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
-        copy = StreamedCopy(image, layout, pages, self._arena.pages)
+        copy = StreamedCopy(image, layout, pages, self._page_bits)
         return None if copy.is_done() else copy
+
+    @cached_property
+    def _page_bits(self) -> np.ndarray:
+        """Made once: torch lets other Python threads run whenever it is asked for anything, and a step is to begin."""
+        return bits_of(self._arena.pages)
 
 
 def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:
     """Begin to read adapter rows with the native library."""
-    return native_reader.FileRows(fd, _native_jobs(jobs, out_elems), jobs.groups, jobs.spans, dtype)
+    return native_reader.FileRows(fd, _native_jobs(jobs, out_elems), dtype)
 
 
 @lru_cache(64)
@@ -182,7 +187,7 @@ def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
     """The same jobs as the library takes them, checked once."""
     table = jobs.table.copy()
     table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
-    return native_reader.ReadJobs(table, out_elems)
+    return native_reader.ReadJobs(table, jobs.groups, jobs.spans, out_elems)
 
 
 _ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])

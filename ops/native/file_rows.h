@@ -1,5 +1,5 @@
-// An adapter's rows from its weights file, group of layers by group: read past the page cache, several groups ahead, and
-// laid out from where they were read to.
+// An adapter's rows from its weights file, group of layers by group: read past the page cache, one group ahead, and laid
+// out from where they were read to.
 //
 // What is read here is kept in another layout; a second copy in the page cache would only cost the time to fill it and
 // push out what others need. What is in the page cache already is taken from there.
@@ -18,7 +18,7 @@
 namespace chorus {
 
 constexpr int64_t kSector = 4096;  // O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's
-constexpr int kGroupsAhead = 4;    // under way or in use at once
+constexpr int kBuffers = 2;        // a group in use, the next under way: more would take the disk's time from that
 constexpr size_t kHugePage = 2 << 20;
 
 // Mirrors FileRows in ops/native_reader.py: spans and jobs of the group, by their numbers.
@@ -41,8 +41,8 @@ struct ReadStation {
     }
 
     AsyncReads reads;
-    std::unique_ptr<char, Free> memory[kGroupsAhead];
-    size_t size[kGroupsAhead] = {};
+    std::unique_ptr<char, Free> memory[kBuffers];
+    size_t size[kBuffers] = {};
 };
 
 // Stations that nobody uses. As many exist as files were ever read at once.
@@ -104,8 +104,7 @@ class FileRows {
         fault.job = group.jobs_begin;
         begin(g);
         const bool whole = finish(g, fault);
-        for (int64_t ahead = g + 1; ahead < std::min<int64_t>(g + kGroupsAhead, (int64_t)groups_.size()); ahead++)
-            begin(ahead);  // not before this one is here, which somebody waits for
+        if (next_ < (int64_t)groups_.size()) begin(next_);  // not before this one is here, which somebody waits for
         if (!whole) return false;
         RowReader rows(element_, out);
         for (fault.job = group.jobs_begin; fault.job < group.jobs_end; fault.job++) {
@@ -143,7 +142,7 @@ class FileRows {
         begun_[g] = true;
         int64_t bytes = 0;
         for (const Read& piece : pieces) bytes += piece.bytes;
-        char* to = station_->buffer(g % kGroupsAhead, (size_t)bytes);
+        char* to = station_->buffer(g % kBuffers, (size_t)bytes);
         if (!to) return;
         for (Read& piece : pieces) {
             piece.to = to;

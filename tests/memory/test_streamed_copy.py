@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.host_image import HostImage
-from chorus.memory.streamed_copy import StreamedCopy
+from chorus.memory.streamed_copy import StreamedCopy, bits_of
 
 DIMS = {"q_proj": (8, 8), "down_proj": (24, 8)}
 LAYERS = 4
@@ -37,7 +37,7 @@ class Case:
         self.image.data = torch.arange(count * page_elems, dtype=torch.float32).view(count, page_elems)
 
     def start(self):
-        return StreamedCopy(self.image, self.layout, self.pages, self.arena)
+        return StreamedCopy(self.image, self.layout, self.pages, bits_of(self.arena))
 
     def placed(self, layer):
         flat = torch.cat([self.arena[page] for page in self.pages])

@@ -60,9 +60,8 @@ def opened(fd, groups, joined=False):
             for index, number in enumerate(numbers)
         ]  # fmt: skip
         places.append((begin[0], len(spans), begin[1], len(jobs)))
-    table = ReadJobs(jobs, len(jobs) * (WIDTH + 1))
-    groups, spans = (np.array(rows, dtype=np.int64).reshape(-1, width) for rows, width in ((places, 4), (spans, 2)))
-    return FileRows(fd, table, groups, spans, torch.float32)
+    table = ReadJobs(jobs, np.array(places), np.array(spans), len(jobs) * (WIDTH + 1))
+    return FileRows(fd, table, torch.float32)
 
 
 def test_every_group_is_read_wherever_its_spans_lie(fd, content):
@@ -157,7 +156,8 @@ def test_what_cannot_be_read_is_told(tmp_path):
 
 def test_a_job_outside_its_groups_spans_is_not_read(fd):
     job = ReadJob(STARTS[60], STARTS[60] + 4 * WIDTH, 0, 0, 1, WIDTH, 1, 0, WIDTH + 1, 0, WIDTH)
-    rows = FileRows(fd, ReadJobs([job], WIDTH + 1), np.array([[0, 1, 0, 1]]), np.array([[0, 99]]), torch.float32)
+    jobs = ReadJobs([job], np.array([[0, 1, 0, 1]]), np.array([[0, 99]]), WIDTH + 1)
+    rows = FileRows(fd, jobs, torch.float32)
     out = torch.full((WIDTH + 1,), 7.0)
     assert rows.next(out).kind == "ends"
     assert (out == 7.0).all()
@@ -169,7 +169,6 @@ def test_a_job_outside_its_groups_spans_is_not_read(fd):
      ([[-1, 1, 0, 1]], [[0, 99]], "spans"), ([[0, 1, 0, 1]], [[99, 98]], "before it begins"),
      ([[0, 1, 0, 1]], [[-1, 98]], "before it begins")],
 )  # fmt: skip
-def test_groups_that_make_no_sense_are_refused(fd, groups, spans, what):
-    jobs = ReadJobs([ReadJob(0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1)], 2)
+def test_groups_that_make_no_sense_are_refused(groups, spans, what):
     with pytest.raises(ValueError, match=what):
-        FileRows(fd, jobs, np.array(groups), np.array(spans), torch.float32)
+        ReadJobs([ReadJob(0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1)], np.array(groups), np.array(spans), 2)

@@ -64,15 +64,15 @@ class Layer:
         out = torch.full((self.out_elems,), GAP, dtype=dtype)
         fd = os.open(self.path, flags)
         try:
-            return out, one_group(fd, self, dtype).next(out)
+            return out, FileRows(fd, one_group(self), dtype).next(out)
         finally:
             os.close(fd)
 
 
-def one_group(fd, layer, dtype=torch.float32):
-    """All jobs of a layer at once; the file is as long as it was written."""
-    jobs = ReadJobs(layer.jobs, layer.out_elems)
-    return FileRows(fd, jobs, np.array([[0, 1, 0, jobs.count]]), np.array([[0, layer.num_bytes]]), dtype)
+def one_group(layer, jobs=None):
+    """A layer's jobs at once; the file is as long as it was written."""
+    jobs = jobs or layer.jobs
+    return ReadJobs(jobs, np.array([[0, 1, 0, len(jobs)]]), np.array([[0, layer.num_bytes]]), layer.out_elems)
 
 
 def values(generator, shape, dtype, scale=1.0):
@@ -185,9 +185,9 @@ def test_wrong_jobs_and_outputs_are_refused_before_anything_is_written(tmp_path)
         job._replace(b_element=3),
     ):  # fmt: skip
         with pytest.raises(ValueError, match="job 1 "):
-            ReadJobs([job, wrong], layer.out_elems)
+            one_group(layer, [job, wrong])
     with layer.path.open("rb") as file:
-        rows = one_group(file.fileno(), layer)
+        rows = FileRows(file.fileno(), one_group(layer), torch.float32)
         for out in (torch.zeros(layer.out_elems - 1), torch.zeros(layer.out_elems, dtype=torch.int32),
                     torch.zeros(layer.out_elems, 2)[:, 0]):  # fmt: skip
             with pytest.raises(ValueError, match="contiguous elements"):
