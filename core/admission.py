@@ -49,9 +49,9 @@ class Admission:
         """
         limits = self._limits
         admitted: dict[Request, int] = {}
-        if not waiting or budget <= 0 or len(running) >= limits.max_num_seqs:
+        if budget <= 0 or len(running) >= limits.max_num_seqs:
             return admitted
-        active = set()
+        active = None
         if limits.max_adapters_per_step is not None:
             active = {request.adapter for request in running if request.adapter is not None}
         overdue_before = self._clock() - limits.max_overtake_seconds
@@ -82,11 +82,11 @@ class Admission:
             running.append(request)
             admitted[request] = count
             budget -= count
-            if adapter is not None:
+            if active is not None and adapter is not None:
                 active.add(adapter)
         else:
             seats_left = True
-        if seats_left:
+        if seats_left and waiting:
             self._note_cold(waiting)
         return admitted
 
@@ -103,10 +103,14 @@ class Admission:
             request.had_to_wait = True
             self.num_cold_starts += 1
 
-    def _may_run(self, request: Request, adapter: Adapter, active: set[Adapter], running: Running, budget: int) -> bool:
-        """Whether a request may run now: its bytes come in time and one more adapter is allowed."""
-        most = self._limits.max_adapters_per_step
-        if most is not None and adapter not in active and len(active) >= most:
+    def _may_run(
+        self, request: Request, adapter: Adapter, active: set[Adapter] | None, running: Running, budget: int
+    ) -> bool:
+        """Whether a request may run now: its bytes come in time and one more adapter is allowed.
+
+        active: those of the step so far, where their number is limited.
+        """
+        if active is not None and adapter not in active and len(active) >= self._limits.max_adapters_per_step:
             return False
         return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not running)
 

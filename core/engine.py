@@ -164,9 +164,9 @@ class Engine:
                 self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
             self._num_steps += result.count
-        elif not outputs and self.has_work():
+        elif not outputs and self._scheduler.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
-        if not self.has_work() and (now := self._clock()) >= self._next_check:
+        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
         return outputs
@@ -284,9 +284,11 @@ class Engine:
                 raise InvalidRequest("model", str(error)) from None
             pages = request.adapter.num_pages
         pages += -(-min(limit, count + request.params.max_tokens) // self._block_tokens)
-        usable = self._pool.num_usable - self.store.num_pinned_pages
-        if request.adapter is not None and self.store.is_pinned(request.adapter):
-            usable += request.adapter.num_pages
+        usable = self._pool.num_usable
+        if pinned := self.store.num_pinned_pages:
+            usable -= pinned
+            if request.adapter is not None and self.store.is_pinned(request.adapter):
+                usable += request.adapter.num_pages
         if pages > usable:
             raise InvalidRequest(
                 "max_tokens",

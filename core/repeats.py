@@ -30,14 +30,18 @@ class Repeats:
         self._ahead = ahead
         self._clock = clock
 
-    def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request], most: int) -> int:
+    def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request]) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
-        most: that all of them can take before one ends; 1 where one of them has yet to tell its first token.
-        Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
+        Each of them has told its first token. Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
         since that would change what is read ahead and who comes first.
         """
-        if len(plan.rows) < len(running) or self._store.has_transfers:
+        most = self._limits.max_repeat
+        for request in running:
+            left = request.max_length - len(request.token_ids)
+            if left < most:
+                most = left
+        if most == 1 or self._store.has_transfers:
             return 1
         seats = len(running) < self._limits.max_num_seqs
         if waiting and (self._ahead.may_load(waiting) or (seats and not self._stay_waiting(plan, waiting))):

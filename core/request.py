@@ -41,6 +41,7 @@ class Request:
         "num_prompt_tokens",
         "params",
         "prompt_logprobs",
+        "quiet_until",
         "room",
         "row",
         "seed",
@@ -68,6 +69,7 @@ class Request:
         self.arrival_time = arrival_time
         self.streams = streams
         self.is_quiet = False  # nothing is told until it ends
+        self.quiet_until = 0  # tokens computed, before which there is nothing to tell, to cache or to end
         self.start_time: float | None = None  # when it was admitted first
         self.had_to_wait = False  # for its adapter, when it could have run otherwise
         self.seed = params.seed

@@ -8,7 +8,7 @@ from operator import itemgetter
 from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
 from ..memory.kv import BlockTable
-from ..memory.pages import PagePool
+from ..memory.pages import PageKind, PagePool
 from ..memory.prefix import BASE_VERSION, Block, PrefixCache
 from ..memory.reclaim import Reclaimer
 from .request import Request
@@ -93,9 +93,18 @@ class RequestMemory:
         return True
 
     def grow_all(self, requests: list[Request]) -> bool:
-        """`grow` each of `requests` to its known tokens, in order; False at the first for which that can't be had."""
-        short = [request for request in requests if request.room < len(request.token_ids)]
-        return all(self.grow(request, len(request.token_ids)) for request in short)
+        """`grow` each of `requests` to its known tokens; False, and nothing done, if that can't be had for all."""
+        block = self._block_tokens
+        missing = [(len(request.token_ids) - request.room + block - 1) // block for request in requests]
+        total = sum(missing)
+        if total > self._pool.num_free and not self._reclaimer.make_room(total):
+            return False
+        pages = self._pool.allocate(total, PageKind.KV)
+        for request, count in zip(requests, missing, strict=True):
+            request.block_table.pages += pages[:count]
+            del pages[:count]
+            request.room += count * block
+        return True
 
     @property
     def caches_prefixes(self) -> bool:
@@ -106,8 +115,9 @@ class RequestMemory:
 
         wanted: adapters whose pages are not to be taken; they are evicted after all others.
         """
-        kept = sum(len(adapter.pages) for adapter in wanted if adapter is not None and adapter.is_idle)
-        available = self._reclaimer.available - kept
+        available = self._reclaimer.available
+        if wanted:
+            available -= sum(len(adapter.pages) for adapter in wanted if adapter is not None and adapter.is_idle)
         if len(requests) * -(-steps // self._block_tokens) <= available:
             return steps
         least = 1
@@ -126,14 +136,12 @@ class RequestMemory:
     def catch_up(self, requests: list[Request], steps: int) -> None:
         """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
 
-        Blocks become known, and others are evicted for new ones, in the order of these steps.
+        Their tokens are known already. Blocks become known, and others are evicted for new ones, in the order of these
+        steps.
         """
         block = self._block_tokens
         if not self._use_prefix_cache or not any(request.caching for request in requests):
-            for request in requests:
-                computed = request.num_computed_tokens = request.num_computed_tokens + steps
-                if request.room <= computed:
-                    self.grow(request, computed + 1)
+            self.grow_all([request for request in requests if request.room < len(request.token_ids)])
             return
         starts = [request.num_computed_tokens for request in requests]
         ends = sorted(
@@ -169,6 +177,7 @@ class RequestMemory:
         """Give back pages and pin."""
         request.block_table.free()
         request.block_table = request.last_block = request.row = None
+        request.quiet_until = 0
         if request.adapter is not None:
             self._store.release(request.adapter)
 

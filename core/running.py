@@ -26,12 +26,12 @@ class Running(list[Request]):
         self._groups: Groups | None = {}
 
     def append(self, request: Request) -> None:
-        super().append(request)
+        list.append(self, request)
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
 
     def remove(self, request: Request) -> None:
-        super().remove(request)
+        list.remove(self, request)
         if self._groups is None:
             return
         group = self._groups[request.adapter]

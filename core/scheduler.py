@@ -50,8 +50,8 @@ class Scheduler:
         self._running = Running()
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
-        self._all_decode = False  # whether the last step left every running request with only its new token to compute
-        self._fewest_left = 0  # then: how many more tokens each of them may draw
+        #: Those without a page for it, if every running request has only its new token to compute after the last step.
+        self._short: list[Request] | None = None
         self._num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
@@ -109,10 +109,13 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
-        self._settle_loads()
+        if self._late or self._store.has_transfers:
+            self._settle_loads()
         chosen, budget, preempted = self._decode_all() or self._schedule_running()
-        admitted = {} if preempted else self._admission.admit(self._waiting, self._running, budget)
+        admitted: dict[Request, int] = {}
         if self._waiting:
+            if not preempted:
+                admitted = self._admission.admit(self._waiting, self._running, budget)
             self._ahead.read(self._waiting)
             if self._limits.prefetch:
                 self._ahead.load(self._waiting)
@@ -126,52 +129,60 @@ class Scheduler:
         self._num_steps += 1
         plan = plan_step(self._num_steps, groups, counts, self._buckets)
         if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
-            most = self._fewest_left if chosen is None else 1
-            plan.repeat = self._repeats.count(plan, self._running, self._waiting, most)
+            if chosen is None:
+                plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take a step's result: advance, append drawn tokens, finish what is done."""
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
-        outputs = []
+        outputs: list[RequestOutput] = []
         if result.count > 1:
             self._catch_up(plan, result)
         requests, tokens = self._requests, result.tokens
         special = result.unready or result.errors or result.logprobs or result.prompt_logprobs
-        num_drawn = num_decoding = 0
-        fewest = self._limits.max_repeat
+        num_drawn, num_ended = len(plan.rows), 0
+        short: list[Request] = []
         for row in plan.rows:
             request = requests.get(row.request_id)
             if request is None or (special and not self._take_special(request, result, info, outputs)):
+                num_drawn -= 1
                 continue
             token_ids, samples = request.token_ids, row.samples
             computed = request.num_computed_tokens = len(token_ids) if samples else row.start + len(row.tokens)
+            if computed < request.quiet_until:
+                token = row.tokens[0] = tokens[row.request_id]
+                row.start = computed
+                token_ids.append(token)
+                if computed >= request.room:
+                    short.append(request)
+                continue
             if request.caching:
                 self._memory.remember(request)
             if not samples:
+                num_drawn -= 1
                 continue
-            num_drawn += 1
             token = tokens[row.request_id]
             token_ids.append(token)
-            left, reason = request.max_length - computed - 1, None
+            reason = None
             if token in request.end_ids:
                 reason = FinishReason.STOP
-            elif left <= 0:
+            elif computed + 1 >= request.max_length:
                 reason = FinishReason.LENGTH
-            else:
-                num_decoding += 1
-                if left < fewest:
-                    fewest = left
-                if request.row is not None:  # the one of the next step
-                    row.tokens, row.start = [token], computed
-                if request.is_quiet:
-                    continue
-            outputs.append(tell(request, token, result.count, info, reason))
+            if reason is not None or not request.is_quiet:
+                outputs.append(tell(request, token, result.count, info, reason))
             if reason is not None:
                 self._finish(request, reason)
+                num_ended += 1
+                continue
+            if computed >= request.room:
+                short.append(request)
+            if request.row is not None:  # the one of the next step
+                row.tokens, row.start = [token], computed
+                if request.is_quiet and not (request.end_ids or request.caching):
+                    request.quiet_until = request.max_length - 1
         self.num_generated_tokens += num_drawn * result.count
-        self._all_decode = num_decoding == len(self._running)
-        self._fewest_left = fewest
+        self._short = short if num_drawn - num_ended == len(self._running) else None
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
@@ -204,9 +215,10 @@ class Scheduler:
         adapter drew no token in the last step, so that not all of them decode.
         """
         budget = self._limits.max_num_batched_tokens - len(self._running)
-        simple = self._all_decode and budget >= 0
-        self._all_decode = False  # until the step's result is known, should it ever be
-        return (None, budget, False) if simple and self._memory.grow_all(self._running) else None
+        short, self._short = self._short, None  # until the step's result is known, should it ever be
+        if short is None or budget < 0:
+            return None
+        return (None, budget, False) if self._memory.grow_all(short) else None
 
     def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
         """Running requests with their token counts, the budget left, and whether any had to be preempted.
@@ -263,8 +275,7 @@ class Scheduler:
 
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
         """Bring the requests of a plan that ran more than once to the last of its steps."""
-        steps = result.count - 1
-        requests = [self._requests[row.request_id] for row in plan.rows]
+        steps, requests = result.count - 1, [self._requests[row.request_id] for row in plan.rows]
         for request in requests:
             request.token_ids += [result.tokens[request.id]] * steps
         self._memory.catch_up(requests, steps)

@@ -22,7 +22,7 @@ class PageKind(IntEnum):
     CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
 
 
-_FREE = PageKind.FREE
+_FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
 
 class OutOfPages(RuntimeError):
@@ -51,8 +51,8 @@ class PagePool:
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
         self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
-        self._counts = [0] * len(PageKind)
-        self._counts[PageKind.FREE], self._counts[PageKind.RESERVED] = num_pages - 1, 1
+        self._counts = [0] * len(PageKind)  # but for the free ones, which `_free` has
+        self._counts[PageKind.RESERVED] = 1
 
     @property
     def num_free(self) -> int:
@@ -63,8 +63,13 @@ class PagePool:
         """Pages that can ever be allocated."""
         return self.num_pages - 1
 
+    @property
+    def num_unused(self) -> int:
+        """Pages that are free or cached."""
+        return len(self._free) + self._counts[_CACHED]
+
     def count(self, kind: PageKind) -> int:
-        return self._counts[kind]
+        return len(self._free) if kind is _FREE else self._counts[kind]
 
     def kind(self, page: int) -> PageKind:
         return self._kind[page]
@@ -85,7 +90,6 @@ class PagePool:
         for page in pages:
             kinds[page] = kind
             references[page] = 1
-        counts[_FREE] -= count
         counts[kind] += count
         return pages
 
@@ -111,7 +115,6 @@ class PagePool:
                     self._move(page, PageKind.CACHED)
                 else:
                     counts[kinds[page]] -= 1
-                    counts[_FREE] += 1
                     kinds[page] = _FREE
                     free.append(page)
 
@@ -125,7 +128,8 @@ class PagePool:
         """No longer keep a page; a cached one is free at once."""
         self._kept[page] = 0
         if self._kind[page] is PageKind.CACHED:
-            self._move(page, PageKind.FREE)
+            self._counts[_CACHED] -= 1
+            self._kind[page] = _FREE
             self._free.append(page)
 
     def _move(self, page: int, kind: PageKind) -> None:
@@ -146,7 +150,7 @@ class PagePool:
         if len(free) != len(self._free):
             raise IntegrityError("a page is on the free list twice")
         actual = Counter(self._kind)
-        if any(actual[kind] != self._counts[kind] for kind in PageKind):
+        if any(actual[kind] != self._counts[kind] for kind in PageKind if kind is not _FREE):
             raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {dict(actual)}")
         if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
             page = min(wrong)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .adapter import Adapter
 from .adapter_store import AdapterStore
 from .eviction import EvictionOrder
-from .pages import PageKind, PagePool
+from .pages import PagePool
 from .prefix import PrefixCache
 
 
@@ -21,7 +21,7 @@ class Reclaimer:
     @property
     def available(self) -> int:
         """Pages that are free or that `make_room` can free."""
-        return self._pool.num_free + self._pool.count(PageKind.CACHED) + self._store.num_idle_pages
+        return self._pool.num_unused + self._store.num_idle_pages
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""

@@ -33,21 +33,26 @@ class StepWork:
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
         rows, tokens = plan.rows, plan.num_tokens
         ranks = [adapter.rank for adapter in plan.adapters]
-        kv_tokens = tokens + sum([row.start for row in rows])
+        adapter_ranks, largest = sum(ranks), max(ranks, default=0)
+        ranks.append(0)  # the base model's slot is the last
+        kv_tokens, using, token_ranks = tokens, 0, 0
+        for row in rows:
+            kv_tokens += row.start
+            if rank := ranks[row.slot]:
+                using += 1
+                token_ranks += rank
         pairs = kv_tokens  # of a token: those before it, and itself
-        used = [ranks[row.slot] for row in rows if row.slot >= 0] if ranks else ()
-        using, token_ranks = len(used), sum(used)
         if plan.bucket is None:
             for row in rows:
                 more = len(row.tokens) - 1
                 if more == 0:
                     break  # chunks come first
                 pairs += more * (row.start + (more + 1) / 2)
-                if row.slot >= 0:
+                if rank := ranks[row.slot]:
                     using += more
-                    token_ranks += more * ranks[row.slot]
-        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
-        return cls(plan.bucket is not None, plan.bucket or len(rows), tokens, kv_tokens, pairs, work, sum(ranks))
+                    token_ranks += more * rank
+        work = kernel.rank_work(using, token_ranks, largest) if using else 0
+        return cls(plan.bucket is not None, plan.bucket or len(rows), tokens, kv_tokens, pairs, work, adapter_ranks)
 
     def seconds(self, costs: CostModel) -> float:
         """Of the executor; the engine's overhead comes on top."""

@@ -6,9 +6,9 @@ Engine, scheduler, page pool, adapter store and prefix cache are the real ones.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from ..config import EngineConfig
 from ..costs.profile import Profile
@@ -24,11 +24,14 @@ if TYPE_CHECKING:
 TOKEN = 1
 """What every row draws. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
+_NONE: frozenset[int] = frozenset()
+
 MODEL = Path("simulated")
 """What `EngineConfig.model` holds where no checkpoint is read."""
 
 
-class StepPrice(NamedTuple):
+@dataclass(slots=True)
+class StepPrice:
     """Seconds of a plan's first step, and by how much each repeat takes longer than the step before it.
 
     stall: the part of `first` that waits for adapters. late: slots whose adapters don't come in time. single: it must
@@ -38,7 +41,7 @@ class StepPrice(NamedTuple):
     first: float
     growth: float = 0.0
     stall: float = 0.0
-    late: frozenset[int] = frozenset()
+    late: frozenset[int] = _NONE
     single: bool = False
 
     def total(self, count: int) -> float:
@@ -105,6 +108,7 @@ class SimExecutor:
         self._mix = mix
         self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
+        self._timed: tuple[StepPlan, float, tuple[int, float]] | None = None  # with its horizon
 
     @property
     def stalled_seconds(self) -> float:
@@ -131,19 +135,17 @@ class SimExecutor:
         if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
             price = self._stalled(first, growth, plan.adapters)
         else:
-            price = StepPrice(first, growth, single=reading)
+            price = StepPrice(first, growth, 0.0, _NONE, reading)
         self._priced = plan, price
         return price
 
     def end(self, plan: StepPlan) -> float:
         """When `execute` would be done by the horizon as it is."""
-        price = self.price(plan)
-        return self._clock.now + (price.first if plan.repeat == 1 else price.total(self._count(plan, price)))
+        return self._clock.now + self._length(plan, self.price(plan))[1]
 
     def execute(self, plan: StepPlan) -> StepResult:
         price = self.price(plan)
-        count = 1 if plan.repeat == 1 else self._count(plan, price)
-        seconds = price.first if count == 1 else price.total(count)
+        count, seconds = self._length(plan, price)
         self._priced = None
         self._clock.now += seconds
         self.busy_seconds += seconds
@@ -152,15 +154,22 @@ class SimExecutor:
             ready = [row for row in plan.rows if row.slot not in price.late]
             unready = {row.request_id for row in plan.rows if row.slot in price.late}
             return StepResult({row.request_id: TOKEN for row in ready if row.samples}, unready=unready)
-        return StepResult(dict.fromkeys([row.request_id for row in plan.rows if row.samples], TOKEN), count=count)
+        return StepResult({row.request_id: TOKEN for row in plan.rows if row.samples}, count=count)
 
     def close(self) -> None:
         """Nothing is held."""
 
-    def _count(self, plan: StepPlan, price: StepPrice) -> int:
-        if price.single:
-            return 1
-        return price.count_until(min(self.horizon, plan.until) - self._clock.now, plan.repeat)
+    def _length(self, plan: StepPlan, price: StepPrice) -> tuple[int, float]:
+        """How many steps run until the horizon, and their seconds."""
+        if plan.repeat == 1 or price.single:
+            return 1, price.first
+        timed, horizon = self._timed, self.horizon
+        if timed is not None and timed[0] is plan and timed[1] == horizon:
+            return timed[2]
+        count = price.count_until(min(horizon, plan.until) - self._clock.now, plan.repeat)
+        length = count, price.total(count)
+        self._timed = plan, horizon, length
+        return length
 
     def _apart(self, plan: StepPlan) -> float:
         """Seconds of the prefill chunks, and then of the decode rows."""

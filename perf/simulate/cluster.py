@@ -127,8 +127,8 @@ class _Events:
 
     def run_until(self, time: float) -> None:
         """Let happen what happens before `time`."""
-        heap, replicas, records, coming = self._heap, self._replicas, self._records, self._coming
-        done, waits = records.add, self._clients is not None
+        heap, replicas, coming = self._heap, self._replicas, self._coming
+        done, waits = self._records.add, self._clients is not None
         while (heap and heap[0][0] < time) or coming:
             if coming and (not heap or coming[0].arrival <= heap[0][0]):
                 self.offer(coming.popleft())
@@ -137,11 +137,10 @@ class _Events:
             replica = replicas[index]
             if replica.wake != wake:
                 continue
-            ended = len(records)
             replica.advance(done)
             if replica.wake < math.inf:
                 heappush(heap, (replica.wake, index))
-            if (waits or self._held) and len(records) > ended:
+            if (waits or self._held) and replica.ended:
                 self._go_on(replica)
 
     def offer(self, request: TraceRequest) -> None:

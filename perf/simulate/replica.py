@@ -60,9 +60,9 @@ class Replica:
         self._keep_idle = keep_idle
         self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[Request] = []
-        self._queue: dict[str, tuple[Request, int, int]] = {}  # that have not begun, with prompt tokens and rank
+        self._open: dict[str, _Open] = {}
+        self._queue: dict[str, _Open] = {}  # those that have not begun
         self._plan: StepPlan | None = None
-        self._open: dict[str, tuple[Request, float, float]] = {}  # with stalled seconds at arrival, and first token
 
     def give(self, item: TraceRequest, prompt: list[int] | None = None, now: float | None = None) -> None:
         """A request comes, at its arrival or, after waiting at the router, at `now`; no `wake` may be before that.
@@ -75,9 +75,8 @@ class Replica:
         params = _params(item.output_tokens)
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
         request = Request(str(item.id), tokens, params, item.adapter, item.arrival, streams=False)
-        self._open[request.id] = (request, self.executor.stalled_seconds, math.nan)
-        rank = self._rank(request)
-        self._queue[request.id] = request, len(tokens), rank
+        rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
+        self._open[request.id] = self._queue[request.id] = _Open(request, rank, self.executor.stalled_seconds)
         self.state.add(rank)
         self.state.add_waiting(len(tokens), rank)
         self._inbox.append(request)
@@ -116,8 +115,8 @@ class Replica:
         state = self.state
         state.free_tokens = self.engine.num_available_pages * self._block_tokens
         if self._queue and (plan is None or plan.repeat == 1):
-            self._queue = {key: value for key, value in self._queue.items() if value[0].start_time is None}
-            state.set_waiting((tokens, rank) for _, tokens, rank in self._queue.values())
+            self._queue = {key: each for key, each in self._queue.items() if each.request.start_time is None}
+            state.set_waiting([(each.request.num_prompt_tokens, each.rank) for each in self._queue.values()])
 
     def _read(self, outputs: list[RequestOutput], done: Callable[[Served], None]) -> None:
         now, requests = self.clock.now, self._open
@@ -125,30 +124,37 @@ class Replica:
             if output.error is not None:
                 self._fail(output.request_id)
                 continue
-            request, stalled, first = requests[output.request_id]
-            if first != first:  # NaN: no token yet
-                first = now
-                requests[output.request_id] = (request, stalled, now)
+            each = requests[output.request_id]
+            if each.first_token is None:
+                each.first_token = now
             if output.finish_reason is not None:
                 del requests[output.request_id]
-                rank = self._rank(request)
-                self.state.remove(rank)
-                self.ended.append((request.adapter_name, rank))
-                arrival = request.arrival_time
+                request, arrival = each.request, each.request.arrival_time
+                self.state.remove(each.rank)
+                self.ended.append((request.adapter_name, each.rank))
                 done(
                     Served(
-                        arrival, first - arrival, now - arrival, request.start_time - arrival,
-                        self.executor.stalled_seconds - stalled, request.num_output_tokens, self.index,
+                        arrival, each.first_token - arrival, now - arrival, request.start_time - arrival,
+                        self.executor.stalled_seconds - each.stalled, request.num_output_tokens, self.index,
                     )
                 )  # fmt: skip
 
     def _fail(self, request_id: str) -> None:
-        self.state.remove(self._rank(self._open.pop(request_id)[0]))
+        self.state.remove(self._open.pop(request_id).rank)
         self._queue.pop(request_id, None)
         self.num_failed += 1
 
-    def _rank(self, request: Request) -> int:
-        return 0 if request.adapter_name is None else self._adapters.rank(request.adapter_name)
+
+class _Open:
+    """A request that has come and not ended. stalled: the replica's stalled seconds when it came."""
+
+    __slots__ = ("first_token", "rank", "request", "stalled")
+
+    def __init__(self, request: Request, rank: int, stalled: float) -> None:
+        self.request = request
+        self.rank = rank
+        self.stalled = stalled
+        self.first_token: float | None = None  # when it was drawn
 
 
 @lru_cache(maxsize=1 << 14)  # replicas share them: their number doesn't grow with the run

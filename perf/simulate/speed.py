@@ -40,12 +40,13 @@ def trace(requests: int, rate: float, answer: int = SHORT, seed: int = 0) -> Ite
     answer: mean tokens of an answer, lognormal.
     """
     source = random.Random(seed)
+    mu = math.log(answer) - 0.32
     now = 0.0
     for index in range(requests):
         now += source.expovariate(rate)
         adapter = min(_ADAPTERS, int(source.paretovariate(0.8))) - 1
         prompt = int(source.lognormvariate(3.3, 0.8))
-        output = int(source.lognormvariate(math.log(answer) - 0.32, 0.8))
+        output = int(source.lognormvariate(mu, 0.8))
         yield TraceRequest(index, now, f"a{adapter}", min(1000, max(4, prompt)), min(3000, max(1, output)))
 
 
