@@ -33,8 +33,8 @@ class Repeats:
     def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request]) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
-        Each of them has told its first token. Nothing is decided until a request ends or pages run short. What waiting requests' adapters hold is not touched,
-        since that would change what is read ahead and who comes first.
+        Each of them has told its first token. Nothing is decided until a request ends or pages run short. What waiting
+        requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
         """
         most = self._limits.max_repeat
         for request in running:

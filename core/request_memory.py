@@ -92,18 +92,17 @@ class RequestMemory:
             request.room += missing * self._block_tokens
         return True
 
-    def grow_all(self, requests: list[Request]) -> bool:
-        """`grow` each of `requests` to its known tokens; False, and nothing done, if that can't be had for all."""
-        block = self._block_tokens
-        missing = [(len(request.token_ids) - request.room + block - 1) // block for request in requests]
-        total = sum(missing)
-        if total > self._pool.num_free and not self._reclaimer.make_room(total):
+    def grow_each(self, requests: list[Request]) -> bool:
+        """Add a page to each of `requests`, evicting what nobody uses if need be.
+
+        False, and nothing done, if that can't be had for all.
+        """
+        count, block = len(requests), self._block_tokens
+        if count > self._pool.num_free and not self._reclaimer.make_room(count):
             return False
-        pages = self._pool.allocate(total, PageKind.KV)
-        for request, count in zip(requests, missing, strict=True):
-            request.block_table.pages += pages[:count]
-            del pages[:count]
-            request.room += count * block
+        for request, page in zip(requests, self._pool.allocate(count, PageKind.KV), strict=True):
+            request.block_table.pages.append(page)
+            request.room += block
         return True
 
     @property
@@ -141,7 +140,9 @@ class RequestMemory:
         """
         block = self._block_tokens
         if not self._use_prefix_cache or not any(request.caching for request in requests):
-            self.grow_all([request for request in requests if request.room < len(request.token_ids)])
+            for _ in range(0, steps, block):
+                requests = [request for request in requests if request.room < len(request.token_ids)]
+                self.grow_each(requests)
             return
         starts = [request.num_computed_tokens for request in requests]
         ends = sorted(

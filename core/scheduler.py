@@ -89,7 +89,8 @@ class Scheduler:
     def add(self, request: Request) -> None:
         params, limits = request.params, self._limits
         request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
-        request.end_ids = frozenset() if params.ignore_eos else limits.eos_token_ids
+        if not params.ignore_eos:
+            request.end_ids = limits.eos_token_ids
         if params.stop_token_ids:
             request.end_ids = request.end_ids.union(params.stop_token_ids)
         self._requests[request.id] = request
@@ -128,9 +129,8 @@ class Scheduler:
             return None
         self._num_steps += 1
         plan = plan_step(self._num_steps, groups, counts, self._buckets)
-        if self._limits.max_repeat > 1 and plan.bucket is not None and not (preempted or admitted):
-            if chosen is None:
-                plan.repeat = self._repeats.count(plan, self._running, self._waiting)
+        if chosen is None and not admitted and self._limits.max_repeat > 1:
+            plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
@@ -218,7 +218,7 @@ class Scheduler:
         short, self._short = self._short, None  # until the step's result is known, should it ever be
         if short is None or budget < 0:
             return None
-        return (None, budget, False) if self._memory.grow_all(short) else None
+        return (None, budget, False) if not short or self._memory.grow_each(short) else None
 
     def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
         """Running requests with their token counts, the budget left, and whether any had to be preempted.
@@ -275,9 +275,10 @@ class Scheduler:
 
     def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
         """Bring the requests of a plan that ran more than once to the last of its steps."""
-        steps, requests = result.count - 1, [self._requests[row.request_id] for row in plan.rows]
+        steps, tokens = result.count - 1, result.tokens
+        requests = [self._requests[row.request_id] for row in plan.rows]
         for request in requests:
-            request.token_ids += [result.tokens[request.id]] * steps
+            request.token_ids += [tokens[request.id]] * steps
         self._memory.catch_up(requests, steps)
         self._num_steps += steps
 

@@ -8,9 +8,7 @@ from .types import FinishReason, RequestOutput, StepInfo
 
 def tell(request: Request, token: int, count: int, info: StepInfo, reason: FinishReason | None) -> RequestOutput:
     """The output of a request that drew `token`, `count` times, in the step `info`. reason: why it ends."""
-    tokens = (token,) * count
-    if request.is_quiet:
-        tokens = tuple(request.token_ids[request.num_prompt_tokens + 1 :])
+    tokens = tuple(request.token_ids[request.num_prompt_tokens + 1 :]) if request.is_quiet else (token,) * count
     request.is_quiet = not request.streams
     logprobs = ()
     if request.logprobs:

@@ -222,7 +222,8 @@ class AdapterStore:
     def release(self, adapter: Adapter) -> None:
         """Drop a running request's pin. The adapter stays resident until its pages are wanted."""
         adapter.references -= 1
-        self._offer(adapter)
+        if adapter.references == 0:
+            self._offer(adapter)
 
     def pin(self, adapter: Adapter) -> None:
         """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""

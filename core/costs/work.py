@@ -33,7 +33,7 @@ class StepWork:
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
         rows, tokens = plan.rows, plan.num_tokens
         ranks = [adapter.rank for adapter in plan.adapters]
-        adapter_ranks, largest = sum(ranks), max(ranks, default=0)
+        adapter_ranks = sum(ranks)
         ranks.append(0)  # the base model's slot is the last
         kv_tokens, using, token_ranks = tokens, 0, 0
         for row in rows:
@@ -51,7 +51,7 @@ class StepWork:
                 if rank := ranks[row.slot]:
                     using += more
                     token_ranks += more * rank
-        work = kernel.rank_work(using, token_ranks, largest) if using else 0
+        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
         return cls(plan.bucket is not None, plan.bucket or len(rows), tokens, kv_tokens, pairs, work, adapter_ranks)
 
     def seconds(self, costs: CostModel) -> float:

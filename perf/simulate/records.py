@@ -47,7 +47,7 @@ class Records:
         self.num_failed = 0
 
     def add(self, served: Served) -> None:
-        for append, value in zip(self._appends, served):  # noqa: B905
+        for append, value in zip(self._appends, served, strict=True):
             append(value)
 
     def extend(self, other: Records) -> None:

@@ -92,7 +92,8 @@ class Replica:
         self.ended.clear()
         if self._plan is not None:
             self._read(engine.end_step(self._plan), done)
-        clock.now = max(clock.now, self.wake)
+        if clock.now < self.wake:
+            clock.now = self.wake
         for request in self._inbox:
             try:
                 engine.add_request(request)
