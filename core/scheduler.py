@@ -50,7 +50,7 @@ class Scheduler:
         self._running = Running()
         self._failed: list[RequestOutput] = []
         self._late: set[Adapter] = set()  # made a step wait in vain: their requests sit out until all of it is there
-        #: Those without a page for it, if every running request has only its new token to compute after the last step.
+        #: Those that lack a page for it, where all that every running request has to compute is its new token.
         self._short: list[Request] | None = None
         self._num_steps = 0
         self.last_step: StepInfo | None = None
@@ -218,6 +218,7 @@ class Scheduler:
         short, self._short = self._short, None  # until the step's result is known, should it ever be
         if short is None or budget < 0:
             return None
+        short = [request for request in short if request.block_table is not None]  # they may have been aborted
         return (None, budget, False) if not short or self._memory.grow_each(short) else None
 
     def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:

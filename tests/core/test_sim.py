@@ -272,6 +272,23 @@ def test_the_number_of_steps_until_a_time(first, growth, count, share):
     assert price.total(count) == pytest.approx(sum(first + growth * i for i in range(count)))
 
 
+@pytest.mark.parametrize("streams", [True, False])
+@pytest.mark.parametrize("num_steps", range(1, 8))
+def test_an_abort_just_when_a_page_is_wanted(num_steps, streams):
+    run = Run(max_repeat=1)
+    run.streams = streams
+    run.add("goes", 12, 20)
+    run.add("stays", 12, 20)
+    for _ in range(num_steps):  # the fifth draws token 17, which wants a second page
+        run.step()
+    assert run.engine.abort("goes")
+    while run.engine.has_work():
+        run.step()
+        run.engine.check_integrity()
+    assert sum(count for _, count in run.outputs["stays"]) == 20
+    assert "goes" not in run.finished
+
+
 # -- costs and time
 
 
