@@ -8,6 +8,7 @@
 #include <memory>
 #include "attention.h"
 #include "best.h"
+#include "buffer.h"
 #include "descriptors.h"
 #include "elementwise.h"
 #include "file_rows.h"
@@ -289,7 +290,7 @@ class Decoder {
     }
 
     template <class V>
-    static void grow(std::vector<V>& v, size_t n) {
+    static void grow(V& v, size_t n) {
         if (v.size() < n) v.resize(n);
     }
 
@@ -304,8 +305,8 @@ class Decoder {
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
-    std::vector<float> x_, y_;
-    std::vector<T> normed_, q_, attended_, act_, h_;
+    Buffer<float> x_, y_;
+    Buffer<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
     bool fused_ = false;   // the step has a long segment
     bool few_ = false;     // it has few tokens
