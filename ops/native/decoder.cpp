@@ -68,7 +68,7 @@ class Decoder {
             for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
-            expand_units(segments, groups_[g], expand_[g]);
+            expand_units(segments, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
@@ -84,7 +84,7 @@ class Decoder {
         best_.resize((size_t)team_.size() * step.logits_wanted);
         for (auto& s : scratch_) {
             grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
-            grow(s.rows, rank + kAhead);
+            grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
