@@ -224,9 +224,12 @@ class Decoder {
             team_.each(phase, base, [&](int i) {
                 const Tile tile = product.tile_of(i);
                 int done = tile.row;  // rows below are complete
+                bool rest = false;
                 expand_tile(step, g, tile, [&](const LoraUnit& u) {
                     const Adapter& adapter = *step.segment_adapters[u.segment];
-                    if (u.token < done || u.count < tile.columns || adapter.first_elem[layer] < 0) return;
+                    const bool fits = u.token >= done && u.count == tile.columns;
+                    rest |= !fits;
+                    if (!fits || adapter.first_elem[layer] < 0) return;
                     if (done < u.token) product.run(tile, done, u.token - done, nullptr);
                     const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
                                                        ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
@@ -234,6 +237,7 @@ class Decoder {
                     done = u.token + u.tokens;
                 });
                 if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
+                if (!rest) return;
                 done = tile.row;
                 expand_tile(step, g, tile, [&](const LoraUnit& u) {
                     if (u.token < done || u.count < tile.columns) return run_expand(u);

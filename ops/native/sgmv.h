@@ -12,7 +12,7 @@
 namespace chorus {
 
 constexpr int kModules = 7;
-constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 2048;
+constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
 constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
@@ -241,12 +241,14 @@ inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, floa
     if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
-// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer.
+// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile
+// fetches what two panels on lies in the rows: too many, and too far apart, for the processor to follow by itself.
 inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns, bf16* panel) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                            36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i half = _mm512_set1_epi16(16);
     for (int r = 0; r < rank; r += 2, panel += 64) {
+        for (int i = r; i < std::min(r + 2, rank); i++) prefetch(rows[i] + offset + 2 * kPanel);
         const __m512i a = (__m512i)Kind<bf16>::load(rows[r] + offset, columns);
         const __m512i b = r + 1 < rank ? (__m512i)Kind<bf16>::load(rows[r + 1] + offset, columns) : _mm512_setzero_si512();
         _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(a, order, b));
