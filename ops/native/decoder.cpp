@@ -8,6 +8,7 @@
 #include <memory>
 #include "attention.h"
 #include "best.h"
+#include "buffer.h"
 #include "descriptors.h"
 #include "elementwise.h"
 #include "file_rows.h"
@@ -67,7 +68,7 @@ class Decoder {
             for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
-            expand_units(segments, groups_[g], expand_[g]);
+            expand_units(segments, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
@@ -83,7 +84,7 @@ class Decoder {
         best_.resize((size_t)team_.size() * step.logits_wanted);
         for (auto& s : scratch_) {
             grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
-            grow(s.rows, rank + kAhead);
+            grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
@@ -223,9 +224,12 @@ class Decoder {
             team_.each(phase, base, [&](int i) {
                 const Tile tile = product.tile_of(i);
                 int done = tile.row;  // rows below are complete
+                bool rest = false;
                 expand_tile(step, g, tile, [&](const LoraUnit& u) {
                     const Adapter& adapter = *step.segment_adapters[u.segment];
-                    if (u.token < done || u.count < tile.columns || adapter.first_elem[layer] < 0) return;
+                    const bool fits = u.token >= done && u.count == tile.columns;
+                    rest |= !fits;
+                    if (!fits || adapter.first_elem[layer] < 0) return;
                     if (done < u.token) product.run(tile, done, u.token - done, nullptr);
                     const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
                                                        ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
@@ -233,6 +237,7 @@ class Decoder {
                     done = u.token + u.tokens;
                 });
                 if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
+                if (!rest) return;
                 done = tile.row;
                 expand_tile(step, g, tile, [&](const LoraUnit& u) {
                     if (u.token < done || u.count < tile.columns) return run_expand(u);
@@ -289,7 +294,7 @@ class Decoder {
     }
 
     template <class V>
-    static void grow(std::vector<V>& v, size_t n) {
+    static void grow(V& v, size_t n) {
         if (v.size() < n) v.resize(n);
     }
 
@@ -304,8 +309,8 @@ class Decoder {
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
-    std::vector<float> x_, y_;
-    std::vector<T> normed_, q_, attended_, act_, h_;
+    Buffer<float> x_, y_;
+    Buffer<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
     bool fused_ = false;   // the step has a long segment
     bool few_ = false;     // it has few tokens

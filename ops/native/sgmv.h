@@ -12,8 +12,8 @@
 namespace chorus {
 
 constexpr int kModules = 7;
-constexpr int kRankChunk = 16, kTokenChunk = 96, kColumnChunk = 512;
-constexpr int kAhead = 8;  // rank-rows that are worked on together, and fetched meanwhile
+constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
+constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
 struct Adapter {  // mirrors ops/native.py
@@ -79,13 +79,16 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     }
 }
 
-inline void expand_units(const Segments& segments, const std::vector<Target>& group, std::vector<LoraUnit>& units) {
+inline void expand_units(const Segments& segments, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
     units.clear();
+    const int parts = segments.count >= 4 * threads ? 1 : threads;  // of a module, so that every thread has some
     for (int s = 0; s < segments.count; s++)
         for (int g = 0; g < (int)group.size(); g++) {
             if (segments.adapters[s]->b_offset[group[g].module] < 0) continue;
-            for (int c = 0; c < group[g].width; c += kColumnChunk)
-                units.push_back({s, g, c, std::min(kColumnChunk, group[g].width - c), segments.begin[s],
+            const int width = group[g].width, part = (width + parts * kPanel - 1) / (parts * kPanel) * kPanel;
+            const int chunk = std::min(kColumnChunk, part);
+            for (int c = 0; c < width; c += chunk)
+                units.push_back({s, g, c, std::min(chunk, width - c), segments.begin[s],
                                  segments.end[s] - segments.begin[s]});
         }
 }
@@ -166,7 +169,7 @@ inline void add_rest(const T* const* rows, const T* h, long ldh, float* y, long 
     }
 }
 
-// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows; meanwhile fetches the RANKS rows that follow them.
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows.
 //
 // Pairs of columns are multiplied as they lie, once by (h, 0) and once by (0, h): even and odd columns by themselves, and
 // nothing is widened. No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
@@ -185,15 +188,13 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
         }
     int c = 0;
     for (; c + line <= columns; c += line) {
-#pragma GCC unroll 8
-        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
         __m512 evens[TOKENS], odds[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
             const __m512 a = _mm512_loadu_ps(y + t * ldy + c), b = _mm512_loadu_ps(y + t * ldy + c + kLanes);
             evens[t] = _mm512_permutex2var_ps(a, even, b);
             odds[t] = _mm512_permutex2var_ps(a, odd, b);
         }
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < RANKS; r++) {
             const __m512bh pairs = Kind<bf16>::load(rows[r] + c);
             for (int t = 0; t < TOKENS; t++) {
@@ -215,11 +216,9 @@ inline void add_rows(const float* const* rows, const float* h, long ldh, float* 
         for (int r = 0; r < RANKS; r++) factor[t][r] = _mm512_set1_ps(h[t * ldh + r]);
     int c = 0;
     for (; c + kLanes <= columns; c += kLanes) {
-#pragma GCC unroll 8
-        for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + c);
         __m512 acc[TOKENS];
         for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_loadu_ps(y + t * ldy + c);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
         for (int r = 0; r < RANKS; r++) {
             const __m512 b = _mm512_loadu_ps(rows[r] + c);
             for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_fmadd_ps(factor[t][r], b, acc[t]);
@@ -229,23 +228,27 @@ inline void add_rows(const float* const* rows, const float* h, long ldh, float* 
     add_rest<TOKENS, RANKS>(rows, h, ldh, y, ldy, c, columns);
 }
 
-// All rank-rows, a few at a time: y's columns stay in the first-level cache, the rows stream past.
+// All rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream past. The more together, the
+// fewer instructions between two lines from memory, and the farther out-of-order execution looks ahead.
 template <class T, int TOKENS>
 inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
-    constexpr int most = TOKENS <= 2 ? kAhead : 4;
+    constexpr int most = TOKENS == 1 ? 16 : TOKENS == 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= rank; r += most) add_rows<TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
-    if (most == 8 && rank - r >= 4) { add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
+    if (most > 8 && rank - r >= 8) { add_rows<TOKENS, 8>(rows + r, h + r, ldh, y, ldy, columns); r += 8; }
+    if (most > 4 && rank - r >= 4) { add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
     if (rank - r >= 2) { add_rows<TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns); r += 2; }
     if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
-// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer.
+// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile
+// fetches what two panels on lies in the rows: too many, and too far apart, for the processor to follow by itself.
 inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns, bf16* panel) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
                                            36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i half = _mm512_set1_epi16(16);
     for (int r = 0; r < rank; r += 2, panel += 64) {
+        for (int i = r; i < std::min(r + 2, rank); i++) prefetch(rows[i] + offset + 2 * kPanel);
         const __m512i a = (__m512i)Kind<bf16>::load(rows[r] + offset, columns);
         const __m512i b = r + 1 < rank ? (__m512i)Kind<bf16>::load(rows[r + 1] + offset, columns) : _mm512_setzero_si512();
         _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(a, order, b));
@@ -269,7 +272,7 @@ inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int 
     return {h + unit.token * ldh, ldh, panel, (adapter.rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair};
 }
 
-// rows: room for rank + kAhead row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
+// rows: room for rank row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
 // columns.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
@@ -277,7 +280,6 @@ inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int
     const int rank = adapter.rank;
     arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank, unit.count,
                rows, spare, kColumnChunk);
-    for (int i = 0; i < kAhead; i++) rows[rank + i] = rows[rank - 1];
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {
