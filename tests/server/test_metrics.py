@@ -85,10 +85,11 @@ def test_lora_requests_info_as_gateways_read_it(start, fake_engine):
 
 
 def test_a_scrape_does_not_wait_for_a_stuck_engine(start, fake_engine, monkeypatch):
-    monkeypatch.setattr("chorus.server.api.SCRAPE_SECONDS", 0.05)
+    monkeypatch.setattr("chorus.server.api.SCRAPE_SECONDS", 30.0)
     fake_engine.store.tiers["alice"] = Tier.DEVICE
     live = start(fake_engine)
     assert 'adapter="alice"' in live.client.get("/metrics").text
+    monkeypatch.setattr("chorus.server.api.SCRAPE_SECONDS", 0.05)
     fake_engine.gate.clear()
     live.worker.submit(Request("stuck", [97], SamplingParams()), lambda output: None).result(5)
     live.wait_until(lambda: live.worker.stats.num_steps == 0)
