@@ -13,7 +13,7 @@
 #include <memory>
 #include <mutex>
 #include "async_reads.h"
-#include "reader.h"
+#include "slab_rows.h"
 
 namespace chorus {
 
@@ -106,7 +106,7 @@ class FileRows {
         const bool whole = finish(g, fault);
         if (next_ < (int64_t)groups_.size()) begin(next_);  // not before this one is here, which somebody waits for
         if (!whole) return false;
-        RowReader rows(element_, out);
+        SlabRows rows(element_, out);
         for (fault.job = group.jobs_begin; fault.job < group.jobs_end; fault.job++) {
             ReadJob job = jobs_[fault.job];
             job.a_start = (int64_t)at(g, job.a_start, job.rank * job.d_in * bytes_of(job.a_element));
@@ -116,7 +116,7 @@ class FileRows {
                 fault.side = job.a_start != 0;
                 return false;
             }
-            if (!rows.read(job, fault)) return false;
+            if (!rows.write(job, fault)) return false;
         }
         return true;
     }

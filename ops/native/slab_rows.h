@@ -167,12 +167,12 @@ inline void transpose16(const float* x, long ldx, int rows, int columns, float* 
     }
 }
 
-class RowReader {
+class SlabRows {
    public:
-    RowReader(Element out, void* data) : out_(out), data_(data) {}
+    SlabRows(Element out, void* data) : out_(out), data_(data) {}
 
     // A's rows and Bᵀ's rows of one job. What lies between the rows stays as it is.
-    bool read(const ReadJob& job, ReadFault& fault) {
+    bool write(const ReadJob& job, ReadFault& fault) {
         return side(job, 0, fault) && side(job, 1, fault);
     }
 
