@@ -30,7 +30,7 @@ class AsyncReads {
     }
     AsyncReads(const AsyncReads&) = delete;
 
-    // Begin as many of the reads as there is room for; the others are not pending afterwards.
+    // Begin the reads, if there is room for all of them. Those that could not be begun are not pending afterwards.
     void begin(int fd, Read* reads, size_t count) {
         if (!context_ || count > kMostReads - under_way_) return;
         iocb controls[kMostReads];

@@ -5,44 +5,35 @@
 // push out what others need. What is in the page cache already is taken from there.
 #pragma once
 #include <fcntl.h>
-#include <stdlib.h>
-#include <sys/mman.h>
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <cstdio>
 #include <memory>
 #include <mutex>
 #include "async_reads.h"
+#include "buffer.h"
 #include "slab_rows.h"
 
 namespace chorus {
 
 constexpr int64_t kSector = 4096;  // O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's
 constexpr int kBuffers = 2;        // a group in use, the next under way: more would take the disk's time from that
-constexpr size_t kHugePage = 2 << 20;
 
-// Mirrors FileRows in ops/native_reader.py: spans and jobs of the group, by their numbers.
+// Mirrors the groups of ReadJobs in ops/native_reader.py: spans and jobs of each, by their numbers.
 struct ReadGroup { int64_t spans_begin, spans_end, jobs_begin, jobs_end; };
 struct Span { int64_t start, end; };
 
 // What one reader needs, kept from file to file: the system clears fresh pages at some cost. On huge pages, because the
 // disk's requests are of so many pages at most, and each page must be found and held: a third of the time of small ones.
 struct ReadStation {
-    struct Free { void operator()(char* memory) const { free(memory); } };
-
     char* buffer(int slot, size_t bytes) {
-        if (bytes > size[slot]) {
-            bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
-            memory[slot].reset((char*)aligned_alloc(kHugePage, bytes));
-            size[slot] = memory[slot] ? bytes : 0;
-            if (memory[slot]) madvise(memory[slot].get(), bytes, MADV_HUGEPAGE);  // in vain on systems without
-        }
-        return memory[slot].get();
+        constexpr size_t page = HugePages<char>::kHuge;
+        if (bytes > memory[slot].size()) memory[slot] = Buffer<char>((bytes + page - 1) / page * page);
+        return memory[slot].data();
     }
 
     AsyncReads reads;
-    std::unique_ptr<char, Free> memory[kBuffers];
-    size_t size[kBuffers] = {};
+    Buffer<char> memory[kBuffers];
 };
 
 // Stations that nobody uses. As many exist as files were ever read at once.
@@ -138,12 +129,11 @@ class FileRows {
     // Have what is not in the page cache fetched, if it has not been.
     void begin(int64_t g) {
         std::vector<Read>& pieces = pieces_[g];
-        if (begun_[g]) return;
+        if (begun_[g] || broken_) return;
         begun_[g] = true;
         int64_t bytes = 0;
         for (const Read& piece : pieces) bytes += piece.bytes;
         char* to = station_->buffer(g % kBuffers, (size_t)bytes);
-        if (!to) return;
         for (Read& piece : pieces) {
             piece.to = to;
             to += piece.bytes;
@@ -153,17 +143,16 @@ class FileRows {
 
     // Whether every piece is whole. What was not begun, or came short, is read in the plain way, which tells why.
     bool finish(int64_t g, ReadFault& fault) {
-        for (Read& piece : pieces_[g]) {
-            while (piece.pending)
-                if (!station_->reads.wait()) return fail(fault, kUnreadable, EIO);
-            if (!piece.to) return fail(fault, kUnreadable, ENOMEM);
+        for (const Read& piece : pieces_[g])  // all, since the buffer will be used again
+            while (piece.pending && !broken_) broken_ = !station_->reads.wait();
+        if (broken_) return fail(fault, kUnreadable, EIO);
+        for (Read& piece : pieces_[g])
             while (piece.first + piece.found < piece.end) {
                 const ssize_t count = pread(fd_, piece.to + piece.found, piece.bytes - piece.found, piece.first + piece.found);
                 if (count < 0 && errno == EINTR) continue;
                 if (count <= 0) return fail(fault, count ? kUnreadable : kEnds, count ? errno : 0);
                 piece.found += count;
             }
-        }
         return true;
     }
 
@@ -203,6 +192,7 @@ class FileRows {
     std::vector<std::vector<Read>> pieces_;
     std::vector<char> begun_;
     int64_t next_ = 0;
+    bool broken_ = false;  // the system doesn't tell what it may still be writing to: no buffer may be used again
 };
 
 }  // namespace chorus

@@ -172,3 +172,17 @@ def test_a_job_outside_its_groups_spans_is_not_read(fd):
 def test_groups_that_make_no_sense_are_refused(groups, spans, what):
     with pytest.raises(ValueError, match=what):
         ReadJobs([ReadJob(0, 0, 0, 0, 1, 1, 1, 0, 2, 0, 1)], np.array(groups), np.array(spans), 2)
+
+
+def test_groups_after_one_that_fails_are_whole(tmp_path, content):
+    file = tmp_path / "cut"
+    data = content.numpy().tobytes()
+    file.write_bytes(data[: STARTS[90]])
+    order = [[*range(0, 60, 2), 95], *([number] for number in range(1, 60, 2))]
+    with file.open("rb") as cut:
+        for _ in range(5):
+            forget(cut.fileno())
+            rows = opened(cut.fileno(), order)
+            out = torch.empty(sum(map(len, order)) * (WIDTH + 1))
+            assert [fault and fault.kind for fault in (rows.next(out) for _ in order)] == ["ends", *[None] * 30]
+            assert torch.equal(out.view(-1, WIDTH + 1)[31:], content.view(-1, WIDTH + 1)[1:60:2])
