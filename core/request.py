@@ -26,6 +26,7 @@ class Request:
         "adapter_name",
         "arrival_time",
         "block_table",
+        "cache_salt",
         "caching",
         "end_ids",
         "finish_reason",
@@ -47,6 +48,7 @@ class Request:
         "seed",
         "start_time",
         "streams",
+        "tenant",
         "token_ids",
     )
 
@@ -58,8 +60,15 @@ class Request:
         adapter_name: str | None = None,
         arrival_time: float = 0.0,
         streams: bool = True,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> None:
-        """streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends."""
+        """A request that waits.
+
+        streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends.
+        tenant: identity of the client that pays for it, empty if unknown. cache_salt: prefix-cache blocks are shared
+        only between requests of equal salt.
+        """
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -68,6 +77,8 @@ class Request:
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
         self.streams = streams
+        self.tenant = tenant
+        self.cache_salt = cache_salt
         self.is_quiet = False  # nothing is told until it ends
         self.quiet_until = 0  # tokens computed, before which there is nothing to tell, to cache or to end
         self.start_time: float | None = None  # when it was admitted first
