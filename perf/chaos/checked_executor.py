@@ -1,0 +1,289 @@
+"""An executor without tensors that remembers what every place of the arena holds and checks each step against it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ...core.config import EngineConfig
+from ...core.executors.base import ModelInfo
+from ...core.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from ...memory.adapter_format import AdapterFormatError, AdapterManifest
+from ...memory.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.host_image import HostImage
+from ...memory.layer_stream import LayerStream
+from ...memory.layout import MODULES, PageLayout
+from ...memory.pages import PageKind, PagePool
+from .virtual_reads import VirtualReads, World
+
+VOCAB = 48
+EOS = (0, 1)
+MAX_MODEL_LEN = 40
+BASE_CONTENT = 0
+
+
+def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
+    """The made-up model: what follows `tokens` with the adapter content; `seed` only when it samples."""
+    return zlib.crc32(repr((content, list(tokens), seed)).encode()) % VOCAB
+
+
+def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
+    """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far."""
+    return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=hash(content)))[1:]
+
+
+class Violation(AssertionError):
+    """The engine broke a promise."""
+
+
+def promise(kept: bool, text: str) -> None:
+    if not kept:
+        raise Violation(text)
+
+
+@dataclass
+class Fate:
+    """How the next read of a directory goes: seconds until each layer, then what becomes of it."""
+
+    seconds: float
+    outcome: str  # good, fails, short, stuck
+
+
+class Disk:
+    """Adapter directories: which content lies in each, how large it is, and how reads go."""
+
+    def __init__(self, rng: random.Random, speed: float) -> None:
+        self._rng = rng
+        self._speed = speed
+        self._contents = itertools.count(1)
+        self.content: dict[Path, int] = {}
+        self.pages: dict[int, int] = {}
+        self.layers: dict[int, int] = {}
+        self.broken: set[Path] = set()
+        self.unlucky: set[int] = set()
+        """Contents of which a read failed, never ended, or met another content."""
+        self.trouble = rng.choice([0.0, 0.0, 0.1, 0.3])
+
+    def write(self, path: Path, pages: int) -> int:
+        """Put a new content into a directory, whoever may be about to read the old one."""
+        content = self.content[path] = next(self._contents)
+        self.pages[content], self.layers[content] = pages, self._rng.randint(1, 4)
+        return content
+
+    def fate(self, path: Path) -> Fate:
+        seconds = self._speed * 10 ** self._rng.uniform(-1, 1.5)
+        if path in self.broken:
+            return Fate(seconds, "fails")
+        if self._rng.random() < self.trouble:
+            return Fate(seconds, self._rng.choice(["fails", "short", "stuck"]))
+        return Fate(seconds, "good")
+
+
+class CheckedAdapters:
+    """The adapter backend: reads take virtual time, layers come one by one, copies write to the checked memory."""
+
+    def __init__(self, disk: Disk, reads: VirtualReads, world: World, memory: dict, rng: random.Random) -> None:
+        self._disk = disk
+        self._reads = reads
+        self._world = world
+        self._memory = memory
+        self._rng = rng
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        if path not in self._disk.content:
+            raise AdapterFormatError(f"{path}: no such directory")
+        content = self._disk.content[path]
+        part = AdapterPart(self._disk.pages[content], 1.0, (0,), MODULES)
+        return AdapterManifest(path, (part,), mtime_ns=content)
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        pages = manifest.rank
+        return AdapterLayout((), num_elems=pages, num_pages=pages, num_layers=self._disk.layers[manifest.mtime_ns])
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        disk, path, content = self._disk, manifest.path, manifest.mtime_ns
+        fate = disk.fate(path)
+        if fate.outcome != "good":
+            disk.unlucky.add(content)
+        for layer in range(layout.num_layers):
+            self._reads.pause(fate.seconds / layout.num_layers)
+            if fate.outcome == "stuck" and layer == layout.num_layers - 1:
+                self._reads.pause(float("inf"))
+            if fate.outcome in ("fails", "short") and layer == layout.num_layers // 2:
+                kind = OSError(5, "Input/output error") if fate.outcome == "fails" else AdapterFormatError("cut short")
+                raise kind
+            if disk.content.get(path) != content:
+                disk.unlucky.add(content)
+                raise AdapterFormatError(f"{path}: it changed on disk")
+            image.data = content
+            image.publish(layer + 1)
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
+        transfer = CheckedTransfer(image, layout, pages, self._memory, self._world, self._rng)
+        return None if transfer.is_done() else transfer
+
+
+class CheckedTransfer:
+    """Layers on their way into pages. After `cancel` a copy may still be writing, until `is_quiet`."""
+
+    def __init__(
+        self, image: HostImage, layout: AdapterLayout, pages: list[int], memory: dict, world: World, rng: random.Random
+    ) -> None:
+        self._image = image
+        self._num_layers = layout.num_layers
+        self._pages = pages
+        self._memory = memory
+        self._world = world
+        self._rng = rng
+        self._copied = 0
+        self._cancelled = False
+        self._quiet = True
+        image.follow(self._advance)
+        self._advance()
+
+    def _advance(self) -> None:
+        ready = self._image.stream.num_ready
+        if self._cancelled or ready == LayerStream.FAILED or ready <= self._copied:
+            return
+        self._copied = ready
+        for index, page in enumerate(self._pages):
+            self._memory[page, -1] = (self._image.data, index, ready)
+        if self.is_done():
+            self._image.unfollow(self._advance)
+
+    def wait_layer(self, layer: int, timeout: float) -> bool:
+        end = self._world.now + timeout
+        while self._copied <= layer and not self.has_failed() and self._world.next_time <= end:
+            self._world.next_event()
+        return self._copied > layer
+
+    def is_done(self) -> bool:
+        return self._copied == self._num_layers
+
+    def has_failed(self) -> bool:
+        return self._image.stream.num_ready == LayerStream.FAILED
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._rng.random() < 0.5:
+            self._quiet = False
+            self._world.after(self._rng.uniform(0, 0.02), self._end)
+
+    def _end(self) -> None:
+        for page in self._pages:
+            for key in [key for key in self._memory if key[0] == page]:
+                self._memory[key] = "a late copy"
+        self._quiet = True
+
+    def is_quiet(self) -> bool:
+        return self._quiet
+
+
+class CheckedExecutor:
+    """Executes plans on the memory of contents; raises Violation, kept in `violations`, where a plan is wrong."""
+
+    def __init__(self, config: EngineConfig, adapters: CheckedAdapters, world: World, memory: dict) -> None:
+        assert config.num_pages is not None
+        self.config = config
+        self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
+        self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
+        self.num_pages = config.num_pages
+        self.adapters = adapters
+        self.violations: list[Violation] = []
+        self.raises_for: set[str] = set()
+        self.sick: set[str] = set()
+        self.glitches = 0
+        self.pool: PagePool
+        self.contents: dict[str, int] = {}
+        """Which content each request must be computed with."""
+        self._world = world
+        self._memory = memory
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        self._world.advance(0.0005 + 0.0005 * plan.num_tokens)
+        if self.glitches:
+            self.glitches -= 1
+            raise RuntimeError("a passing fault")
+        try:
+            self._check(plan)
+            return self._run(plan)
+        except Violation as error:
+            self.violations.append(error)
+            raise
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def _check(self, plan: StepPlan) -> None:
+        rows, block = plan.rows, self.config.block_tokens
+        promise(0 < len(rows) <= self.config.max_num_seqs, "rows beyond max_num_seqs")
+        promise(plan.num_tokens <= self.config.max_num_batched_tokens, "tokens beyond the step's budget")
+        promise(len({row.request_id for row in rows}) == len(rows), "a request has two rows")
+        most = self.config.max_adapters_per_step
+        promise(most is None or plan.num_adapters <= most, "too many adapters in a step")
+        owner: dict[int, str] = {PagePool.DUMMY: "padding"}
+        for adapter in plan.adapters:
+            promise(adapter.references > 0 and len(adapter.pages) == adapter.num_pages, f"{adapter} is not resident")
+            for page in adapter.pages:
+                promise(self.pool.kind(page) is PageKind.ADAPTER, f"{adapter} is on a page of another kind")
+                promise(owner.setdefault(page, adapter.name) == adapter.name, "two owners of an adapter page")
+        for row in rows:
+            promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
+            for index, page in enumerate(row.pages):
+                promise(self.pool.kind(page) is PageKind.KV and page not in owner, f"page {page} is another's")
+                if index >= row.start // block:
+                    promise(self.pool.references(page) == 1, f"{row.request_id} writes a shared page")
+                    owner[page] = row.request_id
+
+    def _run(self, plan: StepPlan) -> StepResult:
+        result = StepResult()
+        late = self._late(plan)
+        for row in plan.rows:
+            if row.request_id in self.raises_for:
+                raise RuntimeError(f"a fault of {row.request_id}")
+            content = BASE_CONTENT if row.slot == BASE_SLOT else plan.adapters[row.slot].manifest.mtime_ns
+            promise(content == self.contents[row.request_id], f"{row.request_id} runs with another adapter's content")
+            places = [(row.pages[at // self.config.block_tokens], at % self.config.block_tokens)
+                      for at in range(row.kv_len)]  # fmt: skip
+            if row.slot in late:
+                for place in places[row.start :]:
+                    self._memory[place] = "void"
+                result.retract(row.request_id)
+                continue
+            want = kv_of(content, row.token_ids[: row.kv_len])
+            for position in range(row.start, row.kv_len):
+                self._memory[places[position]] = want[position]
+            promise([self._memory.get(place) for place in places] == want, f"KV of {row.request_id} is not its own")
+            self._answer(row, content, result)
+        return result
+
+    def _late(self, plan: StepPlan) -> set[int]:
+        """Slots whose bytes don't come within the time that a step waits; the others' bytes are checked."""
+        late = set()
+        for slot, adapter in enumerate(plan.adapters):
+            transfer = adapter.transfer
+            if transfer is not None and not transfer.wait_layer(
+                adapter.layout.num_layers - 1, self.config.max_load_stall_seconds
+            ):
+                late.add(slot)
+                continue
+            want = [(adapter.manifest.mtime_ns, i, adapter.layout.num_layers) for i in range(adapter.num_pages)]
+            promise([self._memory.get((page, -1)) for page in adapter.pages] == want, f"{adapter} was overwritten")
+        return late
+
+    def _answer(self, row: ScheduledRow, content: int, result: StepResult) -> None:
+        if row.scores_prompt:
+            positions = range(row.start + 1, min(row.kv_len + 1, row.num_prompt_tokens))
+            scores = [TokenLogprobs(row.token_ids[position], -float(position)) for position in positions]
+            result.prompt_logprobs[row.request_id] = scores
+        if not row.samples:
+            return
+        if row.request_id in self.sick:
+            result.errors[row.request_id] = "not finite"
+            return
+        seed = row.seed if row.params.temperature else None
+        result.tokens[row.request_id] = next_token(content, row.token_ids, seed)

@@ -1,0 +1,183 @@
+"""Virtual time in which adapter reads, on threads that run one at a time, take as long as a script says."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ...memory.host_images import Reads
+
+
+class Abandoned(BaseException):
+    """Raised inside a read that is still under way when its world ends."""
+
+
+class World:
+    """A clock, and what will happen at which time. Everything happens on the caller's thread or on one it waits for."""
+
+    def __init__(self) -> None:
+        self.now = 1.0
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._serial = itertools.count()
+
+    def __call__(self) -> float:
+        return self.now
+
+    def after(self, seconds: float, action: Callable[[], None]) -> None:
+        """Have `action` called when that much time has gone by."""
+        heapq.heappush(self._events, (self.now + seconds, next(self._serial), action))
+
+    def advance(self, seconds: float) -> None:
+        """Let time go by; what is due happens on the way."""
+        end = self.now + seconds
+        while self._events and self._events[0][0] <= end:
+            self.next_event()
+        self.now = end
+
+    def next_event(self) -> bool:
+        """Go on to the next event and let it happen; False if there is none."""
+        if not self._events:
+            return False
+        time, _, action = heapq.heappop(self._events)
+        self.now = max(self.now, time)
+        action()
+        return True
+
+    @property
+    def next_time(self) -> float:
+        return self._events[0][0] if self._events else math.inf
+
+
+class _Worker:
+    """A thread that runs a job only while whoever resumes it waits: a coroutine with a stack of its own."""
+
+    def __init__(self) -> None:
+        self._go = threading.Semaphore(0)
+        self._back = threading.Semaphore(0)
+        self._job: Callable[[], None] | None = None
+        self._stop = False
+        threading.Thread(target=self._run, name="virtual-read", daemon=True).start()
+
+    def resume(self, job: Callable[[], None] | None = None) -> None:
+        """Let the thread go on, or begin a job, until it pauses or ends it."""
+        self._job = job or self._job
+        self._go.release()
+        self._back.acquire()
+
+    def pause(self) -> None:
+        """On the worker's own thread: let the other go on, until `resume`."""
+        self._back.release()
+        self._go.acquire()
+
+    def _run(self) -> None:
+        while True:
+            self._go.acquire()
+            job, self._job = self._job, None
+            assert job is not None
+            job()
+            self._back.release()
+
+
+_idle: list[_Worker] = []
+
+
+class _Read(Future):
+    """A read under way; whoever takes its result early lets virtual time go by until it has ended."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def result(self, timeout: float | None = None) -> Any:
+        end = math.inf if timeout is None else self._world.now + timeout
+        while not self.done() and self._world.next_time <= end:
+            if not self._world.next_event():
+                break
+        if not self.done():
+            raise TimeoutError("a read that somebody waits for never ends")
+        return super().result(0)
+
+
+class VirtualReads(Reads):
+    """Runs reads on a few threads in turns; a read takes virtual time by calling `pause` on its thread."""
+
+    def __init__(self, world: World, threads: int) -> None:
+        self._world = world
+        self._threads = threads
+        self._queue: deque[tuple[_Read, Callable[[], Any]]] = deque()
+        self._busy: set[_Worker] = set()
+        self._current: _Worker | None = None
+        self._closing = False
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        future = _Read(self._world)
+        self._queue.append((future, read))
+        self._world.after(0.0, self._start)
+        return future
+
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        """Let time go by until one of `pending` has ended, at most `timeout` seconds."""
+        end = self._world.now + timeout
+        while not any(read.done() for read in pending) and self._world.next_time <= end:
+            self._world.next_event()
+        if not any(read.done() for read in pending):
+            self._world.advance(max(0.0, end - self._world.now))
+
+    def pause(self, seconds: float) -> None:
+        """Let time go by for the read that calls this; with infinite seconds it never goes on."""
+        worker = self._current
+        assert worker is not None
+        if math.isfinite(seconds):
+            self._world.after(seconds, lambda: self._resume(worker))
+        self._current = None
+        worker.pause()
+        self._current = worker
+        if self._closing:
+            raise Abandoned
+
+    def shutdown(self) -> None:
+        """End every read under way, as a process does that goes away."""
+        self._closing = True
+        self._queue.clear()
+        for worker in list(self._busy):
+            self._resume(worker)
+
+    def _start(self) -> None:
+        while self._queue and len(self._busy) < self._threads and not self._closing:
+            future, read = self._queue.popleft()
+            if future.set_running_or_notify_cancel():
+                worker = _idle.pop() if _idle else _Worker()
+                self._busy.add(worker)
+                self._switch(worker, partial(self._run, worker, future, read))
+
+    def _resume(self, worker: _Worker) -> None:
+        if worker in self._busy:
+            self._switch(worker)
+
+    def _switch(self, worker: _Worker, job: Callable[[], None] | None = None) -> None:
+        """Let a worker go on, with a new job if there is one, until it pauses or ends."""
+        before, self._current = self._current, worker
+        worker.resume(job)
+        self._current = before
+        self._start_if_free()
+
+    def _start_if_free(self) -> None:
+        if self._queue and len(self._busy) < self._threads:
+            self._world.after(0.0, self._start)
+
+    def _run(self, worker: _Worker, future: _Read, read: Callable[[], Any]) -> None:
+        try:
+            result = read()
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(result)
+        self._busy.discard(worker)
+        _idle.append(worker)
