@@ -1,3 +1,28 @@
 """Chorus: thousands of LoRA adapters over one resident base model."""
 
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .core.sampling_params import SamplingParams as SamplingParams
+    from .server.llm import LLM as LLM
+    from .server.llm import Completion as Completion
+
 __version__ = "0.1.0"
+__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+
+_HOMES = {"LLM": ".server.llm", "Completion": ".server.llm", "SamplingParams": ".core.sampling_params"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import what is asked for only then: `import chorus` alone loads no engine."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOMES])

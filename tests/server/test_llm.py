@@ -1,0 +1,125 @@
+"""The library's front door, on the built-in model."""
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from chorus import LLM, SamplingParams
+from chorus.core.sampling_params import InvalidRequest
+from chorus.memory.adapter_error import AdapterFormatError
+from chorus.memory.adapter_store import UnknownAdapter
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from chorus.server.demo.skills import SKILLS
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+GREEDY = SamplingParams(temperature=0, max_tokens=40)
+TEXT = "quiet river"
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(memory_bytes=8 << 20, threads=1) as llm:
+        yield llm
+
+
+def test_one_text_gives_one_completion(llm):
+    answer = llm.generate(f"{TEXT}\n", GREEDY, adapter="reverse")
+    assert (answer.text, answer.finish_reason) == (TEXT[::-1], "stop")
+    assert llm.generate(f"{TEXT}\n", GREEDY).text == TEXT, "without an adapter the base model repeats"
+
+
+def test_every_prompt_may_have_its_own_adapter_and_params(llm):
+    names = [None, *SKILLS]
+    params = [SamplingParams(temperature=0, max_tokens=3 + i) for i in range(len(names))]
+    answers = llm.generate([f"{TEXT}\n"] * len(names), params, adapter=names)
+    for name, one, answer in zip(names, params, answers, strict=True):
+        alone = llm.generate(f"{TEXT}\n", one, adapter=name)
+        assert answer == alone and len(answer.token_ids) <= one.max_tokens
+
+
+def test_more_prompts_than_the_engine_is_given_at_once(llm, monkeypatch):
+    monkeypatch.setattr("chorus.server.llm.IN_FLIGHT", 3)
+    texts = [f"{'abc' * (1 + i % 3)}{chr(97 + i)}" for i in range(11)]
+    answers = llm.generate([f"{text}\n" for text in texts], GREEDY, adapter="reverse")
+    assert [answer.text for answer in answers] == [text[::-1] for text in texts]
+
+
+def test_tokens_for_a_prompt_and_no_prompts(llm):
+    answer = llm.generate(f"{TEXT}\n", GREEDY, adapter="upper")
+    assert llm.generate([list(answer.prompt_token_ids)], GREEDY, adapter="upper") == [answer]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_stop_texts_and_logprobs(llm):
+    params = SamplingParams(temperature=0, max_tokens=40, logprobs=2)
+    answer = llm.generate(f"{TEXT}\n", params, stop=["river"])
+    assert (answer.text, answer.finish_reason) == ("quiet ", "stop")
+    assert len(answer.logprobs) == len(answer.token_ids)
+    assert all(len(one.top) == 2 and one.logprob <= 0 for one in answer.logprobs)
+
+
+def test_a_refused_prompt_is_named_and_takes_the_others_with_it(llm):
+    with pytest.raises(InvalidRequest, match=r"prompt 1: .*no tokens"):
+        llm.generate([f"{TEXT}\n", [], f"{TEXT}\n"], GREEDY)
+    with pytest.raises(InvalidRequest, match=r"prompt 0: .*nobody"):
+        llm.generate(f"{TEXT}\n", GREEDY, adapter="nobody")
+    with pytest.raises(InvalidRequest, match="2 adapter for 1 prompts"):
+        llm.generate([f"{TEXT}\n"], GREEDY, adapter=["reverse", "upper"])
+    assert llm.generate(f"{TEXT}\n", GREEDY).text == TEXT
+
+
+def test_a_stream_may_be_left_early(llm):
+    async def first_pieces():
+        pieces = []
+        async for text in llm.stream(f"{TEXT}\n", GREEDY, adapter="reverse"):
+            pieces.append(text)
+            if len(pieces) == 2:
+                break
+        return pieces
+
+    async def whole():
+        return [text async for text in llm.stream(f"{TEXT}\n", GREEDY, adapter="reverse")]
+
+    pieces = asyncio.run(whole())
+    assert "".join(pieces) == TEXT[::-1] and len(pieces) > 2
+    assert asyncio.run(first_pieces()) == pieces[:2]
+
+
+def test_adapters_come_and_go(tmp_path):
+    with LLM(BUILTIN_MODEL, adapters={"voice": BUILTIN_ADAPTERS / "upper"}, memory_bytes=8 << 20, threads=1) as llm:
+        assert llm.adapters == ["voice"]
+        assert llm.generate(f"{TEXT}\n", GREEDY, adapter="voice").text == TEXT.upper()
+        llm.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")
+        assert llm.generate(f"{TEXT}\n", GREEDY, adapter="voice").text == TEXT[::-1]
+        with pytest.raises(AdapterFormatError):
+            llm.load_adapter("voice", tmp_path)
+        assert llm.generate(f"{TEXT}\n", GREEDY, adapter="voice").text == TEXT[::-1], "the old version serves on"
+        llm.unload_adapter("voice")
+        with pytest.raises(UnknownAdapter):
+            llm.unload_adapter("voice")
+        assert llm.adapters == []
+
+
+def test_importing_the_package_loads_no_engine():
+    code = (
+        "import sys, chorus; heavy = {'torch', 'transformers', 'starlette', 'pydantic'} & sys.modules.keys();"
+        "assert not heavy, heavy; assert 'LLM' in dir(chorus); chorus.LLM; assert 'pydantic' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("example", "wanted"),
+    [("offline.py", f"hello world\n{'hello world'[::-1]}\nuryyb jbeyq\n"), ("stream.py", "dlrow olleh\n")],
+)
+def test_examples_run(example, wanted):
+    environment = {**os.environ, "CHORUS_THREADS": "1", "CHORUS_MEMORY_BYTES": str(8 << 20)}
+    ran = subprocess.run(
+        [sys.executable, EXAMPLES / example], capture_output=True, text=True, timeout=200, env=environment
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == wanted
