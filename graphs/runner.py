@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 Output = TypeVar("Output")
 
@@ -65,9 +65,19 @@ class GraphRunner(Generic[Output]):
         self._captured.clear()
         self.report.clear()
 
+    def close(self) -> None:
+        """Give up every captured step and the function that captures: its owner, which has this runner, can then be
+        freed without waiting for the garbage collector."""
+        self.clear()
+        self._capture = _closed
+
     def _new(self, bucket: int, mode: StepMode) -> Callable[[], Output]:
         free, begin = self._free_bytes(), time.perf_counter()
         step = self._captured[bucket, mode] = self._capture(bucket, mode)
         seconds = time.perf_counter() - begin
         self.report.append(CapturedStep(bucket, mode, seconds, max(0, free - self._free_bytes())))
         return step
+
+
+def _closed(bucket: int, mode: StepMode) -> NoReturn:
+    raise RuntimeError(f"the step of bucket {bucket} ({mode}) is asked for after the executor was closed")

@@ -91,6 +91,7 @@ class CpuExecutor:
             return self._without_late(plan, draw(plan.rows, self._forward(plan), self.model.eos_token_ids))
 
     def close(self) -> None:
+        self._graphs.close()
         self._model.close()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
@@ -135,7 +136,8 @@ class CpuExecutor:
             attention=self._bucket_attention[bucket],
             lora=self._lora if mode is StepMode.LORA else None,
         )
-        return lambda: self._model.forward(batch)
+        model = self._model
+        return lambda: model.forward(batch)
 
 
 class CpuAdapterBackend:

@@ -220,8 +220,8 @@ class CudaSteps:
         sample(self._logits, ones, torch.zeros_like(ones, dtype=torch.long), 0.9 * ones, 0.5 * ones, 0.1 * ones)
 
     def close(self) -> None:
-        """Give up the graphs."""
-        self._graphs.clear()
+        """Give up the graphs, and what they keep alive."""
+        self._graphs.close()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket whose attention is planned."""
