@@ -24,6 +24,7 @@ from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.memory.adapter import Tier
+from chorus.memory.pages import IntegrityError
 from chorus.server.app import create_app
 from chorus.server.served_model import ServedModel
 from chorus.server.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class FakeEngine:
         self.gate.set()
         self.fail_steps = 0
         self.fail_aborts = False
+        self.books_match = True
         self.closed = False
         self.step_seconds = 0.0
         self.num_cached_tokens = 0
@@ -106,6 +108,10 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def check_when_idle(self) -> None:
+        if not self.books_match and not self._running:
+            raise IntegrityError("page 7 has two owners")
 
     def step(self) -> list[RequestOutput]:
         self.threads.add(threading.get_ident())
