@@ -174,6 +174,11 @@ class Engine:
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
     @property
+    def block_tokens(self) -> int:
+        """Tokens whose KV a page holds."""
+        return self._block_tokens
+
+    @property
     def num_cold_starts(self) -> int:
         """Requests so far whose adapter was not all there when they could begin."""
         return self._scheduler.num_cold_starts

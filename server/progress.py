@@ -54,7 +54,8 @@ class Progress:
         since = self._waits_since
         return 0.0 if since is None else self._clock() - since
 
-    def load_seconds(self) -> float:
-        """How long the oldest load has been under way."""
+    def load_seconds(self, limit: float) -> float:
+        """How long the oldest load has been under way; those that took longer than `limit` are given up by now."""
+        now = self._clock()
         with self._lock:
-            return self._clock() - min(self._loads.values()) if self._loads else 0.0
+            return max((now - since for since in self._loads.values() if now - since <= limit), default=0.0)

@@ -41,7 +41,7 @@ class Watchdog:
         stalled = None
         if hang > self._stall_seconds:
             stalled = f"the engine has not finished a step for {hang:.0f} s"
-        elif (seconds := progress.load_seconds()) > self._stall_seconds:
+        elif (seconds := progress.load_seconds(self._give_up_seconds)) > self._stall_seconds:
             stalled = f"an adapter has been loading for {seconds:.0f} s"
         if stalled is not None and worker.stalled is None:
             log.error("%s; /health is 503 until it has", stalled)
