@@ -112,6 +112,8 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
+    unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
+    settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
     _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")

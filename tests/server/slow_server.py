@@ -24,7 +24,14 @@ def load(settings):
     )
     engine = FakeEngine(["alice"], max_model_len=1 << 20)
     engine.step_seconds = 0.01
-    engine.books_match = MODE != "books"
+    if MODE == "books":
+        add_request = engine.add_request
+
+        def add_and_lose_a_page(request):
+            add_request(request)
+            engine.books_match = False
+
+        engine.add_request = add_and_lose_a_page
     if MODE == "engine":
         engine.step = lambda: threading.Event().wait()
     worker = EngineWorker(lambda: engine)

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -74,7 +74,12 @@ def server(mode, *flags):
 
 def in_background(function):
     found = []
-    thread = threading.Thread(target=lambda: found.append(function()), daemon=True)
+
+    def run():
+        with suppress(httpx.HTTPError):  # a server that ends at once answers nobody
+            found.append(function())
+
+    thread = threading.Thread(target=run, daemon=True)
     thread.start()
 
     def result():
