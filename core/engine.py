@@ -170,15 +170,17 @@ class Engine:
             self._num_steps += result.count
         elif not outputs and self._scheduler.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
-        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
-            self._next_check = now + IDLE_CHECK_SECONDS
-            self.check_integrity()
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Keep the price of recomputing a cached block at what prefill costs here."""
         if plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens whose KV a page holds."""
+        return self._block_tokens
 
     @property
     def num_cold_starts(self) -> int:
@@ -189,6 +191,15 @@ class Engine:
     def num_available_pages(self) -> int:
         """Pages that are free, or that nobody uses."""
         return self._reclaimer.available
+
+    def check_when_idle(self) -> None:
+        """Check the books when nothing is to be done, at most once a second. Raises IntegrityError.
+
+        A driver calls it once outputs are delivered, so that books that don't match cost nobody an answer.
+        """
+        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
+            self._next_check = now + IDLE_CHECK_SECONDS
+            self.check_integrity()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is where requests and adapters say it is."""

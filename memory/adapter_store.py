@@ -376,7 +376,10 @@ class AdapterStore:
             self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
 
     def _observe(self, adapter: Adapter, cost: str, start: float) -> None:
-        self._costs.observe(cost, (self._clock() - start) / adapter.num_pages)
+        seconds = self._clock() - start
+        self._costs.observe(cost, seconds / adapter.num_pages)
+        if cost == "host_adapter_page":
+            adapter.load_seconds = seconds
 
     def _wait_for_read(self, adapter: Adapter) -> None:
         """Sleep until an adapter in flight has been read; raises why it can't be."""

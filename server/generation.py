@@ -12,7 +12,7 @@ from ..core.sampling_params import SamplingParams
 from ..core.types import FinishReason, RequestOutput
 from .choice import Choice, Delta
 from .detokenizer import TextStream
-from .errors import GenerationFailed
+from .errors import EngineUnavailable, GenerationFailed
 
 if TYPE_CHECKING:
     from .metrics import Metrics
@@ -111,7 +111,8 @@ class Generation:
                 continue
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._end(output.request_id, output.finish_reason.value)
-                raise GenerationFailed(output.error or "the engine ended this request")
+                reason = output.error or "the engine ended this request"
+                raise (GenerationFailed if output.finish_reason is FinishReason.ERROR else EngineUnavailable)(reason)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta)

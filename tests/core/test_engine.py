@@ -15,6 +15,7 @@ from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import FinishReason
 from chorus.memory.adapter_format import WEIGHTS_FILE, AdapterFormatError
 from chorus.memory.adapter_store import UnknownAdapter
+from chorus.memory.pages import IntegrityError, PageKind
 
 
 @pytest.fixture
@@ -203,6 +204,21 @@ def test_the_models_own_context_can_be_filled(gqa, drive):
     answer = drive(gqa).run("a", "r2-qv", prompt, max_tokens=50)
     assert len(answer.tokens) == 6
     assert answer.finish_reason is FinishReason.LENGTH
+
+
+# -- books
+
+
+def test_books_that_do_not_match_cost_nobody_an_answer(gqa, drive):
+    """The step that makes the engine idle gives its outputs; whoever drives it asks for the check after that."""
+    driver = drive(gqa)
+    driver.add("last", None, [5] * 9, max_tokens=1)
+    driver.engine._pool.allocate(1, PageKind.KV)  # nobody's
+    (output,) = driver.engine.step()
+    assert output.token_ids == (gqa.greedy(None, [5] * 9, 1)[0],)
+    with pytest.raises(IntegrityError):
+        driver.engine.check_when_idle()
+    driver.engine.check_when_idle()  # at most once a second
 
 
 # -- abort

@@ -14,7 +14,6 @@ from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -24,8 +23,12 @@ from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.memory.adapter import Tier
+from chorus.memory.pages import IntegrityError
 from chorus.server.app import create_app
+from chorus.server.http_server import HttpServer
+from chorus.server.launch import bind, http_server, url_of
 from chorus.server.served_model import ServedModel
+from chorus.server.settings import Settings
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
 
@@ -42,13 +45,19 @@ CHAT_TEMPLATE = (
 class FakeStore:
     def __init__(self, names: list[str]) -> None:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
+        self.pinned: set[str] = set()
 
     def names(self) -> list[str]:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
         manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",))
-        return SimpleNamespace(name=name, version=1, rank=4, manifest=manifest, pages=[], references=0)
+        return SimpleNamespace(
+            name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
+        )
+
+    def is_pinned(self, adapter: SimpleNamespace) -> bool:
+        return adapter.name in self.pinned
 
     def tier(self, adapter: SimpleNamespace) -> Tier:
         return self.tiers[adapter.name]
@@ -63,7 +72,7 @@ class FakeEngine:
     """
 
     POISON = 0
-    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
+    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None, block_tokens=16)
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
@@ -72,6 +81,7 @@ class FakeEngine:
         self.gate.set()
         self.fail_steps = 0
         self.fail_aborts = False
+        self.books_match = True
         self.closed = False
         self.step_seconds = 0.0
         self.num_cached_tokens = 0
@@ -106,6 +116,10 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def check_when_idle(self) -> None:
+        if not self.books_match and not self._running:
+            raise IntegrityError("page 7 has two owners")
 
     def step(self) -> list[RequestOutput]:
         self.threads.add(threading.get_ident())
@@ -240,6 +254,7 @@ class Live:
     engine: FakeEngine
     worker: EngineWorker
     client: httpx.Client = field(repr=False)
+    server: HttpServer = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -253,25 +268,35 @@ class Live:
 
 @contextmanager
 def live_server(
-    engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 1 << 20, adapter_roots: tuple[Path, ...] = ()
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    max_body_bytes: int = 1 << 20,
+    adapter_roots: tuple[Path, ...] = (),
+    wrap: Callable[[Any], Any] = lambda app: app,
+    settings: dict[str, Any] | None = None,
+    **served: Any,
 ) -> Iterator[Live]:
+    """settings: those of the server that are not the default. served: what the API says of the model, too."""
     worker = EngineWorker(lambda: engine)
     worker.start()
-    app = create_app(worker, tokenizer, ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.002)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    try:
-        with httpx.Client(base_url=url, timeout=20) as client:
-            yield Live(url, engine, worker, client)
-    finally:
-        if isinstance(engine, FakeEngine):
-            engine.gate.set()
-        server.should_exit = True
-        thread.join(10)
+    what = ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots, **served)
+    chosen = Settings(**{"grace_seconds": 2, **(settings or {})})
+    app = create_app(worker, tokenizer, what, chosen)
+    with bind("127.0.0.1", 0) as bound:
+        server = http_server(app, chosen)
+        server.config.app = wrap(app)
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.002)
+        try:
+            with httpx.Client(base_url=url_of(bound), timeout=20) as client:
+                yield Live(url_of(bound), engine, worker, client, server)
+        finally:
+            if isinstance(engine, FakeEngine):
+                engine.gate.set()
+            server.should_exit = True
+            thread.join(30)
 
 
 @pytest.fixture

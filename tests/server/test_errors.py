@@ -4,6 +4,7 @@ import pytest
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -113,13 +114,15 @@ def test_wrong_input_is_named(shared, path, body, status, param):
     "body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "base", "prompt": "\\ud800"}']
 )
 def test_bodies_that_are_no_request(shared, body):
-    response = shared.client.post(COMPLETIONS, content=body)
+    response = shared.client.post(COMPLETIONS, content=body, headers=JSON)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_numbers_json_does_not_have(shared):
-    response = shared.client.post(COMPLETIONS, content=b'{"model": "base", "prompt": "a", "temperature": NaN}')
+    response = shared.client.post(
+        COMPLETIONS, content=b'{"model": "base", "prompt": "a", "temperature": NaN}', headers=JSON
+    )
     assert response.status_code == 400
 
 
