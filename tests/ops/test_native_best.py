@@ -33,7 +33,7 @@ class Head:
     def forward(self, keep):
         zeros = torch.zeros(self.count, dtype=torch.long)
         every = torch.arange(self.count)
-        self.decoder.keeps_logits = keep
+        self.decoder.kept = None if keep else ()
         return self.decoder.forward(every, zeros, zeros, zeros, self.rows, every, Segments())
 
 
