@@ -110,9 +110,9 @@ def sample(
     these in host memory, wherever the logits are.
     temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
     renormalised (as vLLM does); of equal logits the first are kept. Vocabulary order, not probability order, so that
-    two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs in
-    its last bit, as those of other devices do, still gives the same token. -1 where no logit is above -inf, or one is
-    NaN or +inf.
+    two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs
+    in its last bit, as those of other devices do, still gives the same token. -1 where no logit is above -inf, or one
+    is NaN or +inf.
     """
     if min_p is None:
         min_p = torch.zeros_like(top_p)

@@ -1,10 +1,11 @@
 """What drawing tokens costs: decode rates of one engine with each way of sampling, over its rate with greedy.
 
-    python -m chorus.perf.sampling [--vocab 32000 152000] [--requests 8] [--threads 2] [--rounds 3]
+    python -m chorus.perf.sampling [--vocab 32000 152000] [--requests 8] [--threads 2] [--rounds 60]
 
-A random model of SmolLM2-135M's shapes but for the vocabulary. Each way runs in alternation with greedy (A B B A) in one
-process, and its ratio is the median over rounds; `mixed` rows sample next to greedy ones, whose rate is what is compared.
-Exits with 1 when a ratio is below its bar. Needs a machine with nothing else to do.
+A random model of SmolLM2-135M's shapes but for the vocabulary. Steps of each way alternate with greedy ones (A B B A)
+of the same requests, and its ratio is the median over rounds. `mixed`: the others of the requests are greedy; what is
+compared is the rate at which they go on. Exits with 1 when a ratio is below its bar. Needs a machine with nothing else
+to do.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import argparse
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -57,7 +59,6 @@ class Bench:
             threads=arguments.threads,
             ranks=(),
         )
-        self._output_tokens = arguments.output_tokens
         config = EngineConfig(
             model=checkpoint(self._workload, work_dir),
             max_num_seqs=arguments.requests,
@@ -68,33 +69,36 @@ class Bench:
         self._engine = Engine.from_config(config)
         self._serial = 0
 
-    def seconds(self, params: dict[str, Any], count: int) -> float:
-        """Of the decode steps in which every request runs; `count` of them sample so, the others are greedy."""
-        engine, output = self._engine, self._output_tokens
+    def ratio(self, params: dict[str, Any], count: int, rounds: int) -> tuple[float, float]:
+        """Greedy's time over that of a way, and the way's seconds per step; medians over rounds.
+
+        A round is four decode steps of the same requests, greedy, so, so, greedy: what disturbs the machine for longer
+        than some steps disturbs both alike. count: how many of the requests sample so; the others stay greedy.
+        """
+        engine, length = self._engine, 4 * (rounds + 2) + 8
+        greedy, wanted = (SamplingParams(max_tokens=length, ignore_eos=True, **way) for way in (GREEDY, params))
+        requests = []
         for index, prompt in enumerate(self._workload.prompts()):
             self._serial += 1
-            way = params if index < count else GREEDY
-            wanted = SamplingParams(max_tokens=output, ignore_eos=True, seed=index, **way)
-            engine.add_request(Request(f"r{self._serial}", prompt, wanted))
-        seen: set[str] = set()
-        while len(seen) < self._workload.requests:
-            seen.update(it.request_id for it in engine.step())
-        steps, began = 0, time.perf_counter()
+            requests.append(Request(f"r{self._serial}", prompt, replace(greedy, seed=index)))
+            engine.add_request(requests[-1])
+        while any(request.row is None for request in requests):
+            engine.step()
+        ratios, seconds = [], []
+        for index in range(rounds + 2):
+            times: dict[str, list[float]] = {"greedy": [], "way": []}
+            for name in ("greedy", "way", "way", "greedy"):
+                for request in requests[:count]:
+                    request.params = request.row.params = wanted if name == "way" else greedy
+                began = time.perf_counter()
+                engine.step()
+                times[name].append(time.perf_counter() - began)
+            if index >= 2:  # the first ones make what later ones use again
+                ratios.append(sum(times["greedy"]) / sum(times["way"]))
+                seconds.append(sum(times["way"]) / 2)
         while engine.has_work():
             engine.step()
-            steps += 1
-        return (time.perf_counter() - began) / steps
-
-    def ratio(self, params: dict[str, Any], count: int, rounds: int) -> tuple[float, float]:
-        """Greedy's time over that of a way, and the way's seconds per step; medians over rounds."""
-        ratios, times = [], []
-        for _ in range(rounds):
-            greedy, first, second, again = (
-                self.seconds(*it) for it in ((GREEDY, 0), (params, count), (params, count), (GREEDY, 0))
-            )
-            ratios.append((greedy + again) / (first + second))
-            times.append((first + second) / 2)
-        return median(ratios), median(times)
+        return median(ratios), median(seconds)
 
     def close(self) -> None:
         self._engine.close()
@@ -105,9 +109,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 152000], help="sizes of the vocabulary")
     parser.add_argument("--requests", type=int, default=8, help="at a time (default: 8)")
     parser.add_argument("--prompt-tokens", type=int, default=32, help="of each request (default: 32)")
-    parser.add_argument("--output-tokens", type=int, default=48, help="of each request (default: 48)")
     parser.add_argument("--threads", type=int, default=2, help="of the engine (default: 2)")
-    parser.add_argument("--rounds", type=int, default=3, help="of greedy, way, way, greedy (default: 3)")
+    parser.add_argument("--rounds", type=int, default=60, help="of four steps: greedy, way, way, greedy (default: 60)")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which to run (default: all)")
     parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-sampling",
                         help="where models are kept (default: %(default)s)")  # fmt: skip
@@ -115,7 +118,6 @@ def main(argv: list[str] | None = None) -> int:
     results = []
     for vocab in arguments.vocab:
         bench = Bench(vocab, arguments, arguments.work_dir)
-        bench.seconds(GREEDY, 0)
         for name in arguments.ways:
             params, count, bar = WAYS[name]
             ratio, seconds = bench.ratio(params, count or arguments.requests, arguments.rounds)

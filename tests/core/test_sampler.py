@@ -326,8 +326,9 @@ class TestEngine:
     ]
 
     @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache"])
-    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config):
-        """Prompts share beginnings, which the cache knows: scores must come all the same."""
+    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config, monkeypatch):
+        """Prompts share beginnings, which the cache knows: scores must come all the same, in slices of few rows."""
+        monkeypatch.setattr(sampler, "score_rows", lambda vocab: 7)
         driver = drive(gqa, adapters={name: gqa.adapters[name] for name in ("r1-all", "r8-attention")}, **config)
         stem = torch.randint(3, 160, (40,), generator=torch.Generator().manual_seed(1)).tolist()
         asked = {}
@@ -402,6 +403,23 @@ class TestEngine:
             )  # fmt: skip
         answers = driver.drain()
         assert {name: answer.tokens for name, answer in answers.items()} == want
+
+    def test_a_request_that_bans_every_token_ends_with_an_error_and_no_other_does(self, gqa, drive):
+        prompt = gqa.prompt(None, 10, 12, seed=2)
+        driver = drive(gqa)
+        driver.add("none", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
+        driver.add("some", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), temperature=1.0, seed=3)
+        driver.add("all", None, prompt, max_tokens=12)
+        answers = driver.drain()
+        assert answers["none"].finish_reason is FinishReason.ERROR
+        assert answers["none"].error == ALL_BANNED
+        assert set(answers["some"].tokens) <= {5, 6}
+        assert answers["all"].tokens == gqa.greedy(None, prompt, 12)
+
+    def test_allowed_tokens_must_be_in_the_vocabulary(self, gqa, drive):
+        with pytest.raises(InvalidRequest, match="token id 999999 is outside the vocabulary") as refused:
+            drive(gqa).add("a", None, [5], max_tokens=2, allowed_token_ids=(5, 999999))
+        assert refused.value.field == "allowed_token_ids"
 
     def test_min_tokens_holds_back_every_end(self, gqa, drive):
         prompt = gqa.prompt(None, 10, 12, seed=2)
