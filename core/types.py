@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from ..memory.adapter import Adapter
+    from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
@@ -36,6 +37,7 @@ class ScheduledRow:
     params: how to draw and what to report. seed makes the draw a function of (seed, position).
     samples: the row's last token is the request's last known one, so that a new token is drawn at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
+    edits: what the sampler keeps of the request from step to step; it makes it anew where it is missing.
     """
 
     request_id: str
@@ -48,6 +50,7 @@ class ScheduledRow:
     samples: bool
     token_ids: list[int]
     num_prompt_tokens: int
+    edits: LogitEdits | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:
@@ -58,11 +61,6 @@ class ScheduledRow:
     def scores_prompt(self) -> bool:
         """Whether the log-probabilities of prompt tokens after this row's are asked for."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
-
-    @property
-    def num_logits(self) -> int:
-        """How many of the row's last tokens need logits."""
-        return len(self.tokens) if self.scores_prompt else 1
 
 
 @dataclass(slots=True)

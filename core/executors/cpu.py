@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -26,6 +26,7 @@ from ...memory.row_jobs import RowJobs
 from ...memory.streamed_copy import StreamedCopy, bits_of
 from ...memory.tensor_file import ITEM_BYTES
 from ...ops import native_reader
+from ...ops.sampling import TorchSampling, greedy
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..lora_state import LoraState
@@ -33,8 +34,8 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import draw, is_greedy, take
-from ..types import StepPlan, StepResult
+from ..sampler import Sampling, draw, needs_logits, score_prompts
+from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
 from .model_len import max_model_len_of
@@ -68,8 +69,10 @@ class CpuExecutor:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
+                self._sampling: Sampling = self._model.sampling
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
+                self._sampling = TorchSampling()
         self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
         self._eager_attention = self._model.new_attention()
         sizes = DecodeBuckets(config.max_num_seqs).sizes
@@ -80,15 +83,25 @@ class CpuExecutor:
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def execute(self, plan: StepPlan) -> StepResult:
-        model = self._model
+        model, rows = self._model, plan.rows
+        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
-            greedy = all(map(is_greedy, plan.rows))
-            model.keep_logits(not greedy)
-            if greedy:  # nothing is left to torch
-                self._forward(plan)
-                return self._without_late(plan, take(plan.rows, model.best, [token >= 0 for token in model.best]))
-        with torch.inference_mode():
-            return self._without_late(plan, draw(plan.rows, self._forward(plan), self.model.eos_token_ids))
+            model.keep_logits(asking)
+            logits = self._forward(plan)
+            result = self._draw(rows, model.best, logits, range(len(asking)))
+        else:
+            with torch.inference_mode():
+                logits = self._forward(plan)
+                result = self._draw(rows, greedy(logits), logits, asking)
+        return self._without_late(plan, result)
+
+    def _draw(
+        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+    ) -> StepResult:
+        result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids)
+        if any(row.scores_prompt for row in rows):
+            score_prompts(rows, self._model.score_logits, self._sampling, self.model.vocab_size, result)
+        return result
 
     def close(self) -> None:
         self._graphs.close()

@@ -14,6 +14,7 @@
 #include "file_rows.h"
 #include "gemm.h"
 #include "pool.h"
+#include "sampling.h"
 #include "sgmv.h"
 #include "shares.h"
 
@@ -35,7 +36,31 @@ class Decoder {
     void forward(const StepDesc& step) {
         plan(step);
         patience_ = std::chrono::nanoseconds(step.max_stall_ns);
+        logits_wanted_ = step.logits_wanted;
         team_.run([&](int thread) { walk(step, thread); });
+    }
+
+    // Logits of some of the last step's score tokens, `[count, vocab]`.
+    void score_logits(int first, int count, float* logits) {
+        grow_heads(count);
+        team_.run([&](int thread) {
+            int phase = 0;
+            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr);
+        });
+    }
+
+    // Tokens and log-probabilities of rows of logits.
+    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
+        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, team_.size());
+        team_.run([&](int thread) {
+            int phase = 0;
+            team_.each(phase, sampling_.units(), [&](int i) { sampling_.find_most(i); });
+            team_.each(phase, sampling_.units(), [&](int i) { sampling_.weigh(i); });
+            team_.each(phase, sampling_.rows(), [&](int i) {
+                if (i < num_draws) sampling_.draw(i, draws[i], thread);
+                else sampling_.score(i, scores[i - num_draws], thread);
+            });
+        });
     }
 
    private:
@@ -49,7 +74,7 @@ class Decoder {
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
-        const size_t tokens = std::max(step.tokens, step.logits_wanted);
+        const size_t tokens = std::max(step.tokens, step.logits_wanted + (int)step.scores_wanted);
         grow(x_, tokens * spread<float>(m_.hidden));
         grow(y_, tokens * spread<float>(std::max(qkv, 2 * m_.ffn)));
         grow(normed_, tokens * spread<T>(m_.hidden));
@@ -81,13 +106,17 @@ class Decoder {
         } else {
             attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
         }
-        best_.resize((size_t)team_.size() * step.logits_wanted);
+        grow_heads(step.logits_wanted);
         for (auto& s : scratch_) {
-            grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
             grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
+    }
+
+    void grow_heads(int rows) {
+        best_.resize((size_t)team_.size() * rows);
+        for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
     }
 
     void walk(const StepDesc& step, int thread) {
@@ -138,32 +167,40 @@ class Decoder {
             });
             project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
         }
-        team_.each(phase, step.logits_wanted, [&](int r) {
+        team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
-        run_head(step, thread, phase);
-    }
-
-    // Logits, and the best of each row while they are in the cache. Without a place for the logits only a panel's are kept.
-    void run_head(const StepDesc& step, int thread, int& phase) {
-        const int rows = step.logits_wanted, panel = panel_elems<T>(m_.hidden);
-        Best* best = best_.data() + (long)thread * rows;
-        std::fill(best, best + rows, Best{});
-        Product<T> head{normed_.data(), spread<T>(m_.hidden), rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
-        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
-            const Tile t = head.tile_of(i);
-            float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
-            const int ldy = step.logits ? m_.vocab : kPanel;
-            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
-                             t.columns, false, nullptr);
-            for (int r = 0; r < t.rows; r++) best[t.row + r].see(y + (long)r * ldy, t.columns, t.column);
-        }, [](const LoraUnit&) {});
+        const int rows = step.logits_wanted;
+        run_head(thread, phase, 0, rows, step.logits, step.logit_rows);
         if (thread) return;
         for (int r = 0; r < rows; r++) {
             Best all = best_[r];
             for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + r]);
             step.best[r] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
         }
+    }
+
+    // The head's product with normalised rows, and the best of each while they are in the cache. logits: null when none are
+    // kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the other.
+    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept) {
+        const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
+        Best* best = best_.data() + (long)thread * rows;
+        std::fill(best, best + rows, Best{});
+        const long ldn = spread<T>(m_.hidden);
+        Product<T> head{normed_.data() + first * ldn, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
+        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
+            const Tile t = head.tile_of(i);
+            const bool direct = logits && !kept;
+            float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
+            const int ldy = direct ? vocab : kPanel;
+            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
+                             t.columns, false, nullptr);
+            for (int r = 0; r < t.rows; r++) {
+                const float* row = y + (long)r * ldy;
+                best[t.row + r].see(row, t.columns, t.column);
+                if (kept && kept[t.row + r] >= 0) convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
+            }
+        }, [](const LoraUnit&) {});
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -309,6 +346,8 @@ class Decoder {
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
+    Sampling sampling_;
+    int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
@@ -321,12 +360,18 @@ class Decoder {
 struct AnyDecoder {
     virtual ~AnyDecoder() = default;
     virtual void forward(const StepDesc& step) = 0;
+    virtual void score_logits(int first, int count, float* logits) = 0;
+    virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
 };
 
 template <class T>
 struct TypedDecoder final : AnyDecoder {
     TypedDecoder(const ModelDesc& model, int threads) : team(threads), decoder(model, team) {}
     void forward(const StepDesc& step) override { decoder.forward(step); }
+    void score_logits(int first, int count, float* logits) override { decoder.score_logits(first, count, logits); }
+    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
+        decoder.sample(draws, num_draws, scores, num_scores);
+    }
     Team team;
     Decoder<T> decoder;
 };
@@ -357,6 +402,14 @@ CHORUS_API void* chorus_decoder_create(int element, const ModelDesc* model, int 
 }
 
 CHORUS_API void chorus_decoder_forward(void* decoder, const StepDesc* step) { ((AnyDecoder*)decoder)->forward(*step); }
+
+CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count, float* logits) {
+    ((AnyDecoder*)decoder)->score_logits(first, count, logits);
+}
+
+CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
+    ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
+}
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 
