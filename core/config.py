@@ -86,6 +86,12 @@ class EngineConfig(BaseModel):
         description="how long a step may wait for adapters that are still being read; 0: no request starts before "
         "its adapter has been read",
     )
+    adapter_read_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="how long an adapter's read may bring nothing before it is given up and its requests fail; up to "
+        "32 s more for large layers, so that a slow disk may take its time",
+    )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
 

@@ -54,6 +54,10 @@ class EngineStats:
     num_adapter_evictions: int
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
+    num_reads: int  # adapters being read
+    num_failed_reads: int
+    num_given_up_reads: int
+    oldest_read_seconds: float  # the longest that a read under way has brought nothing
     last_step: StepInfo | None
 
 
@@ -78,7 +82,7 @@ class Engine:
         self._pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self._costs = RestoreCosts()
-        images = HostImages(config.host_cache_bytes, reads or ThreadReads())
+        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
         self.store = AdapterStore(
             self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock
         )
@@ -192,6 +196,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         pool, scheduler = self._pool, self._scheduler
+        reads = self.store.read_counts()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -209,6 +214,10 @@ class Engine:
             num_adapter_evictions=self.store.num_evictions,
             num_prefix_hit_tokens=self._prefix.num_hit_tokens,
             num_prefix_query_tokens=self._prefix.num_query_tokens,
+            num_reads=reads.num_under_way,
+            num_failed_reads=reads.num_failed,
+            num_given_up_reads=reads.num_given_up,
+            oldest_read_seconds=reads.oldest_seconds,
             last_step=scheduler.last_step,
         )
 

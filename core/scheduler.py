@@ -115,6 +115,7 @@ class Scheduler:
         chosen, budget, preempted = self._decode_all() or self._schedule_running()
         admitted: dict[Request, int] = {}
         if self._waiting:
+            self._fail_hopeless()
             if not preempted:
                 admitted = self._admission.admit(self._waiting, self._running, budget)
             self._ahead.read(self._waiting)
@@ -207,6 +208,12 @@ class Scheduler:
             self._store.evict(adapter)
         if self._late:
             self._late = {adapter for adapter in self._late if adapter.transfer is not None}
+
+    def _fail_hopeless(self) -> None:
+        """End the requests that wait for an adapter that can't be had."""
+        for request, error in self._ahead.hopeless(self._waiting):
+            self._waiting.remove(request)
+            self._fail(request, load_error(request, error))
 
     def _decode_all(self) -> tuple[None, int, bool] | None:
         """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.

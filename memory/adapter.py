@@ -12,12 +12,13 @@ from .adapter_layout import AdapterLayout
 
 
 class Tier(StrEnum):
-    """Where an adapter's bytes are; LOADING is on the way from the disk."""
+    """Where an adapter's bytes are; LOADING is on the way from the disk, FAILED on the disk but not to be had."""
 
     DISK = "disk"
     LOADING = "loading"
     HOST = "host"
     DEVICE = "device"
+    FAILED = "failed"
 
 
 class Adapter:

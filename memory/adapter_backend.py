@@ -40,3 +40,7 @@ class AdapterBackend(Protocol):
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         """Move an image, whole or still being read, into its pages; None when it already has been."""
         ...
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
+        """Copy an adapter's pages to the host, whole when this returns; None when it can be read again at any time."""
+        ...

@@ -50,9 +50,9 @@ def read_image(
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:
-        image.data = buffers.take(shape, dtype)
+        data = image.data = buffers.take(shape, dtype)
         return [
-            _PartReader(file, part, place, image.data.view(-1), dims)
+            _PartReader(file, part, place, data.view(-1), dims)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
 
@@ -65,10 +65,11 @@ def read_image(
             jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(dims.items()))
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
-        for num_ready in done:
-            if num_ready == layout.num_layers and not file.is_unchanged():
-                raise AdapterFormatError(f"{file.path}: {_STALE}")
-            image.publish(num_ready)
+        with closing(done):  # here and now: whoever drops an open one would wait for the disk
+            for num_ready in done:
+                if num_ready == layout.num_layers and not file.is_unchanged():
+                    raise AdapterFormatError(f"{file.path}: {_STALE}")
+                image.publish(num_ready)
 
 
 def _read_by_rows(

@@ -146,6 +146,9 @@ class FakeBackend:
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         image.publish(layout.num_layers)
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         pass
 

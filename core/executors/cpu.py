@@ -173,6 +173,13 @@ class CpuAdapterBackend:
         copy = StreamedCopy(image, layout, pages, self._page_bits)
         return None if copy.is_done() else copy
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self._buffers.take((len(pages), self._arena.layout.page_elems), self._dtype)
+        np.take(self._page_bits, pages, axis=0, out=bits_of(image.data), mode="clip")  # else it copies twice
+        image.publish(layout.num_layers)
+        return image
+
     @cached_property
     def _page_bits(self) -> np.ndarray:
         """Made once: torch lets other Python threads run whenever it is asked for anything, and a step is to begin."""

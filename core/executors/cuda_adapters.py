@@ -49,6 +49,14 @@ class CudaAdapterBackend(CpuAdapterBackend):
             transfer = self._dma.copies.start(image, layout, pages)
         return None if transfer.is_done() else transfer
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self._buffers.take((len(pages), self._arena.layout.page_elems), self._dtype)
+        with self._device.scope():
+            self._dma.copies.copy_pages(image.data, pages, to_device=False).synchronize()
+        image.publish(layout.num_layers)
+        return image
+
     def advance(self) -> None:
         """Issue what can be issued, and let go of images whose copies are complete."""
         self._dma.copies.advance()

@@ -19,7 +19,7 @@ from chorus.memory.host_images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected
 
-RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1}
+RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 
 
 @dataclass
@@ -33,7 +33,7 @@ class FakeAdapter:
 
 class FakeStore:
     def is_requested(self, adapter):
-        return adapter.where in (Tier.LOADING, Tier.HOST)
+        return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
 def waiting(*tiers):

@@ -339,7 +339,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
     backend.broken.add("two")
     store.read_ahead([a])
     slow.reads.finish()
-    assert store.tier(a) is Tier.HOST, "the read has ended, badly"
+    assert store.tier(a) is Tier.FAILED
     with pytest.raises(AdapterFormatError, match="cannot be read"):
         store.acquire(a)
     assert store.tier(a) is Tier.DISK
@@ -411,7 +411,11 @@ def test_a_read_that_fails_on_the_way_is_told_once_with_its_cause(slow, streamin
     slow.store.release(streaming)
     slow.store.evict(streaming)
     assert slow.store.poll() == []
-    assert (slow.store.tier(streaming), pool.num_free) == (Tier.DISK, 10)
+    assert (slow.store.tier(streaming), pool.num_free) == (Tier.FAILED, 10)
+    slow.store.watch_reads()
+    assert "cannot be read" in str(slow.store.unreadable(streaming)), "others may wait for it"
+    slow.store.forget_unreadable()
+    assert slow.store.tier(streaming) is Tier.DISK
     check(slow.store, pool)
 
 
