@@ -14,7 +14,6 @@ from .request import Request
 from .request_memory import RequestMemory
 from .scheduler_limits import SchedulerLimits
 
-
 logger = logging.getLogger(__name__)
 
 #: How many waiting requests are looked at for some whose adapters are to be read, where those of others read slowly.

@@ -20,7 +20,6 @@ from .host_images import HostImages, ReadCounts
 from .loads_in_flight import LoadsInFlight
 from .pages import OutOfPages, PageKind, PagePool
 
-
 logger = logging.getLogger(__name__)
 
 
@@ -146,9 +145,9 @@ class AdapterStore:
             if not adapter.pages:
                 size = adapter.num_pages * self._page_bytes
                 num_bytes += size
-                if num_bytes > size and not self.is_requested(adapter):
-                    if num_bytes > self._images.capacity_bytes or not self._images.has_room(size):
-                        return
+                has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
+                if num_bytes > size and not self.is_requested(adapter) and not has_room:
+                    return
                 self._request(adapter)
 
     def watch_reads(self) -> None:

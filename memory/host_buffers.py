@@ -23,8 +23,8 @@ class HostBuffers:
     The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` wait;
     beyond that the longest idle go back to the system. Any thread may take or drop.
 
-    What is dropped comes back by a finalizer, which may run inside any line of any thread, those here included: it never
-    waits for the lock.
+    What is dropped comes back by a finalizer, which may run inside any line of any thread, those here included: it
+    never waits for the lock.
     """
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:

@@ -11,7 +11,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from .adapter_error import AdapterFormatError
@@ -187,10 +187,8 @@ class HostImages:
         """The whole image, waiting for its read if need be. A failed read raises its error and is forgotten."""
         entry = self._entries[key]
         while not entry.has_ended:
-            try:
-                entry.future.result(_LOOK_SECONDS)
-            except (TimeoutError, CancelledError):
-                self.watch()
+            self._reads.wait([entry.future], _LOOK_SECONDS)
+            self.watch()
         if (error := entry.image.error) is not None:
             self.drop(key)
             raise error

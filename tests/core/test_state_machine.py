@@ -103,6 +103,10 @@ class LazyReads(Reads):
         self._reads.append(self.Read(read))
         return self._reads[-1]
 
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        for read in pending:
+            read.finish()
+
     def shutdown(self) -> None:
         pass
 
