@@ -59,6 +59,10 @@ class EngineStats:
     num_given_up_reads: int
     oldest_read_seconds: float  # the longest that a read under way has brought nothing
     last_step: StepInfo | None
+    num_reads: int = 0  # adapters being read
+    num_failed_reads: int = 0
+    num_given_up_reads: int = 0
+    oldest_read_seconds: float = 0.0  # the longest that a read under way has brought nothing
 
 
 class Engine:
@@ -244,7 +248,9 @@ class Engine:
         """
         backend = self._executor.adapters
         manifest = backend.inspect(path)
-        backend.read(manifest, backend.layout(manifest), HostImage())
+        layout = backend.layout(manifest)
+        self.store.check_room(path, layout)
+        backend.read(manifest, layout, HostImage())
         return manifest
 
     def pin_adapter(self, name: str) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from .adapter import Adapter, AdapterInfo, Tier
 from .adapter_backend import AdapterBackend
 from .adapter_format import AdapterFormatError
+from .adapter_layout import AdapterLayout
 from .eviction import EvictionOrder, RestoreCosts
 from .host_image import HostImage
 from .host_images import HostImages, ReadCounts
@@ -75,11 +76,7 @@ class AdapterStore:
         """
         manifest = self._backend.inspect(path)
         layout = self._backend.layout(manifest)
-        if layout.num_pages >= self._pool.num_usable:
-            raise AdapterFormatError(
-                f"{path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
-                "and must hold KV too; raise memory_bytes"
-            )
+        self.check_room(path, layout)
         adapter = Adapter(name, next(self._versions), manifest, layout)
         if check_weights:
             self._request(adapter)
@@ -90,6 +87,14 @@ class AdapterStore:
         if previous is not None:
             self.unpin(previous)
         return adapter
+
+    def check_room(self, path: Path, layout: AdapterLayout) -> None:
+        """AdapterFormatError when the arena could never hold it, which is known before its weights are read."""
+        if layout.num_pages >= self._pool.num_usable:
+            raise AdapterFormatError(
+                f"{path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
+                "and must hold KV too; raise memory_bytes"
+            )
 
     def unregister(self, name: str) -> None:
         """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""

@@ -188,6 +188,18 @@ class _EngineCollector(Collector):
         yield CounterMetricFamily(
             "chorus_adapter_streamed_loads", "Loads that a request followed layer by layer", stats.num_streamed_loads
         )
+        yield GaugeMetricFamily("chorus_adapter_reads", "Adapters that are being read", stats.num_reads)
+        yield GaugeMetricFamily(
+            "chorus_adapter_read_stalled_seconds",
+            "The longest that an adapter's read under way has brought nothing",
+            stats.oldest_read_seconds,
+        )
+        yield CounterMetricFamily("chorus_adapter_failed_reads", "Adapters' reads that failed", stats.num_failed_reads)
+        yield CounterMetricFamily(
+            "chorus_adapter_given_up_reads",
+            "Reads that brought nothing for too long",
+            stats.num_given_up_reads,
+        )
         yield CounterMetricFamily("chorus_adapter_evictions", "Adapters evicted", stats.num_adapter_evictions)
         yield CounterMetricFamily(
             "chorus_prefix_query_tokens", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens
