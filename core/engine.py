@@ -54,10 +54,6 @@ class EngineStats:
     num_adapter_evictions: int
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
-    num_reads: int  # adapters being read
-    num_failed_reads: int
-    num_given_up_reads: int
-    oldest_read_seconds: float  # the longest that a read under way has brought nothing
     last_step: StepInfo | None
     num_reads: int = 0  # adapters being read
     num_failed_reads: int = 0
