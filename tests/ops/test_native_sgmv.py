@@ -92,6 +92,7 @@ SHAPES = {
     "large pages": (64, 40, 72, 2, 2, 32),
     "one kv head": (32, 128, 352, 4, 1, 32),
     "odd widths": (100, 36, 54, 3, 1, 10),
+    "gate and up in panels of their own": (16, 64, 96, 4, 2, 16),
 }
 
 
@@ -221,17 +222,19 @@ def mixes() -> list[tuple[int, list[int]]]:
 
 
 @needs_native
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
-def test_native_and_torch_agree_in_float32(base, seed, lengths):
-    step = mixed_step(seed, base("usual"), lengths)
+def test_native_and_torch_agree_in_float32(base, shape, seed, lengths):
+    step = mixed_step(seed, base(shape), lengths)
     expected = step.logits(torch.float32, "torch")
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
 
 
 @needs_native
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
-def test_native_and_torch_agree_in_bf16(base, seed, lengths):
-    step = mixed_step(seed, base("usual"), lengths)
+def test_native_and_torch_agree_in_bf16(base, shape, seed, lengths):
+    step = mixed_step(seed, base(shape), lengths)
     expected = step.logits(torch.float32, "torch")
     by_torch = distance(step.logits(torch.bfloat16, "torch"), expected)
     by_native = distance(step.logits(torch.bfloat16, "native"), expected)
