@@ -48,7 +48,7 @@ class Limits:
         """GB/s (10⁹ bytes) and GFLOP/s.
 
         read: the best of three reductions. copy: bytes read plus bytes written. product_K_N: a model's product, the
-        better of torch's `linear` and of oneDNN's over a weight in its own layout.
+        better of the two layouts of its weight.
         """
         found = {"read": self._read_rate(), "copy": self._copy_rate()}
         for dtype in (torch.bfloat16, torch.float32):
@@ -97,12 +97,9 @@ class Limits:
     def _product_rate(self, features_in: int, features_out: int) -> float:
         x = torch.randn(self._rows, features_in).to(self._dtype)
         weight = torch.randn(features_out, features_in).to(self._dtype)
+        other = weight.t().contiguous()
         with torch.inference_mode():
-            best = self._best(lambda: torch.nn.functional.linear(x, weight))
-            if torch.backends.mkldnn.is_available() and self._dtype == torch.bfloat16:
-                packed = torch.ops.mkldnn._reorder_linear_weight(weight.to_mkldnn(), self._rows)
-                linear = torch.ops.mkldnn._linear_pointwise
-                best = min(best, self._best(lambda: linear(x, packed, None, "none", [], "")))
+            best = min(self._best(lambda: torch.nn.functional.linear(x, weight)), self._best(lambda: x @ other))
         return 2 * self._rows * features_in * features_out / best / 1e9
 
     def _stream_rate(self, rows: int, dtype: torch.dtype) -> float:

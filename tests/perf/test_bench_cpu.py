@@ -18,6 +18,7 @@ from chorus.perf import random_model
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
 from chorus.perf.cpu_time import family
 from chorus.perf.cpu_workload import CASES, Geometry, Job, Workload, target_modules, tiny
+from chorus.perf.limits import Limits, product_name
 from chorus.perf.report import product_rate
 from chorus.perf.roofline import bound
 from chorus.perf.rounds import Results, Sample
@@ -144,6 +145,14 @@ def test_the_rate_of_a_layers_products_is_that_of_one_after_the_other():
     assert shape.products == [(4, 8), (4, 4), (4, 12), (6, 4)]
     machine = {"product_4_8": 10, "product_4_4": 5, "product_4_12": 20, "product_6_4": 10}
     assert product_rate(shape, machine) == pytest.approx((32 + 16 + 48 + 24) / (3.2 + 3.2 + 2.4 + 2.4))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_models_products_are_among_the_limits(dtype):
+    limits = Limits()
+    limits.open(threads=1, buffer_bytes=1 << 20, seconds=0.0, rows=24, products=tiny().geometry.products, dtype=dtype)
+    found = limits.measure()
+    assert all(found[product_name(*product)] > 0 for product in tiny().geometry.products)
 
 
 def test_a_checkpoint_is_written_once(tmp_path):
