@@ -61,7 +61,7 @@ class EngineView:
         return cls(
             names=frozenset(tiers),
             adapters=[AdapterView.of(engine, name) for name, _ in shown[:MAX_TIER_SERIES]],
-            block_tokens=getattr(engine, "block_tokens", config.block_tokens),
+            block_tokens=engine.block_tokens,
             tiers={name: tier.value for name, tier in shown[:MAX_TIER_SERIES]},
             tier_counts={tier.value: counts[tier] for tier in Tier},
             running=running,

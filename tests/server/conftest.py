@@ -72,7 +72,8 @@ class FakeEngine:
     """
 
     POISON = 0
-    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None, block_tokens=16)
+    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
+    block_tokens = 16
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
