@@ -70,7 +70,7 @@ def test_an_adapter_comes_and_goes_as_in_vllm(live, reference, root):
     assert response.text == "Success: LoRA adapter 'org/new' added successfully."
     assert says(live, "org/new", reference, "r3-mlp")
     assert [card["id"] for card in live.client.get("/v1/models").json()["data"]] == ["base", "first", "org/new"]
-    assert live.client.get("/v1/models/org/new").json()["root"] == str(root / "r3-mlp")
+    assert live.client.get("/v1/models/org/new").json()["root"] == "r3-mlp"
     response = live.post("/v1/unload_lora_adapter", lora_name="org/new", lora_int_id=3)
     assert response.text == "Success: LoRA adapter 'org/new' removed successfully." and response.status_code == 200
     assert live.post(model="org/new", prompt=[5]).status_code == 404

@@ -67,7 +67,10 @@ def test_who_does_not_read_is_cut_and_the_pages_are_freed(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     engine.step_seconds = 0.0005
     live = start(engine, settings=HURRIED)
-    body = b'{"model": "base", "prompt": "a", "max_tokens": 1000000, "ignore_eos": true, "stream": true, "skip_special_tokens": false}'
+    body = (
+        b'{"model": "base", "prompt": "a", "max_tokens": 1000000, "ignore_eos": true, "stream": true,'
+        b'"skip_special_tokens": false}'
+    )
     connection = connect(live, HEAD + b"content-length: %d\r\n\r\n" % len(body) + body, receive_buffer=4096)
     live.wait_until(lambda: live.worker.stats.num_running == 1, 30)
     live.wait_until(lambda: live.worker.stats.num_running == 0, 60)
@@ -79,7 +82,10 @@ def test_who_does_not_read_is_cut_and_the_pages_are_freed(start, make_engine):
 def test_who_reads_slowly_is_not_cut(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     live = start(engine, settings={**HURRIED, "send_seconds": 60})
-    body = b'{"model": "base", "prompt": "a", "max_tokens": 20000, "ignore_eos": true, "stream": true, "skip_special_tokens": false}'
+    body = (
+        b'{"model": "base", "prompt": "a", "max_tokens": 20000, "ignore_eos": true, "stream": true,'
+        b'"skip_special_tokens": false}'
+    )
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     connection = connect(live, head + body, receive_buffer=4096)
     time.sleep(1)
