@@ -40,8 +40,9 @@ class EngineConfig(BaseModel):
     memory_bytes: int | None = Field(
         default=None,
         ge=1 << 16,
-        description="size of the arena that KV cache and adapters share; default: 256 MiB on a CPU, what is left of "
-        "gpu_memory_utilization on a GPU",
+        description="size of the arena that KV cache and adapters share; default: on a CPU room for a few "
+        "requests of the greatest length, within a quarter of the memory that the weights leave; on a GPU what is left "
+        "of gpu_memory_utilization",
     )
     num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
     gpu_memory_utilization: float = Field(
@@ -67,6 +68,11 @@ class EngineConfig(BaseModel):
         "waited for, or what was used least recently, to compare with",
     )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
+    share_prefix_cache: bool = Field(
+        default=False,
+        description="let requests of different tenants start from each other's cached KV; then one can tell what "
+        "another has asked. A request's cache salt is honoured either way",
+    )
     lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
     prefetch: int = Field(
         default=0,

@@ -455,11 +455,11 @@ class EngineMachine(RuleBasedStateMachine):
         total = min(MAX_MODEL_LEN, length + max_tokens)
         if not 0 < length < MAX_MODEL_LEN:
             return "prompt"
-        if not self.config.chunked_prefill and total > self.config.max_num_batched_tokens:
+        if not self.config.chunked_prefill and total - 1 > self.config.max_num_batched_tokens:
             return "prompt"
         if name is not None and name not in self.current:
             return "model"
-        return None if self._could_fit(self.current.get(name), total) else "max_tokens"
+        return None if self._could_fit(self.current.get(name), total - 1) else "max_tokens"
 
     def _could_fit(self, adapter, num_tokens):
         """Whether adapter and tokens fit beside pinned adapters when nothing else is there."""
@@ -701,7 +701,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix, pool = self.engine._prefix, self.engine._pool
         assert set(prefix._roots) <= {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
         pages = set()
-        for version, root in prefix._roots.items():
+        for root in prefix.roots():
+            version = root.version
             stack = [(child, child.tokens) for child in root.children.values()]
             while stack:
                 block, tokens = stack.pop()
