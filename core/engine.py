@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterManifest, is_adapter_dir
@@ -23,8 +24,9 @@ from .executors.base import Executor, ModelInfo
 from .load_policy import LoadPolicy
 from .request import Request
 from .request_memory import RequestMemory
+from .request_record import from_record, to_record
 from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Policies, Scheduler
 from .scheduler_limits import SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
@@ -73,6 +75,7 @@ class Engine:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         reads: Reads | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self.config = config
         self.model: ModelInfo = executor.model
@@ -101,6 +104,7 @@ class Engine:
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
             max_repeat=getattr(executor, "max_repeat", 1),
+            max_waiting=config.max_waiting,
         )
         buckets = DecodeBuckets(config.max_num_seqs)
         memory = RequestMemory(
@@ -108,7 +112,7 @@ class Engine:
             config.share_prefix_cache,
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
-        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
+        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock, policies)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._next_check = 0.0
@@ -134,12 +138,30 @@ class Engine:
         return self._executor
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""
+        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
+        when too many wait."""
         self._validate(request)
+        self._scheduler.check_room(request.tenant)
         if request.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
         self._scheduler.add(request)
+
+    def export_request(self, request_id: str) -> dict[str, Any]:
+        """A request in progress as plain data, with which `import_request` of another engine goes on, token for token.
+
+        It stays here until it is aborted. KeyError when it is unknown or done.
+        """
+        return to_record(self._scheduler.get(request_id))
+
+    def import_request(self, record: Mapping[str, Any]) -> Request:
+        """Queue a request that was exported: its outputs are those that its client has not got yet.
+
+        Raises what `add_request` raises, and ValueError for a record of another version.
+        """
+        request = from_record(record)
+        self.add_request(request)
+        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request now, freeing its pages; no further output comes of it. False when it is unknown or done."""

@@ -46,9 +46,12 @@ class RequestMemory:
         """Whom a request shares its blocks with: its own tenant, and of that the requests of equal salt."""
         return ("" if self._share_prefix_cache else request.tenant, request.cache_salt)
 
-    def fits(self, request: Request, blocks: list[Block]) -> bool:
-        """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
-        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks)
+    def fits(self, request: Request, blocks: list[Block], spare: int = 0) -> bool:
+        """Whether pages for all known tokens and for the adapter can be had without taking any in use.
+
+        spare: so many more pages must then still be left.
+        """
+        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks) + spare
         available = self._reclaimer.available
         if blocks:
             available -= self._prefix.unused(blocks)

@@ -141,7 +141,7 @@ class CpuExecutor:
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if not plan.adapters:
+        if plan.mode is StepMode.BASE:
             return self._graphs.replay(bucket, StepMode.BASE)
         padding = [-1] * (bucket - len(rows))
         self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)

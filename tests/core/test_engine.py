@@ -89,6 +89,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(gqa, drive, sampled_alone):
     assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
 
 
+@pytest.mark.usefixtures("crowded")
 def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone):
     adapters = {name: gqa.adapters[name] for name in ("r8-attention", "r1-all")}
     driver = drive(gqa, num_pages=24, adapters=adapters)
@@ -638,6 +639,7 @@ def test_reload_while_a_request_waits(gqa, drive, two_versions):
     assert all_pages_are_free(driver)
 
 
+@pytest.mark.usefixtures("crowded")
 def test_files_replaced_in_place_never_change_a_running_request(gqa, drive, two_versions):
     """Preempted after its adapter's files were overwritten, a request fails or goes on as before, never a mixture."""
     old, _, _ = two_versions
