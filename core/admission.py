@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 DOUBT_SECONDS = 10.0
 """How long no request starts before its adapter has been read, once one did not come in time."""
 
-_HERE = (Tier.DEVICE, Tier.HOST)
+_AWAY = (Tier.DISK, Tier.LOADING)
 
 
 class Admission:
@@ -170,8 +170,8 @@ class Admission:
         return admitted
 
     def _is_here(self, adapter: Adapter) -> bool:
-        """Whether all of its bytes are in the arena or in host memory."""
-        return self._store.tier(adapter) in _HERE
+        """Whether nothing of it is still to be read."""
+        return self._store.tier(adapter) not in _AWAY
 
     def _note_cold(self) -> None:
         """Seats are free and requests wait: count those whose adapter is still to be read."""

@@ -82,7 +82,7 @@ def test_there_are_24_cases():
     assert len(CASES) == 24
 
 
-@pytest.mark.parametrize("kernels", ["torch"], indirect=True)
+@pytest.mark.parametrize("kernels", ["torch"])
 @pytest.mark.parametrize(("adapter", "params", "how"), CASES)
 def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params, how):
     """In another engine, beside others, with another block size; its client gets each token once."""

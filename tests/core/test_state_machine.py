@@ -440,10 +440,14 @@ class EngineMachine(RuleBasedStateMachine):
                 ignore_eos=ignore_eos,
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
             )
-            size = shared = max(length, 1) if twins else length + index
-            self._add(name, size, shared, params, tenant=tenants[index], salt=salts[index])
+            size, same = (length, length) if twins else (length + index, shared)
+            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index])
 
-    @rule(name=st.sampled_from([None, *NAMES]), length=st.integers(0, MAX_MODEL_LEN + 1), max_tokens=st.integers(1, 60))
+    @rule(
+        name=st.sampled_from([None, *NAMES]),
+        length=st.integers(0, MAX_MODEL_LEN + 1),
+        max_tokens=st.none() | st.integers(1, 60),
+    )
     def add_what_may_not_fit(self, name, length, max_tokens):
         self._add(name, length, 0, SamplingParams(max_tokens, temperature=0.0, ignore_eos=True))
 
@@ -477,14 +481,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _refusal(self, name, length, max_tokens):
         """The field that a request must be refused for."""
-        total = min(MAX_MODEL_LEN, length + max_tokens)
+        total = min(MAX_MODEL_LEN, length + (max_tokens or 1))
         if not 0 < length < MAX_MODEL_LEN:
             return "prompt"
         if not self.config.chunked_prefill and total - 1 > self.config.max_num_batched_tokens:
             return "prompt"
         if name is not None and name not in self.current:
             return "model"
-        return None if self._could_fit(self.current.get(name), total - 1) else "max_tokens"
+        fits = self._could_fit(self.current.get(name), total - 1)
+        return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter, num_tokens):
         """Whether adapter and tokens fit beside pinned adapters when nothing else is there."""
