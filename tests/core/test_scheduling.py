@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,29 @@ from chorus.core.sampling_params import SamplingParams
 from chorus.core.scheduler import Policies
 from chorus.memory.host_images import InlineReads
 
-from .test_state_machine import CheckingExecutor, Clock, Expected, LazyReads
+from .test_state_machine import CheckingExecutor, Clock, Expected
+
+
+class HeldReads(InlineReads):
+    """Reads that are under way until the test lets them end."""
+
+    def __init__(self):
+        self._pending = []
+
+    def submit(self, read):
+        future = Future()
+        future.set_running_or_notify_cancel()
+        self._pending.append((future, read))
+        return future
+
+    def wait(self, pending, timeout):
+        """No time goes by."""
+
+    def finish(self):
+        for future, read in self._pending:
+            read()
+            future.set_result(None)
+        self._pending.clear()
 
 
 class House:
@@ -72,7 +95,7 @@ class House:
 
 def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
     """Today's admission ended at the first of them, with seats free."""
-    house = House(LazyReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
+    house = House(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
     for name in "abcdef":
         house.add(f"slow {name}", name)
     house.step()
@@ -86,7 +109,7 @@ def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
 
 
 def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
-    reads = LazyReads()
+    reads = HeldReads()
     house = House(reads, "a", max_num_seqs=1)
     slow = house.add("slow", "a")
     house.step()  # asks for the read
@@ -101,15 +124,14 @@ def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
     assert house.expected["base"].reason is not None
     assert slow.state is RequestState.LATE
     assert sum(name == "slow" for plan in house.plans for name, _ in plan) == 1, "it was computed in vain once only"
-    for read in list(reads.pending):
-        read.finish()
+    reads.finish()
     house.drain()
     assert slow.state is RequestState.DONE
     assert house.expected["slow"].reason is not None
 
 
 def test_a_late_adapters_pages_are_given_to_who_needs_them():
-    house = House(LazyReads(), "a", num_pages=1 + 10, max_num_seqs=2)
+    house = House(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
     house.add("slow", "a")
     house.step()
     house.step()
@@ -122,7 +144,7 @@ def test_a_late_adapters_pages_are_given_to_who_needs_them():
 
 def test_after_one_late_adapter_no_step_waits_for_another():
     """Estimates know only of reads that have ended."""
-    house = House(LazyReads(), "abcd", max_num_seqs=8)
+    house = House(HeldReads(), "abcd", max_num_seqs=8)
     house.add("base", max_tokens=30)
     for name in "abcd":
         house.add(f"slow {name}", name)
