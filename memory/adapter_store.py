@@ -307,6 +307,20 @@ class AdapterStore:
             self._loads.cancel(adapter, pages)
         self.num_evictions += 1
 
+    def give_up_loads(self) -> bool:
+        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+
+        The reads go on into host memory. What has been read and is only being copied is left to come.
+        """
+        unused = [
+            adapter
+            for adapter in self._loads.adapters()
+            if not adapter.references and not self._images.is_ready(adapter.version)
+        ]
+        for adapter in unused:
+            self.evict(adapter)
+        return bool(unused)
+
     def evict_idle(self) -> int:
         """Evict every idle adapter; returns how many."""
         idle = [a for a in (*self._current.values(), *self._retired) if a.pages and a.references == 0]

@@ -57,6 +57,6 @@ class ChatCompletionRequest(GenerationRequest):
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
-    def output_limit(self, room: int) -> int:
+    def output_limit(self, room: int) -> int | None:
         asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return room if asked is None else min(asked, room)
+        return None if asked is None else min(asked, room)

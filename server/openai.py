@@ -173,8 +173,11 @@ class GenerationRequest(BaseModel):
         return self.include_usage and self.stream_options.continuous_usage_stats
 
     @abstractmethod
-    def output_limit(self, room: int) -> int:
-        """Most tokens to generate when `room` tokens of the context are left (below 1: the prompt is too long)."""
+    def output_limit(self, room: int) -> int | None:
+        """Most tokens to generate when `room` tokens of the context are left (below 1: the prompt is too long).
+
+        None: as many as there is room for, in the engine's memory, too.
+        """
 
     def sampling_params(self, room: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
         """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
@@ -38,10 +39,10 @@ from ..sampler import Sampling, draw, needs_logits, score_prompts
 from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
+from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of
 
-#: Of the arena, where the configuration says nothing.
-DEFAULT_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
 
 
 class CpuExecutor:
@@ -61,7 +62,7 @@ class CpuExecutor:
             config.block_tokens,
             dtype.itemsize,
         )
-        self.num_pages = config.num_pages or max(2, (config.memory_bytes or DEFAULT_BYTES) // self.layout.page_bytes)
+        self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
@@ -81,6 +82,13 @@ class CpuExecutor:
         )
         self._bucket_attention = {size: self._model.new_attention() for size in sizes}
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+
+    def _arena_bytes(self, config: EngineConfig) -> int:
+        if config.memory_bytes is not None:
+            return config.memory_bytes
+        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model)
+        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+        return num_bytes
 
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self._model, plan.rows
@@ -133,7 +141,7 @@ class CpuExecutor:
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if not plan.adapters:
+        if plan.mode is StepMode.BASE:
             return self._graphs.replay(bucket, StepMode.BASE)
         padding = [-1] * (bucket - len(rows))
         self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)

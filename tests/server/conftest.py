@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -102,6 +102,9 @@ class FakeEngine:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):
             raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        if request.params.max_tokens is None:  # as the engine does
+            room = self.model.max_model_len - request.num_prompt_tokens
+            request.params = replace(request.params, max_tokens=room)
         self.asked.append(request)
         self._running[request.id] = (request, self.answer(request))
 
