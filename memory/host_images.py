@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -287,7 +288,8 @@ class HostImages:
         with self._count_lock:
             self._num_failed += 1
         if not isinstance(error, AdapterFormatError):  # which says all there is to say
-            logger.error("%s could not be read", label, exc_info=error)
+            # As text: who keeps a log record with a traceback keeps all that its frames refer to.
+            logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
 
     def _shrink(self, capacity: int) -> None:
