@@ -8,6 +8,7 @@ from typing import Any
 
 from .adapter_error import shown
 
+MAX_CONTAINERS = 1 << 15  # so many that the garbage collector does not look at all that the process has
 MAX_DIGITS = 19  # what 64 bits hold
 MAX_NUMBER_CHARACTERS = 64
 _PYTHONS_DIGITS = 4300  # more, and json.loads itself refuses
@@ -19,6 +20,8 @@ def loads(data: bytes) -> Any:
     An integer of more digits than 64 bits hold is read as infinity, which no field takes: Python needs minutes to
     convert and to multiply a header full of long ones.
     """
+    if data.count(b"[") + data.count(b"{") > MAX_CONTAINERS:
+        raise ValueError(f"more than {MAX_CONTAINERS} lists and objects, nested or beside each other")
     try:
         return json.loads(data.decode("utf-8"), object_pairs_hook=_unique, parse_int=_integer, parse_float=_number)
     except RecursionError:

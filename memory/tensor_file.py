@@ -19,7 +19,7 @@ from .adapter_error import AdapterFormatError, shown
 
 #: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
-MAX_TENSORS = 1 << 14
+MAX_TENSORS = 1 << 13
 MAX_DIMENSIONS = 8
 
 #: Bytes per element of the element types that are served.

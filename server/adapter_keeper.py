@@ -71,7 +71,8 @@ class AdapterKeeper:
     # -- quarantine
 
     def _try_again(self) -> None:
-        quarantined = self._call(lambda engine: list(engine.quarantine.values()))
+        everything = self._call(lambda engine: list(engine.quarantine.values()))
+        quarantined = [one for one in everything if one.name == one.path.name]  # no change mends a name that is none
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))

@@ -68,10 +68,19 @@ class Neighbour:
         self._thread.join(30)
 
     def _run(self) -> None:
-        body = {"prompt": "hello world\n", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
+        model = httpx.get(f"{self._url}/v1/models").json()["data"][0]["id"]
+        body = {
+            "model": model,
+            "prompt": "hello world\n",
+            "max_tokens": 400,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+        }
         with httpx.Client(base_url=self._url, timeout=60) as client:
             while not self._stop.is_set():
                 with client.stream("POST", "/v1/completions", json=body) as response:
+                    response.raise_for_status()
                     last = None
                     for _ in response.iter_raw():
                         now = time.perf_counter()
@@ -147,6 +156,8 @@ def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], flo
                 client.get("/health").raise_for_status()
         finally:
             neighbour.stop()
+    if neighbour.num_gaps < 100:
+        raise RuntimeError(f"the neighbour's streams had {neighbour.num_gaps} gaps only; nothing was measured")
     return found, idle
 
 

@@ -78,8 +78,8 @@ def twice(path):
 def long_sizes(path, digits):
     """Multiplied with each other they would keep the interpreter for a minute."""
     header, data = header_of(path)
-    sizes = json.dumps(header[Q0_A]["shape"])
-    put_header(path, json.dumps(header).replace(sizes, f"[{'9' * digits}, {'9' * digits}]", 1), data)
+    header[Q0_A]["shape"] = ["N", "N"]
+    put_header(path, json.dumps(header).replace('"N"', "9" * digits), data)
 
 
 def cut(path):
@@ -134,8 +134,8 @@ CORRUPT = {
     "sizes of 4,301 digits": (lambda path: long_sizes(path, 4301), WEIGHTS, "not JSON", "4301 digits"),
     "many dimensions": (edited(lambda h: h[Q0_A].update(shape=[1] * 9)), WEIGHTS, Q0_A, "shape"),
     "many tensors": (
-        edited(lambda h: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(16_385)}),
-        WEIGHTS, "16385 tensors",
+        edited(lambda h: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(8193)}),
+        WEIGHTS, "8193 tensors",
     ),
     "header of two MiB": (lambda path: put_header(path, "{" + " " * (2 << 20) + "}", b""), WEIGHTS, "at most 1048576"),
     "weights a device": (made(WEIGHTS, lambda file: file.symlink_to("/dev/zero")), WEIGHTS, "not a regular file"),
