@@ -18,6 +18,14 @@ class EngineConfig(BaseModel):
     adapters: Path | None = Field(
         default=None, description="directory whose sub-directories with a PEFT adapter are served under their names"
     )
+    strict_adapters: bool = Field(
+        default=False,
+        description="an adapter in the adapters directory that can't be served stops the start; by default it is "
+        "listed with the reason and the others are served",
+    )
+    adapter_load_seconds: float = Field(
+        default=30.0, gt=0, description="how long reading and checking an adapter may take before it is given up"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )

@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter_format import AdapterManifest, is_adapter_dir
+from ..memory.adapter_format import AdapterManifest
+from ..memory.adapter_identity import with_content
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
 from ..memory.eviction import EvictionOrder, RestoreCosts
 from ..memory.host_image import HostImage
@@ -22,6 +23,7 @@ from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
 from .load_policy import LoadPolicy
+from .quarantine import Quarantined, register_directories
 from .request import Request
 from .request_memory import RequestMemory
 from .request_record import from_record, to_record
@@ -116,20 +118,24 @@ class Engine:
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._next_check = 0.0
+        self.quarantine: dict[str, Quarantined] = {}
+        """Adapters of the adapters directory that are not served, by name."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, reads: Reads | None = None) -> Engine:
         """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
 
-        Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served, and what
-        `open_executor` raises for a device.
+        An adapter that can't be served goes into `quarantine`, unless the configuration says that it stops the start
+        with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
         """
         from .executors.choice import open_executor
 
         engine = cls(config, open_executor(config), reads=reads)
         if config.adapters is not None:
-            for path in adapter_directories(config.adapters):
-                engine.store.register(path.name, path)
+            engine.quarantine = register_directories(
+                engine.store, engine.executor.adapters.inspect, config.adapters,
+                strict=config.strict_adapters, seconds=config.adapter_load_seconds,
+            )  # fmt: skip
         return engine
 
     @property
@@ -256,18 +262,16 @@ class Engine:
         """Names of the adapters of running and of waiting requests, sorted."""
         return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
 
-    def check_adapter(self, path: Path) -> AdapterManifest:
+    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without making anything of it.
 
-        The only method that may be called from any thread: it takes as long as the disk does and no step waits for it.
-        Raises AdapterFormatError.
+        roots: directories below which its files must lie; none: anywhere. The only method that may be called from any
+        thread: it takes as long as the disk does and no step waits for it. Raises AdapterFormatError.
         """
         backend = self._executor.adapters
-        manifest = backend.inspect(path)
-        layout = backend.layout(manifest)
-        self.store.check_room(path, layout)
-        backend.read(manifest, layout, HostImage())
-        return manifest
+        manifest = backend.inspect(path, roots)
+        backend.read(manifest, self.store.layout_of(manifest), HostImage())
+        return with_content(manifest)
 
     def pin_adapter(self, name: str) -> None:
         """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned
@@ -387,10 +391,3 @@ def _validate_ids(params: SamplingParams, vocab: int) -> None:
     ):
         if bad := [token for token in ids if not 0 <= token < vocab]:
             raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
-
-
-def adapter_directories(directory: Path) -> list[Path]:
-    """Sub-directories that hold a PEFT adapter, sorted by name. NotADirectoryError when there is no such directory."""
-    if not directory.is_dir():
-        raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
-    return sorted(path for path in directory.iterdir() if is_adapter_dir(path))

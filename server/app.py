@@ -44,14 +44,16 @@ def create_app(
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, served, gate)
     generation = GenerationApi(worker, tokenizer, served, api.metrics)
-    adapters = AdapterApi(worker, served)
+    adapters = AdapterApi(worker, served, served.adapter_load_seconds)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         watchdog.start()
+        adapters.keeper.start()
         try:
             yield
         finally:
+            adapters.keeper.stop()
             watchdog.stop()
             with suppress(Exception):
                 await executors.stop.run(worker.stop, STOP_SECONDS)

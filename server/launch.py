@@ -88,6 +88,7 @@ def build_app(settings: Settings) -> Starlette:
         settings.max_body_bytes,
         settings.max_prompts,
         settings.loadable_from,
+        settings.adapter_load_seconds,
     )
     names = worker.call(lambda engine: engine.store.names()).result()
     if served.name in names:

@@ -11,7 +11,7 @@ class ServedModel:
     """What the API says about the base model, and what it takes in one call.
 
     max_prompts: most choices of one call, all prompts together. adapter_roots: resolved directories below which
-    adapters may be loaded; none: adapters can't be changed over HTTP.
+    adapters may be loaded; none: adapters can't be changed over HTTP. adapter_load_seconds: how long a load may take.
     """
 
     name: str
@@ -19,3 +19,4 @@ class ServedModel:
     max_body_bytes: int
     max_prompts: int
     adapter_roots: tuple[Path, ...] = ()
+    adapter_load_seconds: float = 30.0

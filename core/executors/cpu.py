@@ -172,8 +172,8 @@ class CpuAdapterBackend:
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
-    def inspect(self, path: Path) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_dims, self._config.num_layers)
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """The layout of the manifest's parts; adapters of equal shape share one."""

@@ -51,7 +51,8 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
-        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",))
+        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model"}
+        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
         return SimpleNamespace(
             name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
         )
@@ -78,6 +79,7 @@ class FakeEngine:
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
+        self.quarantine: dict[str, Any] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0
