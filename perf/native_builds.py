@@ -1,4 +1,4 @@
-"""Two builds of the native decoder against each other, step by step in one process: `python -m chorus.perf.native_builds`.
+"""Two builds of the native decoder against each other, step by step in one process.
 
     python -m chorus.perf.native_builds --other /path/to/_native.so
 
@@ -120,7 +120,7 @@ def race(ours: Callable[[], object], other: Callable[[], object], seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.native_builds", description=__doc__.split(":")[0])
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.native_builds", description=__doc__.split("\n")[0])
     parser.add_argument("--other", type=Path, required=True, help="the library to compare with the package's")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=8.0, help="of each kind of step")

@@ -53,12 +53,15 @@ struct Arena {
 
 struct LoraUnit { int segment, module, first, count, token, tokens; };
 
-// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens, but then no module
-// of a layer in common, so that units never meet.
+// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens: those of one level then
+// have no module of a layer in common, so that their units never meet. level: null where all have level 0.
 struct Segments {
     int count;
     const int32_t *begin, *end;
     const Adapter* const* adapters;
+    const int32_t* level;
+
+    int level_of(int s) const { return level ? level[s] : 0; }
 };
 
 // A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
@@ -79,12 +82,13 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     }
 }
 
-inline void expand_units(const Segments& segments, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
+// Those of one level: the next must not begin before they have ended.
+inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
     units.clear();
     const int parts = segments.count >= 4 * threads ? 1 : threads;  // of a module, so that every thread has some
     for (int s = 0; s < segments.count; s++)
         for (int g = 0; g < (int)group.size(); g++) {
-            if (segments.adapters[s]->b_offset[group[g].module] < 0) continue;
+            if (segments.level_of(s) != level || segments.adapters[s]->b_offset[group[g].module] < 0) continue;
             const int width = group[g].width, part = (width + parts * kPanel - 1) / (parts * kPanel) * kPanel;
             const int chunk = std::min(kColumnChunk, part);
             for (int c = 0; c < width; c += chunk)
@@ -197,8 +201,8 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
     int c = 0;
     // No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
     for (; c + K::width <= columns; c += K::width)
-        add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); }, [](const float* from, int) { return load16(from); },
-            [](float* to, int, __m512 v) { _mm512_storeu_ps(to, v); });
+        add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); }, [&](const float* from, int) { return load16(from); },
+            [&](float* to, int, __m512 v) { _mm512_storeu_ps(to, v); });
     if (c == columns) return;
     const int rest = columns - c;
     const __mmask16 mask[2] = {head_mask(rest), head_mask(std::max(0, rest - kLanes))};

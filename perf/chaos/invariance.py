@@ -71,7 +71,7 @@ class Tally:
     differing: list[str] = field(default_factory=list)
 
 
-def build(rng: random.Random, dtype: torch.dtype, most_entries: int = 1) -> World:
+def build(rng: random.Random, dtype: torch.dtype, most_entries: int = 3) -> World:
     """A random model of one to three layers, three to seven adapters, two to six requests."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
 
@@ -164,8 +164,8 @@ def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
     What is left is the error of the additions, so that another order shows, even after it was rounded to bf16.
     """
     run = arena[rows.pages].flatten()
-    slabs = [run[first + i * rows.slab_elems :][: rows.slab_elems] for first in rows.first_elem for i in range(rows.rank)
-             if first >= 0]  # fmt: skip
+    starts = [first + i * rows.slab_elems for first in rows.first_elem if first >= 0 for i in range(rows.rank)]
+    slabs = [run[start : start + rows.slab_elems] for start in starts]
     for i, slab in enumerate(slabs):
         of_layer = i % rows.rank
         for a, b in zip(rows.a_offset, rows.b_offset, strict=True):
@@ -247,7 +247,7 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
             segments.add(begin, end, part)
 
 
-def compare(seed: int, dtype: torch.dtype, tally: Tally, most_entries: int = 1, runs: int = 4) -> None:
+def compare(seed: int, dtype: torch.dtype, tally: Tally, most_entries: int = 3, runs: int = 4) -> None:
     """Draw a world; its requests alone, then `runs` times together."""
     rng = random.Random(seed)
     world = build(rng, dtype, most_entries)
@@ -282,7 +282,7 @@ def compare(seed: int, dtype: torch.dtype, tally: Tally, most_entries: int = 1, 
         decoder.close()
 
 
-def attack(seed: int, cases: int, dtype: torch.dtype, most_entries: int = 1) -> Tally:
+def attack(seed: int, cases: int, dtype: torch.dtype, most_entries: int = 3) -> Tally:
     """At least `cases` cases."""
     tally = Tally()
     while tally.cases < cases:
@@ -297,7 +297,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["bfloat16", "float32"])
     parser.add_argument(
-        "--most-entries", type=int, default=1, metavar="N", help="adapters that a token may have at once"
+        "--most-entries", type=int, default=3, metavar="N", help="adapters that a token may have at once"
     )
     args = parser.parse_args()
     if not native.available(torch.bfloat16):
