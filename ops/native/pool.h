@@ -86,8 +86,8 @@ class Team {
     static constexpr int kSpins = 4000;
     static constexpr int kMost = 255;  // threads; what is left of epoch_ counts the steps
 
-    static constexpr Clock::duration kNoticeable = std::chrono::milliseconds(1), kWindow = std::chrono::milliseconds(20),
-                                     kShortestPause = std::chrono::milliseconds(50), kLongestPause = std::chrono::seconds(2);
+    static constexpr Clock::duration kWindow = std::chrono::milliseconds(10), kShortestPause = std::chrono::milliseconds(50),
+                                     kLongestPause = std::chrono::seconds(2);
 
     static int take(Share& share, uint64_t tag, int count, bool from_end, bool& more) {
         constexpr uint64_t mask = (1 << kUnitBits) - 1;
@@ -143,18 +143,17 @@ class Team {
         return false;
     }
 
-    // The caller's waiting against all of its time, over some milliseconds at least. Two threads that lose more than two
-    // fifths of their time are no faster than one.
+    // By the caller's waiting against all of its time, over so long that one interruption doesn't count: threads that lose
+    // more than half of their time are no faster than half as many.
     void choose_size(Clock::time_point began, Clock::time_point ended) {
         spent_ += ended - began;
-        if (size_ > 1 && waited_ > kNoticeable && 5 * waited_ > 2 * spent_) {
+        if (spent_ < kWindow) return;
+        if (size_ > 1 && 2 * waited_ > spent_) {
             size_ /= 2;
             again_ = ended + pause_;
             pause_ = std::min(2 * pause_, kLongestPause);
         } else if (size_ < most_ && ended >= again_) {
             size_ = std::min(2 * size_, most_);
-        } else if (spent_ < kWindow) {
-            return;
         } else if (size_ == most_) {
             pause_ = kShortestPause;
         }
