@@ -238,7 +238,7 @@ def compute(decoder: native.NativeDecoder, world: World, rows: Sequence[Row]) ->
     plan = native.NativeRows()
     plan.plan(indptr, torch.tensor([table + [0] * (width - len(table)) for table in tables]), lengths)
     tensors = (torch.tensor(values) for values in (ids, positions, page, offset))
-    return decoder.forward(*tensors, plan, torch.arange(len(ids)), segments)
+    return decoder.forward(*tensors, plan, torch.arange(len(ids)), segments).clone()  # the next step overwrites them
 
 
 def _close(segments: Segments, world: World, entries: list[int] | None, begin: int, end: int) -> None:

@@ -183,7 +183,7 @@ class Step:
         offset = positions % self.layout.block_tokens
         batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
         with torch.inference_mode():
-            return executor._model.forward(batch)
+            return executor._model.forward(batch).clone()  # the next step overwrites them
 
 
 def random_step(seed: int, base: Base, lengths: list[int]) -> Step:
