@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -30,6 +29,7 @@ from ...ops import native_reader
 from ...ops.sampling import TorchSampling, greedy
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
+from ..cpus import available_cpus
 from ..lora_state import LoraState
 from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
@@ -49,7 +49,7 @@ class CpuExecutor:
     """Runs steps with torch on the CPU. One thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        threads = config.threads or _available_cpus()
+        threads = config.threads or available_cpus()
         torch.set_num_threads(threads)
         self.config = ModelConfig.read(config.model)
         dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
@@ -221,11 +221,6 @@ def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
 
 
 _ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
-
-
-def _available_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

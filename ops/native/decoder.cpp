@@ -24,13 +24,13 @@ template <class T>
 class Decoder {
    public:
     Decoder(const ModelDesc& model, Team& team)
-        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.size()) {
+        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.most()) {
         const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
         groups_[0] = {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}};
         groups_[1] = {{3, 0, m_.hidden}};
         groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
         groups_[3] = {{6, 0, m_.hidden}};
-        none_split_.assign(team_.size() + 1, 0);
+        none_split_.assign(team_.most() + 1, 0);
     }
 
     void forward(const StepDesc& step) {
@@ -83,22 +83,32 @@ class Decoder {
         grow(act_, tokens * spread<T>(m_.ffn));
         few_ = step.tokens <= kFewTokens;
         decode_ = few_ && step.tokens == step.rows;
-        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
-        int rank = 0;
-        for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters, step.segment_level};
+        int rank = 0, levels = 1;
+        for (int s = 0; s < step.segments; s++) {
+            rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+            levels = std::max(levels, 1 + segments.level_of(s));
+        }
         ldh_ = (rank + 2) & ~1;
-        grow(h_, 3 * tokens * ldh_);
+        grow(h_, 3 * levels * tokens * ldh_);
         fused_ = false;
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
-            for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
+            for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
-            expand_units(segments, groups_[g], team_.size(), expand_[g]);
+            expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
+            auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
             split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
-            split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
+            split(units, team_.size(), expand_split_[g], cost);
+            later_[g].resize(levels - 1);
+            for (int level = 1; level < levels; level++) {
+                Later& later = later_[g][level - 1];
+                expand_units(segments, level, groups_[g], team_.size(), later.units);
+                split(later.units, team_.size(), later.split, cost);
+            }
         }
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
@@ -243,17 +253,20 @@ class Decoder {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
+        auto h_of = [&](const LoraUnit& u) {
+            return h_.data() + (u.module + (step.segment_level ? 3 * step.segment_level[u.segment] : 0)) * plane;
+        };
         auto run_shrink = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_.data() + u.module * plane, ldh_,
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(u), ldh_,
                       scratch_[thread].spare.data());
         };
         auto run_expand = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_, y + target.column, ldy,
+            expand<T>(arena, adapter, layer, target.module, u, h_of(u), ldh_, y + target.column, ldy,
                       scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
         };
         if (fused_) {
@@ -268,8 +281,8 @@ class Decoder {
                     rest |= !fits;
                     if (!fits || adapter.first_elem[layer] < 0) return;
                     if (done < u.token) product.run(tile, done, u.token - done, nullptr);
-                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
-                                                       ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_of(u), ldh_,
+                                                       scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
                     product.run(tile, u.token, u.tokens, &extra);
                     done = u.token + u.tokens;
                 });
@@ -287,13 +300,20 @@ class Decoder {
         }
         if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
                                         [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+        for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
+            each_split(team_, phase, thread, few_, later.units, later.split, [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+    }
+
+    // Whether a segment's expand is done tile by tile, with the base product, in a step of many tokens.
+    static bool is_fused(const StepDesc& step, int s) {
+        return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !(step.segment_level && step.segment_level[s]);
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
     template <class Run>
     void expand_tile(const StepDesc& step, int g, const Tile& tile, Run run_expand) {
         for (int s = 0; s < step.segments; s++) {
-            if (step.segment_end[s] - step.segment_begin[s] < kLongSegment) continue;
+            if (!is_fused(step, s)) continue;
             const int begin = std::max(tile.row, step.segment_begin[s]);
             const int end = std::min(tile.row + tile.rows, step.segment_end[s]);
             if (begin >= end) continue;
@@ -340,7 +360,12 @@ class Decoder {
     Team& team_;
     std::vector<Scratch> scratch_;
     std::vector<Target> groups_[4];
+    struct Later {  // expand of the segments of one level
+        std::vector<LoraUnit> units;
+        std::vector<int> split;
+    };
     std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<Later> later_[4];  // of the levels from 1 on
     std::vector<int> shrink_split_[4], expand_split_[4], decode_split_, none_split_;
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
@@ -362,6 +387,7 @@ struct AnyDecoder {
     virtual void forward(const StepDesc& step) = 0;
     virtual void score_logits(int first, int count, float* logits) = 0;
     virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+    virtual int threads() const = 0;
 };
 
 template <class T>
@@ -372,6 +398,7 @@ struct TypedDecoder final : AnyDecoder {
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
         decoder.sample(draws, num_draws, scores, num_scores);
     }
+    int threads() const override { return team.size(); }
     Team team;
     Decoder<T> decoder;
 };
@@ -410,6 +437,9 @@ CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count,
 CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
     ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
 }
+
+// How many threads the next step takes: all, or fewer while others keep the processors busy.
+CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 
