@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.sampling_params import InvalidRequest
-from .detokenizer import Detokenizer, TextStream
+from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -120,13 +120,17 @@ class Tokenizer:
         min_tokens: int = 0,
     ) -> TextStream:
         """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens."""
-        id_to_token, special = self._backend.id_to_token, self._special if skip_special_tokens else frozenset()
+        special = self._special if skip_special_tokens else frozenset()
+        spelt = self.vocabulary.spelt
+        if self.vocabulary.is_bytes:
+            decoder: Decoder = ByteDetokenizer(lambda token_id: b"" if token_id in special else spelt(token_id) or b"")
+        else:
 
-        def decode(token_ids: list[int]) -> str:
-            return self._backend.decode(token_ids, skip_special_tokens=False)
+            def decode(token_ids: list[int]) -> str:
+                return self._backend.decode(token_ids, skip_special_tokens=False)
 
-        def is_silent(token_id: int) -> bool:
-            return token_id in special or id_to_token(token_id) is None
+            def is_silent(token_id: int) -> bool:
+                return token_id in special or spelt(token_id) is None
 
-        detokenizer = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.__contains__)
-        return TextStream(detokenizer, stops, include_stop=include_stop, min_tokens=min_tokens)
+            decoder = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.get)
+        return TextStream(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)
