@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -36,14 +36,11 @@ class Vocabulary:
         }
         """The byte of each token that is one raw byte of a byte-fallback vocabulary."""
         self._anchor = None if self._is_byte_level else self._find_anchor()
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
+        """Characters of the longest token: no text has more of them than that times its tokens."""
         self.bytes_of = lru_cache(1 << 16)(self._bytes)
         self.name_of = lru_cache(1 << 16)(self._name)
         self.spelt = lru_cache(1 << 16)(self._spelt)
-
-    @cached_property
-    def longest_token(self) -> int:
-        """Characters of the longest token: no text has more of them than that times its tokens."""
-        return max(map(len, self._backend.get_vocab()), default=1)
 
     def _spelt(self, token_id: int) -> bytes | None:
         """The bytes that a byte-level decoder makes of a token, special or not; None for an id without a token."""

@@ -156,7 +156,7 @@ def test_bytes_of_any_kind_stream_as_the_whole_text(tokenizer, data):
         subject = tokenizer if kind == "byte level" else nested_byte_level(tokenizer)
         ids = [value for spelt in parts for value in spelt]
     whole = subject.decode(ids)
-    text, pieces, _ = stream(subject, ids, [])
+    text, _, _ = stream(subject, ids, [])
     assert text == whole
     stops = data.draw(st.lists(st.text(alphabet="ab €😀", min_size=1, max_size=3), max_size=2))
     assert stream(subject, ids, stops)[::2] == reference(subject, ids, stops, True)
