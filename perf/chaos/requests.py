@@ -66,7 +66,7 @@ class Row:
         bars = (
             ("delay", self.delay > MAX_DELAY),
             ("memory", self.growth > MAX_GROWTH),
-            ("rate", self.rate < LEAST_RATE),
+            ("rate", self.rate < LEAST_RATE and self.fair < LEAST_RATE),
         )
         return [name for name, missed in bars if missed] + (["no answer"] if self.status in (0, 500) else [])
 
