@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine import EngineStats
+from chorus.core.overload import Overloaded
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -69,7 +70,7 @@ class FakeEngine:
 
     The token is always the most likely one, at -0.5; the next ids follow at -1.5, -2.5, …; prompts score the same.
     `gate`, when cleared, holds up every step. `fail_steps` makes that many steps raise; a prompt with the token
-    `POISON` ends with an error output.
+    `POISON` ends with an error output. With `refuse_from` requests running, no more are taken.
     """
 
     POISON = 0
@@ -83,6 +84,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0
+        self.refuse_from: int | None = None
         self.fail_aborts = False
         self.books_match = True
         self.closed = False
@@ -107,6 +109,8 @@ class FakeEngine:
         if request.params.max_tokens is None:  # as the engine does
             room = self.model.max_model_len - request.num_prompt_tokens
             request.params = replace(request.params, max_tokens=room)
+        if self.refuse_from is not None and len(self._running) >= self.refuse_from:
+            raise Overloaded("too many requests wait", 2.5)
         self.asked.append(request)
         self._running[request.id] = (request, self.answer(request))
 
@@ -154,7 +158,7 @@ class FakeEngine:
         reason = stop = None
         if token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos):
             reason, stop = FinishReason.STOP, token
-        elif request.num_output_tokens >= request.params.max_tokens:
+        elif request.num_output_tokens >= self.limit(request):
             reason = FinishReason.LENGTH
         params = request.params
         prompt = None
@@ -172,6 +176,10 @@ class FakeEngine:
             logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
             prompt_logprobs=prompt,
         )
+
+    def limit(self, request: Request) -> int:
+        room = self.model.max_model_len - request.num_prompt_tokens
+        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:
