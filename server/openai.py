@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ..core.sampling_params import MAX_LOGPROBS, InvalidRequest, SamplingParams
+from ..core.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import ApiError, clipped, from_validation
 from .fields import own_fields
 from .json_body import check_json
