@@ -63,7 +63,10 @@ class Faults:
         self.count += 1
         if self.count == self.turn:
             self.fired = kind
-            raise error
+            try:
+                raise error
+            finally:
+                del error  # else its own frame refers to it
 
     def begin(self, turn):
         self.count, self.turn, self.fired = 0, turn, ""
