@@ -192,7 +192,10 @@ class HostImages:
             self.watch()
         if (error := entry.image.error) is not None:
             self.drop(key)
-            raise error
+            try:
+                raise error
+            finally:
+                del error, entry  # else the error's own frame refers to it
         self._entries.move_to_end(key)
         return entry.image
 
