@@ -563,6 +563,8 @@ class EngineMachine(RuleBasedStateMachine):
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
         using = {r.adapter for r in self.scheduler._running} - {None}
+        for request in started:
+            reached[f"state {request.state}"] += 1
         for waiting in self.scheduler._waiting:
             if waiting.arrival_time >= self.overdue_before or waiting.id in self.running_before:
                 continue
