@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from weakref import WeakSet
 
 from ..memory.adapter import Adapter, Tier
@@ -13,6 +13,7 @@ from ..memory.adapter_store import AdapterStore
 from .request import Request
 from .request_memory import RequestMemory
 from .scheduler_limits import SchedulerLimits
+from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +79,9 @@ class LoadAhead:
             if left == 0:
                 return
 
-    def load(self, waiting: Sequence[Request]) -> None:
+    def load(self, waiting: WaitingQueue) -> None:
         """Have the adapters of the next waiting requests loaded, but not into pages of others that are waited for."""
-        adapters = dict.fromkeys(request.adapter for request in waiting if request.adapter is not None)
+        adapters = waiting.adapters()
         wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
         for request in itertools.islice(waiting, self._limits.prefetch):
             adapter = request.adapter

@@ -26,6 +26,7 @@ class SamplingParams:
     """Applied in this order: allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k,
     top_p. A request for which they leave no token to draw ends with an error.
 
+    max_tokens: None means as many as the model's length and the arena allow.
     temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens generated so far (OpenAI).
@@ -39,7 +40,7 @@ class SamplingParams:
     logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -58,7 +59,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _require("max_tokens", self.max_tokens, most >= 1, "at least 1, or None for all that fit")
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _require("top_k", self.top_k, self.top_k >= 0, "0 for all tokens, or a positive count")
@@ -71,7 +73,7 @@ class SamplingParams:
         _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES, "entries")
         for token, bias in self.logit_bias.items():
             _require("logit_bias", {token: bias}, token >= 0 and -100.0 <= bias <= 100.0, "token ids to -100 … 100")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, "between 0 and max_tokens")
         _require("bad_words", self.bad_words, all(self.bad_words), "non-empty")
         _at_most("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS, "tokens in all")
         if self.allowed_token_ids is not None:

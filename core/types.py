@@ -9,9 +9,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..graphs.runner import StepMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from ..memory.adapter import Adapter
     from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
@@ -71,6 +75,7 @@ class StepPlan:
     repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
     would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
     until: of these, none may begin at or after this time, by the engine's clock.
+    mode: by which weights it runs.
     """
 
     step_id: int
@@ -80,14 +85,29 @@ class StepPlan:
     repeat: int = 1
     until: float = math.inf
     num_tokens: int = field(init=False)
+    mode: StepMode = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.rows
+        self.mode = StepMode.LORA if self.adapters else StepMode.BASE
         self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
 
     @property
     def num_adapters(self) -> int:
         return len(self.adapters)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The plan as plain data, for another process."""
+        from .plan_wire import plan_to_wire
+
+        return plan_to_wire(self)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
+        """What `to_wire` gave. find: the receiver's adapter for the name, version and pages of the sender's."""
+        from .plan_wire import plan_from_wire
+
+        return plan_from_wire(data, find)
 
 
 @dataclass(frozen=True, slots=True)

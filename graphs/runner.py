@@ -12,10 +12,14 @@ Output = TypeVar("Output")
 
 
 class StepMode(StrEnum):
-    """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on."""
+    """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on.
+
+    merged: one adapter is part of a copy of the weights, and the rows of others add what they differ by.
+    """
 
     BASE = "base"
     LORA = "lora"
+    MERGED = "merged"
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,8 @@ class Adapter:
     """
 
     __slots__ = (
-        "__weakref__", "is_idle", "layout", "load_seconds", "manifest", "name", "pages", "rank", "references", "requests",
-        "transfer", "uses", "version",
+        "__weakref__", "is_idle", "layout", "load_seconds", "manifest", "name", "pages", "rank", "references",
+        "requests", "transfer", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:

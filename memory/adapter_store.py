@@ -13,8 +13,9 @@ from pathlib import Path
 
 from .adapter import Adapter, AdapterInfo, Tier
 from .adapter_backend import AdapterBackend
-from .adapter_format import AdapterFormatError
+from .adapter_format import AdapterFormatError, AdapterManifest
 from .adapter_layout import AdapterLayout
+from .adapter_name import check_name
 from .eviction import EvictionOrder, RestoreCosts
 from .host_image import HostImage
 from .host_images import HostImages, ReadCounts
@@ -66,17 +67,18 @@ class AdapterStore:
 
     # -- registry
 
-    def register(self, name: str, path: Path, *, check_weights: bool = False) -> Adapter:
-        """Make `path` the adapter `name`, replacing an earlier version for requests to come.
+    def register(self, name: str, source: Path | AdapterManifest, *, check_weights: bool = False) -> Adapter:
+        """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        check_weights: read the weights now, so that what only they can tell, such as NaN, is known before the earlier
-        version is given up; the caller waits for the disk, and the first request doesn't.
+        source: a directory, which is read and checked here, or the manifest of one that was. check_weights: read the
+        weights now, so that what only they can tell, such as NaN, is known before the earlier version is given up; the
+        caller waits for the disk, and the first request doesn't.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
-        manifest = self._backend.inspect(path)
-        layout = self._backend.layout(manifest)
-        self.check_room(path, layout)
+        check_name(name)
+        manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
+        layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
         if check_weights:
             self._request(adapter)
@@ -88,13 +90,15 @@ class AdapterStore:
             self.unpin(previous)
         return adapter
 
-    def check_room(self, path: Path, layout: AdapterLayout) -> None:
-        """AdapterFormatError when the arena could never hold it, which is known before its weights are read."""
+    def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
+        """Where the weights go; may be called from any thread. AdapterFormatError when they could never fit."""
+        layout = self._backend.layout(manifest)
         if layout.num_pages >= self._pool.num_usable:
             raise AdapterFormatError(
-                f"{path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
+                f"{manifest.path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
                 "and must hold KV too; raise memory_bytes"
             )
+        return layout
 
     def unregister(self, name: str) -> None:
         """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
@@ -306,6 +310,20 @@ class AdapterStore:
         else:
             self._loads.cancel(adapter, pages)
         self.num_evictions += 1
+
+    def give_up_loads(self) -> bool:
+        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+
+        The reads go on into host memory. What has been read and is only being copied is left to come.
+        """
+        unused = [
+            adapter
+            for adapter in self._loads.adapters()
+            if not adapter.references and not self._images.is_ready(adapter.version)
+        ]
+        for adapter in unused:
+            self.evict(adapter)
+        return bool(unused)
 
     def evict_idle(self) -> int:
         """Evict every idle adapter; returns how many."""

@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future
@@ -191,7 +192,10 @@ class HostImages:
             self.watch()
         if (error := entry.image.error) is not None:
             self.drop(key)
-            raise error
+            try:
+                raise error
+            finally:
+                del error, entry  # else the error's own frame refers to it
         self._entries.move_to_end(key)
         return entry.image
 
@@ -287,7 +291,8 @@ class HostImages:
         with self._count_lock:
             self._num_failed += 1
         if not isinstance(error, AdapterFormatError):  # which says all there is to say
-            logger.error("%s could not be read", label, exc_info=error)
+            # As text: who keeps a log record with a traceback keeps all that its frames refer to.
+            logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
 
     def _shrink(self, capacity: int) -> None:

@@ -29,6 +29,9 @@ class LoadsInFlight:
         adapter.transfer = transfer
         self._loads[adapter] = image, start
 
+    def adapters(self) -> list[Adapter]:
+        return list(self._loads)
+
     def image(self, adapter: Adapter) -> HostImage:
         return self._loads[adapter][0]
 

@@ -61,7 +61,7 @@ class _Step(Structure):
         ("table_stride", c_int64),
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
+        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64), ("segment_level", c_void_p),
     ]  # fmt: skip
 
 
@@ -96,6 +96,8 @@ def library() -> ctypes.CDLL | None:
         found.chorus_decoder_score_logits.argtypes = [c_void_p, ctypes.c_int, ctypes.c_int, c_void_p]
         found.chorus_decoder_sample.restype = None
         found.chorus_decoder_sample.argtypes = [c_void_p, c_void_p, ctypes.c_int, c_void_p, ctypes.c_int]
+        found.chorus_decoder_threads.restype = ctypes.c_int
+        found.chorus_decoder_threads.argtypes = [c_void_p]
         found.chorus_decoder_destroy.argtypes = [c_void_p]
         return found
     return None
@@ -280,14 +282,21 @@ class NativeDecoder:
         step, count = self._step, len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
+        level = (c_int32 * count)(*segments.level) if any(segments.level) else None
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         step.segments = count
         step.segment_adapters = ctypes.addressof(adapters)
         step.segment_begin, step.segment_end = ctypes.addressof(begin), ctypes.addressof(end)
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
+        step.segment_level = None if level is None else ctypes.addressof(level)
         step.segment_late = ctypes.addressof(late)
-        self._segments = segments, (adapters, begin, end, ready, late)  # what the step points to lives as long
+        self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
+
+    @property
+    def threads(self) -> int:
+        """How many threads the next step takes: all, or fewer while others keep the processors busy."""
+        return self._library.chorus_decoder_threads(self._handle)
 
     def close(self) -> None:
         if self._handle is not None:

@@ -31,6 +31,7 @@ class Api:
         self._gate = gate
         self._served = served
         self._view = EngineView()
+        self._scraping: asyncio.Task[bytes] | None = None
         self.metrics = Metrics(lambda: worker.stats, lambda: self._view, served.name)
         self._started = int(time.time())
 
@@ -47,11 +48,17 @@ class Api:
         return JsonResponse({"version": __version__})
 
     async def scrape(self, _: Request) -> Response:
-        """Prometheus' text; what a stuck engine can't tell is as it was."""
+        """Prometheus' text; what a stuck engine can't tell is as it was. Scrapes at the same time share one."""
+        if self._scraping is None or self._scraping.done():
+            self._scraping = asyncio.ensure_future(self._scrape())
+        text = await asyncio.shield(self._scraping)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _scrape(self) -> bytes:
         with suppress(TimeoutError, EngineUnavailable):
             self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.call(EngineView.of)), SCRAPE_SECONDS)
             self.metrics.forget_all_but(self._view.names)
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return self.metrics.render()
 
     async def models(self, _: Request) -> Response:
         return JsonResponse({"object": "list", "data": await self._model_cards()})

@@ -25,6 +25,9 @@ LOG_SECONDS = 10.0
 MIN_BYTES_PER_SECOND = 16 << 10
 """How fast a body must come and an answer be taken, once the first seconds of grace are over."""
 
+UNREAD_SECONDS = 2.0
+"""How long an answer may lie unread while others need its connection's place."""
+
 RESERVED_DESCRIPTORS = 128
 """Descriptors kept for all but connections: adapter files, and sockets that are being closed or refused."""
 
@@ -101,9 +104,12 @@ class Connections:
         self._all.pop(connection, None)
 
     def make_room(self, besides: HttpConnection | None = None) -> int:
-        """Close some of those that ask for nothing, the oldest first; returns how many."""
+        """Close some of those that ask for nothing, or don't read; the oldest first; returns how many."""
         now = time.monotonic()
-        waiting = [one for one in self._all if one.look(now) is not Phase.ANSWER and one is not besides]
+        waiting = [
+            one for one in self._all
+            if one is not besides and (one.look(now) is not Phase.ANSWER or one.unread_seconds(now) > UNREAD_SECONDS)
+        ]  # fmt: skip
         waiting.sort(key=lambda one: (one.phase, one.since))
         chosen = waiting[: max(1, self.limits.count // 32)]
         for connection in chosen:

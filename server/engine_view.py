@@ -39,6 +39,7 @@ class EngineView:
     names: all adapters that are registered. tiers: adapter → tier of those that are not only on disk. adapters: the
     same ones in detail. tier_counts: how many adapters are in each tier.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
+    num_quarantined: adapters that are not served because something is wrong with them.
     """
 
     names: frozenset[str] = frozenset()
@@ -49,6 +50,7 @@ class EngineView:
     waiting: list[str] = field(default_factory=list)
     max_adapters: int = 0
     block_tokens: int = 0
+    num_quarantined: int = 0
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
@@ -61,10 +63,11 @@ class EngineView:
         return cls(
             names=frozenset(tiers),
             adapters=[AdapterView.of(engine, name) for name, _ in shown[:MAX_TIER_SERIES]],
-            block_tokens=getattr(engine, "block_tokens", config.block_tokens),
+            block_tokens=engine.block_tokens,
             tiers={name: tier.value for name, tier in shown[:MAX_TIER_SERIES]},
             tier_counts={tier.value: counts[tier] for tier in Tier},
             running=running,
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
+            num_quarantined=len(engine.quarantine),
         )

@@ -19,10 +19,11 @@ class Gate:
 
     def __init__(self) -> None:
         self.limit: int | None = None
-        """Most requests at once; None: any number."""
+        """Most requests at once that ask for work; None: any number. Looking is not counted."""
         self.draining = False
         self.cutting = False
         self._tasks: set[asyncio.Task] = set()
+        self._num_working = 0
 
     @property
     def active(self) -> int:
@@ -35,7 +36,8 @@ class Gate:
         if path in ALWAYS_OPEN:
             yield
             return
-        if self.draining and method not in ("GET", "HEAD"):
+        works = method not in ("GET", "HEAD")
+        if self.draining and works:
             raise ApiError(
                 503,
                 "the server is shutting down and takes no new work; ask another one, or again when it is back",
@@ -44,10 +46,10 @@ class Gate:
                 retry_after=5,
                 headers={"connection": "close"},
             )
-        if self.limit is not None and self.active >= self.limit:
+        if works and self.limit is not None and self._num_working >= self.limit:
             raise ApiError(
                 503,
-                f"{self.active} requests are in progress, which is all this server takes; try again later",
+                f"{self._num_working} requests are in progress, which is all this server takes; try again later",
                 type="server_error",
                 code="overloaded",
                 retry_after=RETRY_SECONDS,
@@ -56,10 +58,12 @@ class Gate:
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
+        self._num_working += works
         try:
             yield
         finally:
             self._tasks.discard(task)
+            self._num_working -= works
 
     def cut(self) -> None:
         """Cancel what is still in progress; whoever let it pass tells its client."""

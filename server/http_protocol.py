@@ -101,6 +101,10 @@ class HttpConnection(H11Protocol):
                 return "the answer was not read"
         return None
 
+    def unread_seconds(self, now: float) -> float:
+        """How long the client has left something unread, as far as has been looked."""
+        return 0.0 if self._unread_since is None else now - self._unread_since
+
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP. Called where the parser's error is being handled, which says more than `msg`."""
         error = sys.exc_info()[1]

@@ -20,6 +20,7 @@ from .connections import ConnectionLimits, Connections, max_connections
 from .http_protocol import http_protocol
 from .http_server import ACCEPT_AT_ONCE, DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
 from .lora_modules import LoraModule
+from .sampling_defaults import SamplingDefaults
 from .served_model import ServedModel
 from .settings import Settings
 from .tokenizer import Tokenizer
@@ -81,6 +82,10 @@ def url_of(bound: socket.socket) -> str:
 
 def build_app(settings: Settings) -> Starlette:
     """The app that serves what the settings name."""
+    try:
+        defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
     served = ServedModel(
         settings.base_name,
@@ -88,6 +93,9 @@ def build_app(settings: Settings) -> Starlette:
         settings.max_body_bytes,
         settings.max_prompts,
         settings.loadable_from,
+        settings.adapter_load_seconds,
+        settings.request_limits(),
+        defaults,
     )
     names = worker.call(lambda engine: engine.store.names()).result()
     if served.name in names:

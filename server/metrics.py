@@ -235,6 +235,9 @@ class _EngineCollector(Collector):
         for tier, count in view.tier_counts.items():
             counts.add_metric((tier,), count)
         yield counts
+        yield GaugeMetricFamily(
+            "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
+        )
         tiers = GaugeMetricFamily(
             "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
         )

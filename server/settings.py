@@ -16,6 +16,7 @@ from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource
 from ..core.config import EngineConfig
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .keys import Keys, check_key, read_keys
+from .limits import RequestLimits
 from .lora_modules import LoraModule, read_lora_module
 from .pull import PullError, resolve_model
 from .sizes import read_size
@@ -32,7 +33,7 @@ class ConfigFileError(ValueError):
     """A configuration file that can't be read, or that sets what doesn't exist."""
 
 
-class Settings(BaseSettings, EngineConfig):
+class Settings(BaseSettings, EngineConfig, RequestLimits):
     """The engine's configuration and the server's. Flags are given as arguments, which win."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
@@ -50,6 +51,11 @@ class Settings(BaseSettings, EngineConfig):
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
+    generation_config: Literal["auto", "vllm"] = Field(
+        default="auto",
+        description="what requests sample with where they say nothing: auto: the model's generation_config.json; "
+        "vllm: OpenAI's defaults, as in vLLM",
+    )
     adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
         default=None,
         description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
@@ -192,6 +198,9 @@ class Settings(BaseSettings, EngineConfig):
         if self.adapter_roots is not None:
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
+
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.model_fields})
 
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})

@@ -41,7 +41,7 @@ class Watchdog:
         stalled = None
         if hang > self._stall_seconds:
             stalled = f"the engine has not finished a step for {hang:.0f} s"
-        elif (seconds := progress.load_seconds(self._give_up_seconds)) > self._stall_seconds:
+        elif (seconds := self._load_seconds()) > self._stall_seconds:
             stalled = f"an adapter has been loading for {seconds:.0f} s"
         if stalled is not None and worker.stalled is None:
             log.error("%s; /health is 503 until it has", stalled)
@@ -53,6 +53,12 @@ class Watchdog:
         elif not self._gave_up:
             self._gave_up = True
             log.error("%s; ending %d requests", stalled, worker.give_up(f"{stalled}; this request was given up"))
+
+    def _load_seconds(self) -> float:
+        """How long the slowest load under way has taken, asked for over HTTP or needed by requests."""
+        stats = self._worker.stats
+        needed = stats.oldest_read_seconds if stats.num_running or stats.num_waiting else 0.0
+        return max(needed, self._worker.progress.load_seconds(self._give_up_seconds))
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -127,12 +127,15 @@ class EngineWorker:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
 
-    def check_adapter(self, path: Path) -> AdapterManifest:
-        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError."""
+    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
+
+        roots: directories below which its files must lie; none: anywhere.
+        """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         with self.progress.loading():
-            return self._engine.check_adapter(path)
+            return self._engine.check_adapter(path, roots)
 
     def _enqueue(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

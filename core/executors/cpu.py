@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import logging
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from ...ops import native_reader
 from ...ops.sampling import TorchSampling, greedy
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
+from ..cpus import available_cpus
 from ..lora_state import LoraState
 from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
@@ -38,17 +39,17 @@ from ..sampler import Sampling, draw, needs_logits, score_prompts
 from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
+from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of
 
-#: Of the arena, where the configuration says nothing.
-DEFAULT_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
 
 
 class CpuExecutor:
     """Runs steps with torch on the CPU. One thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        threads = config.threads or _available_cpus()
+        threads = config.threads or available_cpus()
         torch.set_num_threads(threads)
         self.config = ModelConfig.read(config.model)
         dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
@@ -61,7 +62,7 @@ class CpuExecutor:
             config.block_tokens,
             dtype.itemsize,
         )
-        self.num_pages = config.num_pages or max(2, (config.memory_bytes or DEFAULT_BYTES) // self.layout.page_bytes)
+        self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
@@ -81,6 +82,13 @@ class CpuExecutor:
         )
         self._bucket_attention = {size: self._model.new_attention() for size in sizes}
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+
+    def _arena_bytes(self, config: EngineConfig) -> int:
+        if config.memory_bytes is not None:
+            return config.memory_bytes
+        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model)
+        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+        return num_bytes
 
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self._model, plan.rows
@@ -133,7 +141,7 @@ class CpuExecutor:
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if not plan.adapters:
+        if plan.mode is StepMode.BASE:
             return self._graphs.replay(bucket, StepMode.BASE)
         padding = [-1] * (bucket - len(rows))
         self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)
@@ -164,8 +172,8 @@ class CpuAdapterBackend:
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
-    def inspect(self, path: Path) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_dims, self._config.num_layers)
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """The layout of the manifest's parts; adapters of equal shape share one."""
@@ -213,11 +221,6 @@ def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
 
 
 _ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
-
-
-def _available_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ class CudaAdapterBackend(CpuAdapterBackend):
         self._dma = open_dma(arena.pages, pinned_bytes)
         self._buffers = self._dma.buffers
 
-    def inspect(self, path: Path) -> AdapterManifest:
-        manifest = super().inspect(path)
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        manifest = super().inspect(path, roots)
         if manifest.rank > self._max_rank:
             raise AdapterFormatError(
                 f"{path}: has rank {manifest.rank}, above max_lora_rank {self._max_rank}; raise max_lora_rank"

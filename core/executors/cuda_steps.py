@@ -32,6 +32,9 @@ from . import cuda_memory
 
 logger = logging.getLogger(__name__)
 
+#: The modes that steps are captured in.
+_MODES = (StepMode.BASE, StepMode.LORA)
+
 #: A step's logits, a row for each of its rows or more, and each row's most likely token, -1 where that can't be told.
 Outputs = tuple[torch.Tensor, list[int]]
 
@@ -186,7 +189,7 @@ class CudaSteps:
         """Capture every bucket, from the largest down."""
         if not self._captures or self._config.graph_capture != "ahead":
             return
-        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in StepMode]
+        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
         with count_progress("capturing decode steps", len(keys)) as progress:
             for bucket, mode in keys:
                 self._fill(bucket, [])
@@ -205,7 +208,7 @@ class CudaSteps:
             self._graphs.capture(bucket, StepMode.LORA)
         first, *second = (step.num_bytes for step in self.captured)
         self._graphs.clear()
-        return first + (len(self._sizes) * len(StepMode) - 1) * sum(second)
+        return first + (len(self._sizes) * len(_MODES) - 1) * sum(second)
 
     def largest_step(self) -> None:
         """A prefill of as many tokens, with a draw for as many rows and scores of as many prompt tokens as a step may

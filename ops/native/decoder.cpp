@@ -25,13 +25,13 @@ template <class T>
 class Decoder {
    public:
     Decoder(const ModelDesc& model, Team& team)
-        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.size()) {
+        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.most()) {
         const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
         groups_[0] = {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}};
         groups_[1] = {{3, 0, m_.hidden}};
         groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
         groups_[3] = {{6, 0, m_.hidden}};
-        none_split_.assign(team_.size() + 1, 0);
+        none_split_.assign(team_.most() + 1, 0);
     }
 
     void forward(const StepDesc& step) {
@@ -86,23 +86,33 @@ class Decoder {
         grow(attended_, tokens * spread<T>(q));
         grow(act_, tokens * spread<T>(m_.ffn));
         decode_ = few_ && step.tokens == step.rows;
-        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
-        int rank = 0;
-        for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters, step.segment_level};
+        int rank = 0, levels = 1;
+        for (int s = 0; s < step.segments; s++) {
+            rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+            levels = std::max(levels, 1 + segments.level_of(s));
+        }
         ldh_ = (rank + 2) & ~1;
-        grow(h_, 3 * tokens * ldh_);
+        grow(h_, 3 * levels * tokens * ldh_);
         fused_ = false;
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
-            for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
+            for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
         cut(step);
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
-            expand_units(segments, groups_[g], team_.size(), expand_[g]);
+            expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
+            auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
             split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
-            split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
+            split(units, team_.size(), expand_split_[g], cost);
+            later_[g].resize(levels - 1);
+            for (int level = 1; level < levels; level++) {
+                Later& later = later_[g][level - 1];
+                expand_units(segments, level, groups_[g], team_.size(), later.units);
+                split(later.units, team_.size(), later.split, cost);
+            }
         }
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
@@ -134,7 +144,7 @@ class Decoder {
         };
         if (fused_)
             for (int s = 0; s < step.segments; s++) {
-                if (step.segment_end[s] - step.segment_begin[s] < kSegmentChunk / 4) continue;
+                if (!is_fused(step, s) || step.segment_end[s] - step.segment_begin[s] < kSegmentChunk / 4) continue;
                 if (step.segment_begin[s] >= cuts_.back()) up_to(step.segment_begin[s]);
                 if (step.segment_end[s] > cuts_.back()) up_to(step.segment_end[s]);
             }
@@ -270,7 +280,7 @@ class Decoder {
             if (!shrinks.empty()) team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, shrinks[i]); });
             team_.each(phase, product.units(), [&](int i) {
                 const Tile tile = product.tile_of(i);
-                run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, kLongSegment);
+                run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
         } else {
             run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
@@ -279,6 +289,9 @@ class Decoder {
         }
         if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
                                         [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
+        for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
+            each_split(team_, phase, thread, few_, later.units, later.split,
+                       [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
     }
 
     // act_ = silu(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
@@ -296,8 +309,8 @@ class Decoder {
             Tile up = gate;
             up.column += m_.ffn;
             float* out = scratch_[thread].gated.data();
-            run_tile(step, thread, 2, layer, product, gate, out, 2 * kPanel, 1);
-            run_tile(step, thread, 2, layer, product, up, out + kPanel, 2 * kPanel, 1);
+            run_tile(step, thread, 2, layer, product, gate, out, 2 * kPanel, true);
+            run_tile(step, thread, 2, layer, product, up, out + kPanel, 2 * kPanel, true);
             for (int r = 0; r < gate.rows; r++, out += 2 * kPanel)
                 silu_and_mul(out, out + kPanel, kPanel, act_.data() + (gate.row + r) * lda + gate.column);
         });
@@ -306,7 +319,8 @@ class Decoder {
     void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, const LoraUnit& u) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
-        shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u.module), ldh_, scratch_[thread].spare.data());
+        shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u), ldh_,
+                  scratch_[thread].spare.data());
     }
 
     // y: where the group's first column of the step's first token is.
@@ -315,45 +329,53 @@ class Decoder {
         if (adapter.first_elem[layer] < 0) return;
         const Target& target = groups_[g][u.module];
         Scratch& own = scratch_[thread];
-        expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u.module), ldh_, y + target.column, ldy, own.rows.data(),
+        expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u), ldh_, y + target.column, ldy, own.rows.data(),
                   own.panel.data(), own.spare.data());
     }
 
-    // A tile of a group's product with the expands of segments of at least `least` tokens, at `out`. Those of fewer than
-    // kLongSegment, and what the panel can't take in one piece, are added to what the product gave.
-    void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile, float* out, long ldo, int least) {
+    // A tile of a group's product at `out`, with the expands that are fused with it or, where the tile stays in the cache, `all`
+    // of them. Those that aren't fused, and what the panel can't take in one piece, are added to what the product gave.
+    void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile, float* out,
+                  long ldo, bool all) {
         Scratch& own = scratch_[thread];
         int done = tile.row;  // rows below are complete
         auto at = [&](int row) { return out + (row - tile.row) * ldo; };
-        auto fits = [&](const LoraUnit& u) {
-            return u.token >= done && u.count == tile.columns && step.segment_end[u.segment] - step.segment_begin[u.segment] >= kLongSegment;
-        };
+        auto fits = [&](const LoraUnit& u) { return u.token >= done && u.count == tile.columns && is_fused(step, u.segment); };
         bool rest = false;
-        expand_tile(step, g, tile, least, [&](const LoraUnit& u) {
+        expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             if (!fits(u)) return (void)(rest = true);
             if (done < u.token) product.run(tile, done, u.token - done, at(done), ldo, nullptr);
-            const auto extra = expand_panel<T>(arena(), adapter, layer, groups_[g][u.module].module, u, h_of(step, u.module), ldh_,
+            const auto extra = expand_panel<T>(arena(), adapter, layer, groups_[g][u.module].module, u, h_of(step, u), ldh_,
                                                own.rows.data(), own.panel.data(), own.spare.data());
             product.run(tile, u.token, u.tokens, at(u.token), ldo, &extra);
             done = u.token + u.tokens;
         });
         if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, at(done), ldo, nullptr);
-        if (!rest) return;
+        auto add = [&](const LoraUnit& u) { run_expand(step, thread, g, layer, u, at(0) - tile.column, ldo); };
         done = tile.row;
-        expand_tile(step, g, tile, least, [&](const LoraUnit& u) {
-            if (step.segment_adapters[u.segment]->first_elem[layer] < 0) return;
-            if (fits(u)) done = u.token + u.tokens;
-            else run_expand(step, thread, g, layer, u, at(0) - tile.column, ldo);
-        });
+        if (rest)
+            expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {
+                if (step.segment_adapters[u.segment]->first_elem[layer] < 0) return;
+                if (fits(u)) done = u.token + u.tokens;
+                else add(u);
+            });
+        for (int level = 1; all && level <= (int)later_[g].size(); level++) expand_tile(step, g, tile, level, all, add);
     }
 
-    // The parts of the step's segments of at least `least` tokens, and of the group's modules, that lie in a tile of the product.
+    // Whether a segment's expand is done tile by tile, with the base product, in a step of many tokens.
+    static bool is_fused(const StepDesc& step, int s) {
+        return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !level_of(step, s);
+    }
+    static int level_of(const StepDesc& step, int s) { return step.segment_level ? step.segment_level[s] : 0; }
+
+    // The parts of a level's segments, of all or of those that are fused, and of the group's modules that lie in a tile of the
+    // product.
     template <class Run>
-    void expand_tile(const StepDesc& step, int g, const Tile& tile, int least, Run run_expand) {
+    void expand_tile(const StepDesc& step, int g, const Tile& tile, int level, bool all, Run run_expand) {
         for (int s = 0; s < step.segments; s++) {
-            if (step.segment_end[s] - step.segment_begin[s] < least) continue;
+            if (level_of(step, s) != level || (!all && !is_fused(step, s))) continue;
             const int begin = std::max(tile.row, step.segment_begin[s]);
             const int end = std::min(tile.row + tile.rows, step.segment_end[s]);
             if (begin >= end) continue;
@@ -385,8 +407,10 @@ class Decoder {
 
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
 
-    // What the shrink gives for the module'th of a group: [tokens, ldh_].
-    T* h_of(const StepDesc& step, int module) { return h_.data() + module * (long)step.tokens * ldh_; }
+    // What the shrink gives for a module of a group, of the segments of the unit's level: [tokens, ldh_].
+    T* h_of(const StepDesc& step, const LoraUnit& u) {
+        return h_.data() + (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
+    }
 
     // Elements from row to row: an odd number of cache lines, so that rows don't fall into the same few sets.
     template <class E>
@@ -405,7 +429,12 @@ class Decoder {
     Team& team_;
     std::vector<Scratch> scratch_;
     std::vector<Target> groups_[4];
+    struct Later {  // expand of the segments of one level
+        std::vector<LoraUnit> units;
+        std::vector<int> split;
+    };
     std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<Later> later_[4];  // of the levels from 1 on
     std::vector<int> cuts_, shrink_split_[4], expand_split_[4], decode_split_, none_split_;
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
@@ -428,6 +457,7 @@ struct AnyDecoder {
     virtual void forward(const StepDesc& step) = 0;
     virtual void score_logits(int first, int count, float* logits) = 0;
     virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+    virtual int threads() const = 0;
 };
 
 template <class T>
@@ -438,6 +468,7 @@ struct TypedDecoder final : AnyDecoder {
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
         decoder.sample(draws, num_draws, scores, num_scores);
     }
+    int threads() const override { return team.size(); }
     Team team;
     Decoder<T> decoder;
 };
@@ -476,6 +507,9 @@ CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count,
 CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
     ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
 }
+
+// How many threads the next step takes: all, or fewer while others keep the processors busy.
+CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 

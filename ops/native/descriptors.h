@@ -42,6 +42,7 @@ struct StepDesc {
     int64_t max_stall_ns;  // of the step
     int64_t* best;                                // [logits_wanted]: the likeliest token, -1 when its logit is not finite
     int64_t scores_wanted;                        // tokens whose logits are asked for in slices once the step is done
+    const int32_t* segment_level;                 // [segments]: see Segments; null where all are 0
 };
 
 }  // namespace chorus

@@ -100,8 +100,8 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     float *scores = scratch.scores.data(), *sums = scratch.sums.data();
     for (int first = 0, total = unit.tokens * group; first < total; first += kQueryTile) {
         const int count = std::min(kQueryTile, total - first);
-        long at[kQueryTile + 1];
-        int visible[kQueryTile + 1];
+        long at[kQueryTile + 1] = {};
+        int visible[kQueryTile + 1] = {};
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
             at[i] = token * ld + (long)(unit.kv_head * group + (first + i) % group) * head_dim;

@@ -327,9 +327,9 @@ def test_a_table_of_the_device_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def spy(sgmv, used):
-    def call(y, x, arena, tables, layer, modules, schedule, num_tiles):
+    def call(y, x, arena, tables, layer, modules, schedule, num_tiles, passes):
         used.append(schedule)
-        sgmv(y, x, arena, tables, layer, modules, schedule, num_tiles)
+        sgmv(y, x, arena, tables, layer, modules, schedule, num_tiles, passes)
 
     return call
 

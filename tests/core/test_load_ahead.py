@@ -15,7 +15,7 @@ from chorus.memory.host_images import ThreadReads
 
 from ..memory.fakes import SlowReads
 
-HUNG, OTHER = "r1-all", "r1-qv"
+HUNG, OTHER = "r1-all", "r2-qv"
 
 
 @pytest.fixture

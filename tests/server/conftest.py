@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine import EngineStats
+from chorus.core.overload import Overloaded
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -51,7 +52,8 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
-        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",))
+        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model"}
+        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
         return SimpleNamespace(
             name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
         )
@@ -68,18 +70,21 @@ class FakeEngine:
 
     The token is always the most likely one, at -0.5; the next ids follow at -1.5, -2.5, …; prompts score the same.
     `gate`, when cleared, holds up every step. `fail_steps` makes that many steps raise; a prompt with the token
-    `POISON` ends with an error output.
+    `POISON` ends with an error output. With `refuse_from` requests running, no more are taken.
     """
 
     POISON = 0
-    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None, block_tokens=16)
+    config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
+    block_tokens = 16
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
+        self.quarantine: dict[str, Any] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0
+        self.refuse_from: int | None = None
         self.fail_aborts = False
         self.books_match = True
         self.closed = False
@@ -101,6 +106,11 @@ class FakeEngine:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):
             raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        if request.params.max_tokens is None:  # as the engine does
+            room = self.model.max_model_len - request.num_prompt_tokens
+            request.params = replace(request.params, max_tokens=room)
+        if self.refuse_from is not None and len(self._running) >= self.refuse_from:
+            raise Overloaded("too many requests wait", 2.5)
         self.asked.append(request)
         self._running[request.id] = (request, self.answer(request))
 
@@ -148,7 +158,7 @@ class FakeEngine:
         reason = stop = None
         if token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos):
             reason, stop = FinishReason.STOP, token
-        elif request.num_output_tokens >= request.params.max_tokens:
+        elif request.num_output_tokens >= self.limit(request):
             reason = FinishReason.LENGTH
         params = request.params
         prompt = None
@@ -166,6 +176,10 @@ class FakeEngine:
             logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
             prompt_logprobs=prompt,
         )
+
+    def limit(self, request: Request) -> int:
+        room = self.model.max_model_len - request.num_prompt_tokens
+        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:

@@ -4,6 +4,7 @@ import os
 import socket
 import time
 
+import httpx
 import pytest
 
 from chorus.server.connections import RESERVED_DESCRIPTORS, max_connections
@@ -66,7 +67,10 @@ def test_who_does_not_read_is_cut_and_the_pages_are_freed(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     engine.step_seconds = 0.0005
     live = start(engine, settings=HURRIED)
-    body = b'{"model": "base", "prompt": "a", "max_tokens": 1000000, "ignore_eos": true, "stream": true}'
+    body = (
+        b'{"model": "base", "prompt": "a", "max_tokens": 1000000, "ignore_eos": true, "stream": true,'
+        b'"skip_special_tokens": false}'
+    )
     connection = connect(live, HEAD + b"content-length: %d\r\n\r\n" % len(body) + body, receive_buffer=4096)
     live.wait_until(lambda: live.worker.stats.num_running == 1, 30)
     live.wait_until(lambda: live.worker.stats.num_running == 0, 60)
@@ -78,7 +82,10 @@ def test_who_does_not_read_is_cut_and_the_pages_are_freed(start, make_engine):
 def test_who_reads_slowly_is_not_cut(start, make_engine):
     engine = make_engine(["alice"], max_model_len=1 << 20)
     live = start(engine, settings={**HURRIED, "send_seconds": 60})
-    body = b'{"model": "base", "prompt": "a", "max_tokens": 20000, "ignore_eos": true, "stream": true}'
+    body = (
+        b'{"model": "base", "prompt": "a", "max_tokens": 20000, "ignore_eos": true, "stream": true,'
+        b'"skip_special_tokens": false}'
+    )
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     connection = connect(live, head + body, receive_buffer=4096)
     time.sleep(1)
@@ -136,3 +143,21 @@ def test_a_lack_of_descriptors_does_not_fill_the_log(start, fake_engine, caplog)
         )
     assert live.client.get("/health").status_code == 200
     assert len([record for record in caplog.records if "accepted" in record.message]) <= 1
+
+
+def test_unread_answers_give_way_to_new_clients(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+    live.client.close()
+    unread = [
+        connect(live, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200, receive_buffer=4096) for _ in range(16)
+    ]
+
+    def served():
+        try:
+            return httpx.get(f"{live.url}/v1/models", timeout=20).status_code == 200
+        except httpx.TransportError:  # as long as all of them may still begin to read
+            return False
+
+    live.wait_until(served, 60)
+    for connection in unread:
+        connection.close()

@@ -42,7 +42,8 @@ def test_adapters_by_tier(start, fake_engine, monkeypatch):
         'chorus_adapter_tier{adapter="carol",tier="host"} 1.0',
     ]
     assert [line for line in lines if line.startswith("chorus_adapters{")] == [
-        f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")
+        *(f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")),
+        'chorus_adapters{tier="failed"} 0.0',
     ]
     monkeypatch.setattr("chorus.server.engine_view.MAX_TIER_SERIES", 1)
     text = live.client.get("/metrics").text

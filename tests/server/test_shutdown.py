@@ -138,7 +138,10 @@ def test_a_second_ctrl_c_ends_at_once():
 def test_slow_clients_do_not_delay_it():
     with server("well", "--grace-seconds", "1", "--send-seconds", "500", "--body-seconds", "500") as made:
         host, port = made.url.removeprefix("http://").split(":")
-        body = b'{"model": "base", "prompt": "abc", "max_tokens": 1000000, "ignore_eos": true, "stream": true}'
+        body = (
+            b'{"model": "base", "prompt": "abc", "max_tokens": 1000000, "ignore_eos": true, "stream": true,'
+            b'"skip_special_tokens": false}'
+        )
         clients = []
         for sent in (
             HEAD + b"content-length: 1000\r\n\r\n{",

@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -318,6 +319,17 @@ def test_a_load_that_hangs_is_seen(watched, fake_engine):
     assert not worker.healthy and "loading" in worker.trouble
     release.set()
     loading.join(30)
+    watchdog.look()
+    assert worker.healthy
+
+
+def test_a_read_that_hangs_is_seen_while_others_get_on(watched, fake_engine):
+    worker, watchdog, _ = watched
+    run(worker, request())
+    worker.stats = replace(worker.stats, num_running=1, num_waiting=1, oldest_read_seconds=9.0)
+    watchdog.look()
+    assert not worker.healthy and "loading" in worker.trouble
+    worker.stats = replace(worker.stats, oldest_read_seconds=0.0)
     watchdog.look()
     assert worker.healthy
 
