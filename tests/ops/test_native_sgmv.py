@@ -262,8 +262,9 @@ def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
 @needs_native
 @pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
 @pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)
-def test_entries_of_a_token_may_share_a_module(base, lengths, ranks):
-    step = twice_step(base("usual"), lengths, ranks)
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
+def test_entries_of_a_token_may_share_a_module(base, shape, lengths, ranks):
+    step = twice_step(base(shape), lengths, ranks)
     assert max(step.segments.level) == 1
     expected = step.logits(torch.float32, "torch")
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
