@@ -175,18 +175,16 @@ class Admission:
 
     def _note_cold(self) -> None:
         """Seats are free and requests wait: count those whose adapter is still to be read."""
-        for groups in self._waiting.tenants.values():
-            for adapter, group in groups.items():
-                if adapter is None or adapter.pages:
-                    continue
-                last = next(reversed(group.requests)).place
-                if last <= group.noted or self._store.tier(adapter) is Tier.HOST:
-                    continue
-                for request in reversed(group.requests):
-                    if request.place <= group.noted:
-                        break
-                    self._count_cold(request)
-                group.noted = last
+        unnoted = self._waiting.unnoted
+        for group in list(unnoted):
+            if group.adapter.pages or self._store.tier(group.adapter) is Tier.HOST:
+                continue  # it may be on disk only by the time that it could run
+            for request in reversed(group.requests):
+                if request.place <= group.noted:
+                    break
+                self._count_cold(request)
+            group.noted = next(reversed(group.requests)).place
+            del unnoted[group]
 
     def _count_cold(self, request: Request) -> None:
         if not request.had_to_wait:

@@ -87,7 +87,8 @@ class Engine:
         self._pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self._costs = RestoreCosts()
-        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
+        self._reads = reads or ThreadReads()
+        images = HostImages(config.host_cache_bytes, self._reads, clock, config.adapter_read_seconds)
         self.store = AdapterStore(
             self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock
         )
@@ -176,8 +177,15 @@ class Engine:
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
+    def wake(self) -> None:
+        """Have a step that only waits for reads return at once, because there is more to do; from any thread."""
+        self._reads.wake()
+
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what is new. A failing request gets an error output; the others go on."""
+        """Run one step and return what is new. A failing request gets an error output; the others go on.
+
+        Where nothing can run before an adapter has been read, it sleeps for a moment, or until `wake`.
+        """
         return self.end_step(self.begin_step())
 
     def begin_step(self) -> StepPlan | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
@@ -12,6 +12,9 @@ from .request import Request
 from .waiting import Group, WaitingQueue
 
 OVERDUE, RESIDENT, COMING = range(3)
+
+#: Of one tenant, beyond which it is quicker to look at the adapters that are not on disk only.
+_MANY_GROUPS = 64
 
 
 class QueueOrder:
@@ -37,15 +40,22 @@ class QueueOrder:
         self._overdue_before = overdue_before
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
         self._tenant = ""
+        near: set[Adapter | None] | None = None
         for tenant, groups in waiting.tenants.items():
             entries = []
-            for adapter, group in groups.items():
+            adapters: Collection[Adapter | None] = groups
+            if len(groups) > _MANY_GROUPS:  # most of them for adapters that are on disk only
+                if near is None:
+                    near = {None, *store.near()}
+                adapters = near & groups.keys()
+            for adapter in adapters:
                 if adapter is None or adapter.pages:
                     kind = RESIDENT
                 elif store.is_requested(adapter):
                     kind = COMING
                 else:
                     continue
+                group = groups[adapter]
                 head = group.head
                 if adapter is None or may_run(adapter, head):
                     entries.append(self._entry(kind, head, group))

@@ -32,6 +32,8 @@ class WaitingQueue:
         self._order: OrderedDict[Request, None] = OrderedDict()
         self._first = self._last = 0
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
+        #: Groups with requests of which nobody has noted yet whether they wait for their adapter.
+        self.unnoted: dict[Group, None] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -87,6 +89,8 @@ class WaitingQueue:
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
+        if request.adapter is not None:
+            self.unnoted[group] = None
         return group
 
     def _leave_group(self, request: Request) -> None:
@@ -97,5 +101,6 @@ class WaitingQueue:
         del group.requests[request]
         if not group.requests:
             del groups[request.adapter]
+            self.unnoted.pop(group, None)
             if not groups:
                 del self.tenants[request.tenant]

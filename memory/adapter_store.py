@@ -55,6 +55,8 @@ class AdapterStore:
         self._current: dict[str, Adapter] = {}
         self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
         self._pinned: set[Adapter] = set()
+        self._resident: dict[Adapter, None] = {}
+        self._by_version: dict[int, Adapter] = {}  # whose bytes have been asked for
         self._loads = LoadsInFlight(pool)
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
@@ -144,6 +146,11 @@ class AdapterStore:
         """Whether its bytes are in host memory or being read."""
         return self._images.is_requested(adapter.version)
 
+    def near(self) -> Iterable[Adapter]:
+        """Adapters that are resident, in host memory or being read."""
+        by_version = self._by_version
+        return {**self._resident, **dict.fromkeys(by_version[version] for version in self._images.keys())}
+
     def read_ahead(self, adapters: Iterable[Adapter]) -> None:
         """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
 
@@ -154,9 +161,9 @@ class AdapterStore:
             if not adapter.pages:
                 size = adapter.num_pages * self._page_bytes
                 num_bytes += size
-                has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
-                if num_bytes > size and not self.is_requested(adapter) and not has_room:
-                    return
+                if num_bytes > size and not self.is_requested(adapter):
+                    if num_bytes > self._images.capacity_bytes or not self._images.has_room(size):
+                        return
                 self._request(adapter)
 
     def watch_reads(self) -> None:
@@ -305,6 +312,7 @@ class AdapterStore:
         if adapter.requests and adapter.transfer is None and not self._is_on_host(adapter):
             self._save(adapter)
         pages, adapter.pages = adapter.pages, []
+        del self._resident[adapter]
         if adapter.transfer is None:
             self._pool.release(pages)
         else:
@@ -357,6 +365,7 @@ class AdapterStore:
             self._pool.release(pages)
             raise
         adapter.pages = pages
+        self._resident[adapter] = None
         self.num_loads += 1
         self.num_streamed += stream
         if transfer is None:
@@ -366,6 +375,7 @@ class AdapterStore:
 
     def _request(self, adapter: Adapter) -> None:
         manifest, layout = adapter.manifest, adapter.layout
+        self._by_version[adapter.version] = adapter
 
         def read(image: HostImage) -> None:
             start = self._clock()
@@ -395,6 +405,7 @@ class AdapterStore:
             logger.exception("saving %r failed", adapter)
             return
         if image is not None:
+            self._by_version[adapter.version] = adapter
             size = adapter.num_pages * self._page_bytes
             self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
 
@@ -446,4 +457,5 @@ class AdapterStore:
         if adapter.pages:
             self.evict(adapter)
         self._images.drop(adapter.version)
+        self._by_version.pop(adapter.version, None)
         self.on_gone(adapter.version)

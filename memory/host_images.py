@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -150,10 +150,19 @@ class HostImages:
         excess = self.num_bytes + num_bytes - self.capacity_bytes
         if excess <= 0:
             return True
-        return excess <= sum(entry.num_bytes for entry in self._entries.values() if _is_loose(entry))
+        for entry in self._entries.values():  # those that were used least recently come first, and are mostly loose
+            if _is_loose(entry):
+                excess -= entry.num_bytes
+                if excess <= 0:
+                    return True
+        return False
 
     def is_requested(self, key: Hashable) -> bool:
         return key in self._entries
+
+    def keys(self) -> Iterable[Hashable]:
+        """Of all images, whole or being read."""
+        return self._entries.keys()
 
     def is_ready(self, key: Hashable) -> bool:
         """Whether `take` would not block: the read has ended, well or badly."""
@@ -306,7 +315,7 @@ class HostImages:
 
 
 def _is_loose(entry: _Entry) -> bool:
-    return entry.future.done() and entry.may_drop()
+    return entry.may_drop() and entry.future.done()
 
 
 def _ended() -> Future:

@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from typing import Any
 
 from .reads import Reads
@@ -39,6 +39,8 @@ class ThreadReads(Reads):
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
+        self._woken: Future = Future()
+        self._wake_lock = threading.Lock()
 
     def submit(self, read: Callable[[], Any]) -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
@@ -54,6 +56,20 @@ class ThreadReads(Reads):
                     self._queue.pop()
                     raise
         return future
+
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        """Sleep until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
+        if not pending:
+            return
+        wait([*pending, self._woken], timeout, FIRST_COMPLETED)
+        with self._wake_lock:
+            if self._woken.done():
+                self._woken = Future()
+
+    def wake(self) -> None:
+        with self._wake_lock:
+            if not self._woken.done():
+                self._woken.set_result(None)
 
     def set_aside(self, future: Future) -> bool:
         with self._changed:

@@ -18,6 +18,9 @@ class Reads(Protocol):
         """Let time go by until one of `pending` has ended, at most `timeout` seconds."""
         wait(pending, timeout, FIRST_COMPLETED)
 
+    def wake(self) -> None:
+        """End the `wait` under way, or else the next one at once; from any thread."""
+
     def set_aside(self, future: Future) -> bool:
         """Let others be read beside a read that takes long, as if it were not there. Whether that could be done."""
         return False

@@ -157,6 +157,7 @@ class EngineWorker:
             if trouble is None:
                 self._inbox.append(run)
                 self._wake.notify()
+                self._engine.wake()
                 return future
         future.set_exception(EngineUnavailable(trouble))
         return future

@@ -142,3 +142,18 @@ def test_the_process_ends_though_a_read_hangs():
         "assert began.wait(60)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+
+
+def test_who_waits_for_a_read_is_woken_when_there_is_something_else_to_do(reads):
+    """Nothing else ends the wait: the read hangs, and the time allowed is longer than a test may take."""
+    hung, pending = hang(reads, 1)
+    assert hung[0].began.wait(WAIT)
+    waited = threading.Thread(target=reads.wait, args=(pending, 10 * WAIT), daemon=True)
+    waited.start()
+    reads.wake()
+    waited.join(WAIT)
+    assert not waited.is_alive()
+    reads.wake()  # also when it comes before the wait
+    reads.wait(pending, 10 * WAIT)
+    hung[0].go.set()
+    assert pending[0].result(WAIT) == "late"

@@ -88,6 +88,7 @@ class FakeEngine:
         self.fail_aborts = False
         self.books_match = True
         self.closed = False
+        self.woken = threading.Event()
         self.step_seconds = 0.0
         self.num_cached_tokens = 0
         self.asked: list[Request] = []
@@ -126,6 +127,9 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def wake(self) -> None:
+        self.woken.set()
 
     def check_when_idle(self) -> None:
         if not self.books_match and not self._running:

@@ -61,6 +61,27 @@ def test_only_the_workers_thread_touches_the_engine(worker, fake_engine):
     assert len(fake_engine.threads) == 1 and threading.get_ident() not in fake_engine.threads
 
 
+def test_what_comes_wakes_a_step_that_waits_for_reads(worker, fake_engine):
+    """A step that has nothing to run but reads to wait for ends at once when somebody asks for something."""
+    step, has_work = fake_engine.step, fake_engine.has_work
+    fake_engine.has_work = lambda: True
+
+    def wait_or_step():
+        if has_work():
+            return step()
+        assert fake_engine.woken.wait(60)
+        fake_engine.woken.clear()
+        return []
+
+    fake_engine.step = wait_or_step
+    worker.call(lambda engine: None).result(5)  # from now on the worker waits in a step
+    receiver = Receiver()
+    worker.submit(request(), receiver).result(5)
+    assert receiver.done.result(5).finish_reason is FinishReason.STOP
+    fake_engine.has_work = has_work
+    worker.call(lambda engine: None).result(5)
+
+
 def test_refusals_come_through_the_future(worker):
     with pytest.raises(InvalidRequest) as caught:
         worker.submit(request(adapter="nobody"), Receiver()).result(5)
@@ -310,7 +331,7 @@ def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeyp
 def test_a_load_that_hangs_is_seen(watched, fake_engine):
     worker, watchdog, clock = watched
     begun, release = threading.Event(), threading.Event()
-    fake_engine.check_adapter = lambda path: (begun.set(), release.wait(60))
+    fake_engine.check_adapter = lambda path, roots=(): (begun.set(), release.wait(60))
     loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
     loading.start()
     assert begun.wait(30)
