@@ -57,6 +57,7 @@ class Admission:
         self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
         self._late: set[Adapter] = set()  # did not come in time: no request starts before all of it has been read
         self._doubt_until = 0.0
+        self.awaits_growth = False  # the last `admit` ended for what is expected to grow, which may differ in any step
         self.num_cold_starts = 0  # requests whose adapter was not all there when they could begin
 
     def settle(self) -> None:
@@ -81,6 +82,7 @@ class Admission:
         limits, waiting = self._limits, self._waiting
         admitted: dict[Request, int] = {}
         seats = limits.max_num_seqs
+        self.awaits_growth = False
         if budget <= 0 or len(running) >= seats:
             return admitted
         now = self._clock()
@@ -148,9 +150,12 @@ class Admission:
                     growth = self._lengths.growth_of(running)
                 block = limits.block_tokens
                 own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
-                if not self._memory.fits(request, blocks, growth + max(0, own)):
+                if not self._memory.fits(request, blocks, growth + max(0, own)) and not self._memory.fits(
+                    request, blocks, self._lengths.peak_growth(running, request)
+                ):
                     if self._store.give_up_loads():
                         continue
+                    self.awaits_growth = True
                     break
             waiting.remove(request)
             order.go_on()

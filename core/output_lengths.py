@@ -2,37 +2,52 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Iterable
+from itertools import accumulate
 
 from .request import Request
 
-_FIRST_GUESS = 256.0
-_WEIGHT = 1 / 16
+_FIRST_GUESS = 256
+_NUM_REMEMBERED = 128
 
 
 class OutputLengths:
-    """The mean length of the answers that have ended, the latest ones counting most.
+    """Lengths of the latest answers that have ended; a running one is expected to become as long as those that went on
+    from where it is did on average.
 
     A limit alone says little: most answers end long before the one that their clients set.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._mean = _FIRST_GUESS
-        self._num_ended = 0
+        self._latest: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        self._sorted: list[int] = []
+        self._means: list[float] = []  # of the sorted lengths from each on
+        self._is_new = False
 
     def end(self, num_tokens: int) -> None:
         """An answer has ended of itself, with so many tokens."""
-        self._num_ended += 1
-        self._mean += max(_WEIGHT, 1 / (1 + self._num_ended)) * (num_tokens - self._mean)
+        self._latest.append(num_tokens)
+        self._is_new = True
+
+    def _answer_length(self, drawn: int) -> int:
+        """Tokens with which an answer is expected to end that has `drawn`; a quarter more where none got so far."""
+        if not self._latest:
+            return max(_FIRST_GUESS, drawn + drawn // 4)
+        if self._is_new:
+            self._is_new = False
+            self._sorted = sorted(self._latest)
+            sums = list(accumulate(reversed(self._sorted)))
+            self._means = [total / count for count, total in enumerate(sums, 1)][::-1]
+        index = bisect_right(self._sorted, drawn)
+        return int(self._means[index]) if index < len(self._means) else drawn + drawn // 4
 
     def final_length(self, request: Request) -> int:
-        """Tokens, prompt included, that a request is expected to end with; its last one takes no room.
-
-        One that is beyond the mean is expected to go on for a quarter of what it has drawn.
-        """
-        drawn = request.num_output_tokens
-        return min(request.max_length, request.num_prompt_tokens + int(max(self._mean, 1.25 * drawn)) + 1)
+        """Tokens, prompt included, that a request is expected to end with; its last one takes no room."""
+        prompt = request.num_prompt_tokens
+        return min(request.max_length, prompt + self._answer_length(len(request.token_ids) - prompt) + 1)
 
     def growth(self, request: Request) -> int:
         """Pages that are still expected to be taken for a request."""
@@ -42,3 +57,23 @@ class OutputLengths:
     def growth_of(self, running: Iterable[Request]) -> int:
         """Pages that are still expected to be taken for all of `running`."""
         return sum(map(self.growth, running))
+
+    def peak_growth(self, running: Iterable[Request], request: Request) -> int:
+        """Pages beyond today's that `running` and `request`, once it has pages for its known tokens, will need at most.
+
+        Less than they grow by in all: whoever ends gives its pages back while others go on growing. What it shares of
+        the prefix cache it does not give back.
+        """
+        block = self._block_tokens
+        known = -(-request.num_tokens // block)
+        taken, ahead = known, [(self.final_length(request) - 1 - request.num_tokens, known)]
+        for each in running:
+            count, shared = len(each.token_ids), each.began_at // block
+            taken += each.room // block - shared
+            ahead.append((self.final_length(each) - 1 - count, -(-max(each.room, count) // block) - shared))
+        ahead.sort(reverse=True)
+        peak = pages = 0
+        for alive, (steps, held) in enumerate(ahead, 1):  # when this one ends, those before it are still there
+            pages += held
+            peak = max(peak, pages * block + alive * steps)
+        return max(0, -(-peak // block) - taken)

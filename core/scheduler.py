@@ -187,7 +187,7 @@ class Scheduler:
             return None
         self._num_steps += 1
         plan = plan_step(self._num_steps, groups, counts, self._buckets)
-        if chosen is None and not admitted and self._limits.max_repeat > 1:
+        if chosen is None and not admitted and self._limits.max_repeat > 1 and not self._admission.awaits_growth:
             plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
 

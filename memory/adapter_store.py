@@ -149,7 +149,7 @@ class AdapterStore:
     def near(self) -> Iterable[Adapter]:
         """Adapters that are resident, in host memory or being read."""
         by_version = self._by_version
-        return {**self._resident, **dict.fromkeys(by_version[version] for version in self._images.keys())}
+        return {**self._resident, **dict.fromkeys(by_version[version] for version in self._images)}
 
     def read_ahead(self, adapters: Iterable[Adapter]) -> None:
         """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
@@ -161,8 +161,9 @@ class AdapterStore:
             if not adapter.pages:
                 size = adapter.num_pages * self._page_bytes
                 num_bytes += size
-                if num_bytes > size and not self.is_requested(adapter):
-                    if num_bytes > self._images.capacity_bytes or not self._images.has_room(size):
+                if num_bytes > size and not self.is_requested(adapter):  # all others have their room already
+                    has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
+                    if not has_room:
                         return
                 self._request(adapter)
 

@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -160,9 +160,9 @@ class HostImages:
     def is_requested(self, key: Hashable) -> bool:
         return key in self._entries
 
-    def keys(self) -> Iterable[Hashable]:
-        """Of all images, whole or being read."""
-        return self._entries.keys()
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of all images, whole or being read."""
+        return iter(self._entries)
 
     def is_ready(self, key: Hashable) -> bool:
         """Whether `take` would not block: the read has ended, well or badly."""

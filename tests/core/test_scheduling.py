@@ -284,6 +284,35 @@ def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_toke
     assert max(len(plan) for plan in house.plans) >= 2, "and requests still run together"
 
 
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("lengths", [[4, 60], [8, 16, 32, 64], [1, 1, 1, 60]])
+@pytest.mark.parametrize("stops", [(), (7, 11, 13), tuple(range(20))])
+def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(prefix_cache, lengths, stops):
+    house = House(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
+    requests = []
+    for index in range(60):
+        prompt, count = [2 + index % 40, 3, 4, 5], lengths[index * 7 % len(lengths)]
+        requests.append(house.add(str(index), prompt=prompt, max_tokens=count, stop_token_ids=stops))
+    house.drain()
+    needed = sum(request.num_tokens - 1 for request in requests)
+    assert house.computed <= 1.2 * needed
+    assert max(len(plan) for plan in house.plans) >= 4, "and requests still run together"
+
+
+def test_room_that_others_give_back_in_time_is_given_again():
+    """Two are near their end when a third comes: what they hold is what it will grow into."""
+    house = House(num_pages=1 + 22, max_num_seqs=4)
+    for name in "ab":
+        house.add(name, prompt=range(2, 14), max_tokens=21)
+    for _ in range(15):
+        house.step()
+    house.add("long", prompt=range(2, 14), max_tokens=30)
+    house.step()
+    assert "long" in {name for name, _ in house.plans[-1]}
+    house.drain()
+    assert house.engine.stats().num_preemptions == 0
+
+
 class OldestFirst:
     def choose(self, running):
         return running[0]
