@@ -1,9 +1,10 @@
 """Slow and hanging adapter files beside ordinary load: `python -m chorus.perf.chaos.slow_reads`.
 
-The real engine on the CPU with the built-in model. Requests of the base model and of resident adapters arrive at a
-steady rate, in rounds without and with requests for other adapters whose files are read at 1 MB/s or never come. The
-bar: the p99 of the ordinary requests' time to first token is at most 1.25 times what it is without the slow files.
-Rounds alternate, so that what else the machine does falls on both.
+The real engine on the CPU with the built-in model, on the server's worker thread. Requests of the base model and of
+resident adapters arrive at a steady rate, in rounds without and with as many requests for other adapters beside them:
+half of those adapters come at 1 MB/s, layer by layer, the others never. The bar: the p99 of the ordinary requests' time
+to first token is at most 1.25 times what it is without the slow files. Rounds alternate, so that what else the machine
+does falls on both.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
+from ...core.types import RequestOutput
 from ...memory.adapter_format import AdapterManifest
 from ...memory.adapter_layout import AdapterLayout
 from ...memory.host_image import HostImage
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...server.worker import EngineWorker
 
 BAR = 1.25
 BYTES_PER_SECOND = 1e6
@@ -35,8 +38,9 @@ BYTES_PER_SECOND = 1e6
 
 @dataclass
 class Trouble:
-    """Directories whose reads are slow, or hang until `over` is set."""
+    """Directories whose reads take `seconds`, or hang until `over` is set."""
 
+    seconds: float
     slow: set[str] = field(default_factory=set)
     hanging: set[str] = field(default_factory=set)
     over: threading.Event = field(default_factory=threading.Event)
@@ -47,11 +51,18 @@ class Trouble:
         inner = backend.read
 
         def read(manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-            name = manifest.path.name
+            name, publish, ready = manifest.path.name, image.publish, 0
+
+            def publish_slowly(num_ready: int) -> None:
+                nonlocal ready
+                self.over.wait(self.seconds * (num_ready - ready) / layout.num_layers)
+                ready = num_ready
+                publish(num_ready)
+
             if name in self.hanging:
                 self.over.wait()
             elif name in self.slow:
-                self.over.wait(manifest.file_size / BYTES_PER_SECOND)
+                image.publish = publish_slowly
             inner(manifest, layout, image)
 
         backend.read = read
@@ -62,31 +73,36 @@ def copies_of(source: Path, count: int, where: Path) -> list[Path]:
     return [Path(shutil.copytree(source, where / f"{source.name}-{index}")) for index in range(count)]
 
 
-def run_round(slow_adapters: int, seconds: float, rate: float, seats: int, seed: int, where: Path) -> list[float]:
+def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Path) -> list[float]:
     """Times to first token of the ordinary requests, in seconds."""
-    trouble = Trouble()
+    trouble = Trouble(args.megabytes * 1e6 / BYTES_PER_SECOND)
     config = EngineConfig(
-        model=BUILTIN_MODEL, memory_bytes=64 << 20, max_num_seqs=seats, prefix_cache=False, threads=1, seed=seed,
+        model=BUILTIN_MODEL, memory_bytes=64 << 20, max_num_seqs=args.seats, prefix_cache=False, threads=1, seed=seed,
         device="cpu", max_waiting=None,
     )  # fmt: skip
-    engine = Engine.from_config(config)
     sources = sorted(path for path in BUILTIN_ADAPTERS.iterdir() if path.is_dir())
-    resident = [path.name for path in sources[:2]]
-    for path in sources[:2]:
-        engine.store.register(path.name, path)
-        engine.pin_adapter(path.name)
-    names = []
-    for index, path in enumerate(copies_of(sources[2], slow_adapters, where)):
-        (trouble.hanging if index % 2 else trouble.slow).add(path.name)
-        engine.store.register(path.name, path)
-        names.append(path.name)
-    trouble.inject(engine)
-    rng = random.Random(seed)
-    _run_alone(engine)
-    took = _serve(engine, rng, seconds, rate, [None, *resident], names)
-    trouble.over.set()
-    engine.close()
-    return took
+    copies = copies_of(sources[2], slow_adapters, where)
+
+    def build() -> Engine:
+        engine = Engine.from_config(config)
+        for path in sources[:2]:
+            engine.store.register(path.name, path)
+            engine.pin_adapter(path.name)
+        for index, path in enumerate(copies):
+            (trouble.hanging if index % 2 else trouble.slow).add(path.name)
+            engine.store.register(path.name, path)
+        trouble.inject(engine)
+        _run_alone(engine)
+        return engine
+
+    worker = EngineWorker(build)
+    worker.start()
+    try:
+        ordinary = [None, *(path.name for path in sources[:2])]
+        return _serve(worker, random.Random(seed), args, ordinary, [path.name for path in copies])
+    finally:
+        trouble.over.set()
+        worker.stop()
 
 
 def _run_alone(engine: Engine) -> None:
@@ -98,34 +114,42 @@ def _run_alone(engine: Engine) -> None:
 
 
 def _serve(
-    engine: Engine, rng: random.Random, seconds: float, rate: float, ordinary: list[str | None], slow: list[str]
+    worker: EngineWorker, rng: random.Random, args: argparse.Namespace, ordinary: list[str | None], slow: list[str]
 ) -> list[float]:
     """Open-loop arrivals: a request's time counts from when it was to come. The slow ones are one for one beside."""
-    start = time.perf_counter()
-    due, index = 0.0, 0
-    came: dict[str, float] = {}
+    params = SamplingParams(16, temperature=0, ignore_eos=True)
     took: list[float] = []
+    open_ones: list[threading.Event] = []
     slow_ids: list[str] = []
-    while due < seconds or came:
-        now = time.perf_counter() - start
-        while due <= now and due < seconds:
-            name = ordinary[index % len(ordinary)]
-            params = SamplingParams(16, temperature=0, ignore_eos=True)
-            engine.add_request(Request(f"o{index}", _prompt(rng), params, name))
-            came[f"o{index}"] = due
-            if slow:
-                request = Request(f"s{index}", _prompt(rng), params, slow[index % len(slow)])
-                engine.add_request(request)
-                slow_ids.append(request.id)
-            due += rng.expovariate(rate)
-            index += 1
-        if not came:
-            time.sleep(max(0.0, min(due - now, 0.001)))
-        first = [each.request_id for each in engine.step() if each.request_id in came and each.token_ids]
-        took += [time.perf_counter() - start - came.pop(request_id) for request_id in first]
-    for request_id in slow_ids:
-        engine.abort(request_id)
-    engine.check_integrity()
+
+    def ask(name: str, adapter: str | None, due: float) -> None:
+        done = threading.Event()
+        open_ones.append(done)
+
+        def take(output: RequestOutput) -> None:
+            if output.token_ids and not done.is_set():
+                took.append(time.perf_counter() - due)
+                done.set()
+            elif output.finish_reason is not None:
+                done.set()
+
+        worker.submit(Request(name, _prompt(rng), params, adapter), take)
+
+    start = due = time.perf_counter()
+    while due < start + args.seconds:
+        time.sleep(max(0.0, due - time.perf_counter()))
+        index = len(open_ones)
+        ask(f"o{index}", ordinary[index % len(ordinary)], due)
+        if slow:
+            slow_ids.append(f"s{index}")
+            request = Request(slow_ids[-1], _prompt(rng), params, slow[index % len(slow)])
+            worker.submit(request, lambda output: None)
+        due += rng.expovariate(args.rate)
+    if not all(done.wait(30.0) for done in open_ones) or len(took) != len(open_ones):
+        raise RuntimeError(f"{len(open_ones) - len(took)} of {len(open_ones)} ordinary requests got no token")
+    for name in slow_ids:
+        worker.abort(name)
+    worker.call(Engine.check_integrity).result()
     return took
 
 
@@ -140,7 +164,8 @@ def p99(values: list[float]) -> float:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.slow_reads", description=__doc__.split("\n")[0])
     parser.add_argument("--slow", type=int, default=40, help="adapters that are slow or hang (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of a round (default: %(default)s)")
+    parser.add_argument("--megabytes", type=float, default=25.0, help="of a slow one's file (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=6.0, help="of a round (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=4, help="of each kind (default: %(default)s)")
     parser.add_argument("--rate", type=float, default=60.0, help="ordinary requests per second (default: %(default)s)")
     parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
@@ -150,7 +175,7 @@ def main(argv: list[str] | None = None) -> int:
         for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
             with tempfile.TemporaryDirectory() as where:
                 count = args.slow if kind == "with" else 0
-                took = run_round(count, args.seconds, args.rate, args.seats, index, Path(where))
+                took = run_round(count, args, index, Path(where))
             found[kind] += took
     print(f"{'slow files':12} {'requests':>8} {'TTFT p50':>10} {'p99':>10} {'max':>10}  ms")
     for kind, took in found.items():
