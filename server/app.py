@@ -44,7 +44,7 @@ def create_app(
     hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []
     private = PrivatePaths([served.root, *served.adapter_roots, *(path for _, path in settings.lora_modules)])
-    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
+    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds, served.adapter_load_seconds)
     api = Api(worker, served, gate)
     generation = GenerationApi(worker, tokenizer, served, api.metrics)
     texts = TextApi(worker, tokenizer, generation)

@@ -247,7 +247,7 @@ def watched(fake_engine):
     clock = Clock()
     worker = EngineWorker(lambda: fake_engine, clock)
     worker.start()
-    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30), clock
+    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30, load_seconds=20), clock
     fake_engine.gate.set()
     worker.stop()
 
@@ -310,13 +310,16 @@ def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeyp
 def test_a_load_that_hangs_is_seen(watched, fake_engine):
     worker, watchdog, clock = watched
     begun, release = threading.Event(), threading.Event()
-    fake_engine.check_adapter = lambda path: (begun.set(), release.wait(60))
+    fake_engine.check_adapter = lambda path, roots: (begun.set(), release.wait(60))
     loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
     loading.start()
     assert begun.wait(30)
     clock.now = 9
     watchdog.look()
     assert not worker.healthy and "loading" in worker.trouble
+    clock.now = 21
+    watchdog.look()
+    assert worker.healthy, "its client has been told that it was given up, and nobody waits for it"
     release.set()
     loading.join(30)
     watchdog.look()
