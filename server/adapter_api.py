@@ -56,7 +56,7 @@ class _Seen:
         adapter = store.get(name)
         return cls(adapter, store.tier(adapter).value, len(adapter.pages), adapter.references)
 
-    def body(self) -> dict[str, Any]:
+    def body(self, request: Request) -> dict[str, Any]:
         manifest = self.adapter.manifest
         return {
             "name": self.adapter.name,
@@ -66,7 +66,7 @@ class _Seen:
             "tier": self.tier,
             "pages": self.pages,
             "references": self.references,
-            "path": shown_path(manifest.path),
+            "path": shown_path(manifest.path, request),
             "content_hash": manifest.content_hash,
             "no_effect": manifest.no_effect,
             "stem": None if manifest.stem == STEM else manifest.stem,
@@ -91,15 +91,18 @@ class AdapterApi:
 
     # --- our own ---
 
-    async def list_all(self, _: Request) -> Response:
+    async def list_all(self, request: Request) -> Response:
         seen, quarantined = await self._call(
             lambda engine: (
                 [_Seen.of(engine.store, name) for name in engine.store.names()],
                 list(engine.quarantine.values()),
             )
         )
-        broken = [{"name": one.name, "path": shown_path(one.path), "reason": one.reason} for one in quarantined]
-        return JSONResponse({"object": "list", "data": [one.body() for one in seen], "quarantined": broken})
+        hide = request.app.state.private_paths.hide
+        broken = [
+            {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)} for one in quarantined
+        ]
+        return JSONResponse({"object": "list", "data": [one.body(request) for one in seen], "quarantined": broken})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -107,13 +110,13 @@ class AdapterApi:
             seen = await self._call(lambda engine: _Seen.of(engine.store, name))
         except UnknownAdapter:
             raise _unknown(name, None) from None
-        return JSONResponse(seen.body())
+        return JSONResponse(seen.body(request))
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
         asked = AddAdapter.parse(await read_body(request, self._served.max_body_bytes))
         seen, replaced = await self._load(asked.name, asked.path, "name", "path", replace=True)
-        return JSONResponse(seen.body(), status_code=200 if replaced else 201)
+        return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
 
     async def remove(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -217,9 +220,12 @@ def _swap(engine: Engine, name: str, manifest: AdapterManifest, *, replace: bool
     return _Seen.of(store, name), replaced
 
 
-def shown_path(path: Path) -> str:
-    """A path as JSON can hold it: what is not UTF-8 or can't be printed is escaped."""
-    text = str(path)
+def shown_path(path: Path, request: Request) -> str:
+    """A path as JSON can hold it: what is not UTF-8 or can't be printed is escaped.
+
+    Who may not know where files lie sees it from below its root.
+    """
+    text = str(path) if request.state.sees_paths else request.app.state.private_paths.shown(path)
     return text if text.isprintable() else shown(text)
 
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import logging
 import os
 import socket
 import struct
+import termios
 import time
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +29,12 @@ MIN_BYTES_PER_SECOND = 16 << 10
 
 UNREAD_SECONDS = 2.0
 """How long an answer may lie unread while others need its connection's place."""
+
+FRESH_SECONDS = 1.0
+"""How long a connection has, if any older one can be closed in its stead, to say what it wants."""
+
+CROWDED_SECONDS = 30.0
+"""For how long, after half of the places were taken last, whatever is slow has a quarter of its time."""
 
 RESERVED_DESCRIPTORS = 128
 """Descriptors kept for all but connections: adapter files, and sockets that are being closed or refused."""
@@ -77,12 +85,15 @@ def max_connections(wanted: int | None = None) -> int:
 class Connections:
     """All connections of a server. Used on its event loop only.
 
-    Twice a second each is looked at; what has not got on in its time is cut, and a request that it had ends. A new
-    connection beyond the limit takes the place of the oldest ones that ask for nothing.
+    Twice a second each is looked at; what has not got on in its time is cut, and a request that it had ends. The times
+    are a quarter as long while half of the places are taken, and for a while after. A new connection beyond the limit
+    takes the place of the oldest ones that ask for nothing.
     """
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self.limits = limits
+        self._crowded_limits = replace(limits, head=limits.head / 4, body=limits.body / 4, send=limits.send / 4)
+        self._crowded_until = 0.0
         self._all: dict[HttpConnection, None] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._cut: Counter[str] = Counter()
@@ -110,7 +121,7 @@ class Connections:
             one for one in self._all
             if one is not besides and (one.look(now) is not Phase.ANSWER or one.unread_seconds(now) > UNREAD_SECONDS)
         ]  # fmt: skip
-        waiting.sort(key=lambda one: (one.phase, one.since))
+        waiting.sort(key=lambda one: (now - one.since < FRESH_SECONDS, one.phase, one.since))
         chosen = waiting[: max(1, self.limits.count // 32)]
         for connection in chosen:
             self._close(connection, "others needed their places")
@@ -123,10 +134,12 @@ class Connections:
 
     def cut(self, connections: Iterable[HttpConnection] | None = None) -> None:
         """End connections at once, all by default; their requests end, too."""
+        now = time.monotonic()
         for connection in list(self._all if connections is None else connections):
             self._all.pop(connection, None)
             transport = connection.transport
-            if transport.get_write_buffer_size():  # or the system keeps what nobody reads
+            if transport.get_write_buffer_size() or connection.holds or connection.unread_seconds(now):
+                # Or the system would keep what nobody reads.
                 transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             transport.abort()
 
@@ -140,8 +153,11 @@ class Connections:
 
     def _sweep(self) -> None:
         now = time.monotonic()
+        if 2 * len(self._all) >= self.limits.count:
+            self._crowded_until = now + CROWDED_SECONDS
+        limits = self.limits if now >= self._crowded_until else self._crowded_limits
         for connection in list(self._all):
-            if (why := connection.overdue(now, self.limits)) is not None:
+            if (why := connection.overdue(now, limits)) is not None:
                 self._close(connection, why)
         if self._cut and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
@@ -153,12 +169,13 @@ class Connections:
 
 
 class CountingTransport:
-    """A transport that knows how many bytes the system has taken from it."""
+    """A transport that knows how many bytes its client's machine has taken."""
 
-    __slots__ = ("_transport", "_written")
+    __slots__ = ("_descriptor", "_transport", "_written")
 
     def __init__(self, transport: Any) -> None:
         self._transport = transport
+        self._descriptor: int = transport.get_extra_info("socket").fileno()
         self._written = 0
 
     def write(self, data: bytes) -> None:
@@ -166,9 +183,17 @@ class CountingTransport:
         self._transport.write(data)
 
     @property
+    def unread(self) -> int:
+        """Bytes that wait here, or in the system, until the client's machine takes them."""
+        if self._transport.is_closing():
+            return self._transport.get_write_buffer_size()
+        in_system = struct.unpack("i", fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, bytes(4)))[0]
+        return self._transport.get_write_buffer_size() + in_system
+
+    @property
     def taken(self) -> int:
-        """Bytes that left for the client."""
-        return self._written - self._transport.get_write_buffer_size()
+        """Bytes that reached the client's machine."""
+        return self._written - self.unread
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

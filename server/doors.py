@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
@@ -19,8 +20,8 @@ _READING = ("GET", "HEAD", "OPTIONS")
 class Doors:
     """Middleware that refuses, in OpenAI's error shape, what must not come in.
 
-    Routes find in `request.state` the `tenant` (the key's short name; "" without one) and the `client` to be fair to:
-    the tenant, or where there is none the address that the request came from.
+    Routes find in `request.state` the `tenant` to be fair to: the key's short name, or without one the address that the
+    request came from; and `sees_paths`: whether it may be told where on this machine files lie.
     """
 
     def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, origins: Collection[str], gate: Gate) -> None:
@@ -38,8 +39,10 @@ class Doors:
         answer = _Answer(send)
         try:
             identity = self._admit(method, path, Headers(scope=scope))
-            address = (scope.get("client") or ("",))[0]
-            scope.setdefault("state", {}).update(tenant=identity.tenant, client=identity.tenant or f"at-{address}")
+            scope.setdefault("state", {}).update(
+                tenant=identity.tenant or _place((scope.get("client") or ("",))[0]),
+                sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
+            )
             with self._gate.passing(method, path):
                 await self._app(scope, receive, answer.send)
         except ApiError as error:
@@ -86,6 +89,15 @@ class _Answer:
     async def send(self, message: Message) -> None:
         self.begun = True
         await self._send(message)
+
+
+def _place(address: str) -> str:
+    """The name that requests without a key go by. A /64 is one place: one machine may use all of its addresses."""
+    try:
+        known = ipaddress.ip_address(address.partition("%")[0])
+    except ValueError:
+        return f"at-{address}"
+    return f"at-{ipaddress.ip_network((known, 64), strict=False) if known.version == 6 else known}"
 
 
 def _is_json(content_type: str) -> bool:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import h11
@@ -17,6 +19,9 @@ from .errors import ApiError
 #: What clients do wrong is told to them and not to the log, which they could fill otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
+
+HOLD_SECONDS = 0.002, 0.5
+"""After how long it is first looked whether an answer was taken that has another request behind it; and at most."""
 
 _PARSER_MESSAGES = {
     413: "the body is larger than this server takes",
@@ -46,6 +51,7 @@ class HttpConnection(H11Protocol):
         self._connections = connections
         self._refused = False  # what still comes is read, so that the client can read why, and thrown away
         self._cycle_seen: Any = None
+        self._hold: asyncio.TimerHandle | None = None
         self._received = 0
         self._received_before = 0  # bytes, when the phase began
         self._unread_since: float | None = None  # since when the client has not taken all that was sent
@@ -59,12 +65,30 @@ class HttpConnection(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
         self._unset_keepalive_if_required()
+        if self._hold is not None:
+            self._hold.cancel()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
         self._received += len(data)
         if not self._refused:
             super().data_received(data)
+
+    def on_response_complete(self) -> None:
+        """Begin the next request, if it came already, once the client has taken this one's answer.
+
+        Whoever sends many requests at once and reads nothing would else have them all answered into the buffers.
+        """
+        self._next_when_taken(HOLD_SECONDS[0])
+
+    def _next_when_taken(self, seconds: float) -> None:
+        self._hold = None
+        has_next = bool(self.conn.trailing_data[0])
+        if has_next and not self.transport.is_closing() and self.transport.unread:
+            again = partial(self._next_when_taken, min(2 * seconds, HOLD_SECONDS[1]))
+            self._hold = self.loop.call_later(seconds, again)
+        else:
+            super().on_response_complete()
 
     def look(self, now: float) -> Phase:
         """What it is doing; `since` is kept to the first look that found it so."""
@@ -76,7 +100,8 @@ class HttpConnection(H11Protocol):
         elif self.conn.their_state is h11.SEND_BODY:
             phase = Phase.BODY  # it was answered before its body had come
         else:
-            phase = Phase.HEAD if cycle is None or self.conn.trailing_data[0] else Phase.IDLE
+            reads_on = not self.holds and self.conn.trailing_data[0]
+            phase = Phase.HEAD if cycle is None or reads_on else Phase.IDLE
         if phase is not self.phase or cycle is not self._cycle_seen:
             self.phase, self.since, self._cycle_seen = phase, now, cycle
             self._received_before = self._received
@@ -91,7 +116,7 @@ class HttpConnection(H11Protocol):
             earned = (self._received - self._received_before) / MIN_BYTES_PER_SECOND
             if seconds > limits.body + earned:
                 return "the body did not come"
-        if not self.transport.get_write_buffer_size():
+        if not self.transport.unread:
             self._unread_since = None
         elif self._unread_since is None:
             self._unread_since, self._taken_before = now, self.transport.taken
@@ -100,6 +125,11 @@ class HttpConnection(H11Protocol):
             if now - self._unread_since > limits.send + earned:
                 return "the answer was not read"
         return None
+
+    @property
+    def holds(self) -> bool:
+        """Whether a request waits until the answer before it was taken."""
+        return self._hold is not None
 
     def unread_seconds(self, now: float) -> float:
         """How long the client has left something unread, as far as has been looked."""

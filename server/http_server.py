@@ -11,11 +11,11 @@ import threading
 import time
 from contextlib import suppress
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
+from .acceptor import Acceptor
 from .connections import Connections
 from .executors import Executors
 from .gate import Gate
@@ -23,11 +23,8 @@ from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
-LISTEN_BACKLOG = 2048
+LISTEN_BACKLOG = 4096
 """Connections that may wait to be accepted."""
-
-ACCEPT_AT_ONCE = 16
-"""Connections accepted before those that are too many are closed; few, so that their descriptors suffice."""
 
 STOP_SECONDS = 1.5
 """How long the engine may take to end."""
@@ -40,8 +37,6 @@ DEADLINE_SECONDS = 4.0
 
 FAILURE_SECONDS = 5.0
 """How long a server whose engine broke down for good still says so before it ends."""
-
-ACCEPT_ERROR_SECONDS = 10.0
 
 
 class HttpServer(uvicorn.Server):
@@ -61,7 +56,6 @@ class HttpServer(uvicorn.Server):
         self._grace = grace
         self._cut_at: float | None = None
         self._failed_at: float | None = None
-        self._told_accept_error = 0.0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._gate.draining and sig == signal.SIGINT:
@@ -69,10 +63,15 @@ class HttpServer(uvicorn.Server):
         self._gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=sockets)
+        await super().startup(sockets=[])
         for listener in sockets or ():
-            listener.listen(LISTEN_BACKLOG)  # asyncio set it to what it accepts at once
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+            listener.listen(LISTEN_BACKLOG)
+            self.servers.append(Acceptor(listener, self._protocol, self._connections))
+
+    def _protocol(self) -> asyncio.Protocol:
+        return self.config.http_protocol_class(
+            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
@@ -123,15 +122,6 @@ class HttpServer(uvicorn.Server):
         elif now - self._failed_at >= FAILURE_SECONDS:
             self.exit_code = 1
             self.should_exit = True
-
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if "accept" not in context.get("message", ""):
-            loop.default_exception_handler(context)
-            return
-        closed = self._connections.make_room()
-        if (now := time.monotonic()) >= self._told_accept_error:
-            self._told_accept_error = now + ACCEPT_ERROR_SECONDS
-            log.error("a connection could not be accepted: %s; closing %d others", context.get("exception"), closed)
 
 
 class ExitDeadline:

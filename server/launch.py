@@ -18,7 +18,7 @@ from .app import create_app
 from .checks import LaunchError, check_access, check_model
 from .connections import ConnectionLimits, Connections, max_connections
 from .http_protocol import http_protocol
-from .http_server import ACCEPT_AT_ONCE, DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
+from .http_server import DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
 from .lora_modules import LoraModule
 from .sampling_defaults import SamplingDefaults
 from .served_model import ServedModel
@@ -125,7 +125,6 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
         access_log=settings.access_log,
-        backlog=ACCEPT_AT_ONCE,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=settings.idle_seconds,
         server_header=False,

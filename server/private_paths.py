@@ -20,3 +20,9 @@ class PrivatePaths:
             if directory in text:
                 text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
         return text
+
+    def shown(self, path: Path) -> str:
+        """A path from below its directory; of one that is elsewhere only the name."""
+        text = str(path)
+        hidden = self.hide(text)
+        return hidden if hidden != text else os.path.basename(text)

@@ -21,10 +21,14 @@ class Watchdog:
     `give_up_seconds`, or requests that no step served for so long, end with an error.
     """
 
-    def __init__(self, worker: EngineWorker, stall_seconds: float, give_up_seconds: float) -> None:
+    def __init__(
+        self, worker: EngineWorker, stall_seconds: float, give_up_seconds: float, load_seconds: float = 30.0
+    ) -> None:
+        """load_seconds: how long a load over HTTP may take; then its client has been told, and it counts no more."""
         self._worker = worker
         self._stall_seconds = stall_seconds
         self._give_up_seconds = give_up_seconds
+        self._load_limit = min(give_up_seconds, load_seconds)
         self._stopped = threading.Event()
         self._gave_up = False
 
@@ -58,7 +62,7 @@ class Watchdog:
         """How long the slowest load under way has taken, asked for over HTTP or needed by requests."""
         stats = self._worker.stats
         needed = stats.oldest_read_seconds if stats.num_running or stats.num_waiting else 0.0
-        return max(needed, self._worker.progress.load_seconds(self._give_up_seconds))
+        return max(needed, self._worker.progress.load_seconds(self._load_limit))
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

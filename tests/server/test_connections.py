@@ -7,7 +7,7 @@ import time
 import httpx
 import pytest
 
-from chorus.server.connections import RESERVED_DESCRIPTORS, max_connections
+from chorus.server.connections import FRESH_SECONDS, RESERVED_DESCRIPTORS, max_connections
 
 HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "send_seconds": 0.3, "idle_seconds": 1}
 PATIENT = {"head_seconds": 300, "body_seconds": 300, "send_seconds": 300, "idle_seconds": 300}
@@ -103,8 +103,33 @@ def test_a_new_client_takes_the_place_of_the_oldest_that_ask_for_nothing(start, 
         connection.close()
 
 
-def test_answers_in_progress_are_not_given_up_for_new_clients(start, fake_engine):
+def test_a_new_client_is_not_closed_while_an_older_one_can_be(start, fake_engine):
+    """Idle connections are worth more than silent ones, but not more than those that had no time to speak yet."""
     live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+    live.client.close()
+    idle = [connect(live, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") for _ in range(16)]
+    open_ones = live.server._connections._all
+
+    def all_are_idle():
+        now = time.monotonic()
+        return len(open_ones) == 16 and all(one.look(now).name == "IDLE" for one in open_ones)
+
+    live.wait_until(all_are_idle, 30)
+    for one in open_ones:
+        one.since -= FRESH_SECONDS  # they have been so for a while
+    fresh = [connect(live)]
+    live.wait_until(lambda: sum(one.cycle is None for one in list(open_ones)) == 1, 30)
+    fresh.append(connect(live))
+    live.wait_until(lambda: sum(one.cycle is None for one in list(open_ones)) == 2, 30)
+    for connection in fresh:
+        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+        assert b"200 OK" in ends(connection)
+    for connection in idle:
+        connection.close()
+
+
+def test_answers_in_progress_are_not_given_up_for_new_clients(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16, "stall_seconds": 300})
     fake_engine.gate.clear()
     body = b'{"model": "base", "prompt": "abc"}'
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
@@ -135,14 +160,38 @@ def test_the_limit_leaves_descriptors_for_all_else(monkeypatch):
 
 def test_a_lack_of_descriptors_does_not_fill_the_log(start, fake_engine, caplog):
     live = start(fake_engine, settings=PATIENT)
-    loop = live.server.servers[0].get_loop()
+    (acceptor,) = live.server.servers
     for _ in range(1000):
-        loop.call_soon_threadsafe(
-            loop.call_exception_handler,
-            {"message": "socket.accept() out of system resource", "exception": OSError(24, "Too many open files")},
-        )
+        acceptor.get_loop().call_soon_threadsafe(acceptor.on_lack, OSError(24, "Too many open files"))
     assert live.client.get("/health").status_code == 200
     assert len([record for record in caplog.records if "accepted" in record.message]) <= 1
+
+
+def test_requests_behind_an_answer_that_is_not_read_wait(start, make_engine):
+    engine = make_engine([f"adapter-{number}" for number in range(300)])  # a page of models is larger than what is read
+    live = start(engine, settings=PATIENT)
+    asked = []
+    call = live.worker.call
+    live.worker.call = lambda function: asked.append(function) or call(function)
+    connection = connect(live, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20, receive_buffer=4096)
+    live.wait_until(lambda: asked, 30)
+    for _ in range(20):
+        assert live.client.get("/health").status_code == 200
+        time.sleep(0.01)
+    assert len(asked) == 1
+    received = b""
+    while received.count(b"HTTP/1.1 200 OK") < 20:
+        received += connection.recv(1 << 16)
+    assert len(asked) == 20
+    connection.close()
+
+
+def test_an_answer_that_lies_in_the_system_counts_as_unread(start, make_engine):
+    live = start(make_engine([f"adapter-{number}" for number in range(300)]), settings={**PATIENT, "send_seconds": 0.3})
+    connection = connect(live, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", receive_buffer=4096)
+    live.wait_until(lambda: len(live.server._connections) == 1, 30)
+    live.wait_until(lambda: not len(live.server._connections), 60)
+    connection.close()
 
 
 def test_unread_answers_give_way_to_new_clients(start, fake_engine):

@@ -1,11 +1,15 @@
 """What must not come in: foreign hosts, foreign pages, clients without a key, bodies that are no JSON."""
 
+import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 
 from chorus.server.checks import LaunchError, check_access
+from chorus.server.doors import Doors
 from chorus.server.flags import UsageError
+from chorus.server.gate import Gate
 from chorus.server.hosts import Hosts, is_loopback, is_same_origin
 from chorus.server.keys import InvalidKey, Keys, changes_adapters, check_key, read_keys
 from chorus.server.settings import Settings
@@ -306,3 +310,38 @@ def test_what_the_disk_did_is_no_500_and_names_no_directory(start, fake_engine, 
 def test_model_cards_tell_no_absolute_path(shared):
     for card in shared.client.get("/v1/models").json()["data"]:
         assert not card["root"].startswith("/")
+
+
+def test_only_who_may_change_adapters_sees_where_they_lie(start, make_engine):
+    def paths(live, **headers):
+        listed = live.client.get("/v1/adapters", headers=headers).json()["data"]
+        return {one["path"] for one in (*listed, live.client.get("/v1/adapters/alice", headers=headers).json())}
+
+    def live(**settings):
+        return start(make_engine(["alice"]), settings=settings, adapter_roots=(Path("/adapters"),))
+
+    guarded = live(api_key=[KEY], admin_key=[ADMIN])
+    assert paths(guarded, **bearer(ADMIN)) == {"/adapters/alice"}
+    assert paths(guarded, **bearer(KEY)) == {"alice"}
+    assert paths(live(admin_key=[ADMIN])) == {"alice"}
+    assert paths(live()) == {"/adapters/alice"}
+    assert paths(live(host="0.0.0.0", allow_unauthenticated=True)) == {"alice"}
+
+
+def test_who_has_no_key_goes_by_the_address(shared):
+    seen = []
+
+    async def route(scope, receive, send):
+        seen.append(scope["state"]["tenant"])
+
+    def tenant(address, **headers):
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "client": (address, 1)}
+        scope["headers"] = [(name.encode(), text.encode()) for name, text in {"host": "localhost", **headers}.items()]
+        asyncio.run(Doors(route, Keys(), Hosts("127.0.0.1"), (), Gate())(scope, None, None))
+        return seen.pop()
+
+    assert tenant("192.0.2.1") == tenant("192.0.2.1", authorization="Bearer none") != tenant("192.0.2.2")
+    assert tenant("2001:db8::1") == tenant("2001:db8::2:1") != tenant("2001:db8:0:1::1"), "one machine has a whole /64"
+    shared.engine.asked.clear()
+    shared.post(model="base", prompt="ok")
+    assert shared.engine.asked[0].tenant == "at-127.0.0.1"

@@ -268,7 +268,7 @@ def watched(fake_engine):
     clock = Clock()
     worker = EngineWorker(lambda: fake_engine, clock)
     worker.start()
-    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30), clock
+    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30, load_seconds=20), clock
     fake_engine.gate.set()
     worker.stop()
 
@@ -338,6 +338,9 @@ def test_a_load_that_hangs_is_seen(watched, fake_engine):
     clock.now = 9
     watchdog.look()
     assert not worker.healthy and "loading" in worker.trouble
+    clock.now = 21
+    watchdog.look()
+    assert worker.healthy, "its client has been told that it was given up, and nobody waits for it"
     release.set()
     loading.join(30)
     watchdog.look()
