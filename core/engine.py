@@ -12,7 +12,7 @@ from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_format import AdapterManifest
-from ..memory.adapter_identity import with_content
+from ..memory.adapter_identity import with_effect
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
 from ..memory.eviction import EvictionOrder, RestoreCosts
 from ..memory.host_image import HostImage
@@ -273,13 +273,18 @@ class Engine:
     def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without making anything of it.
 
-        roots: directories below which its files must lie; none: anywhere. The only method that may be called from any
-        thread: it takes as long as the disk does and no step waits for it. Raises AdapterFormatError.
+        roots: directories below which its files must lie; none: anywhere. It and `check_weights` may be called from any
+        thread: they take as long as the disk does and no step waits for them. Raises AdapterFormatError.
         """
-        backend = self._executor.adapters
-        manifest = backend.inspect(path, roots)
-        backend.read(manifest, self.store.layout_of(manifest), HostImage())
-        return with_content(manifest)
+        return self.check_weights(self._executor.adapters.inspect(path, roots))
+
+    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
+
+        The hash of the content is left out: it takes several times as long as all the rest.
+        """
+        self._executor.adapters.read(manifest, self.store.layout_of(manifest), HostImage())
+        return with_effect(manifest)
 
     def pin_adapter(self, name: str) -> None:
         """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned

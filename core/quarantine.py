@@ -27,12 +27,17 @@ Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """An adapter that is not served, and why. stamp: the state of its directory then; None when it did not tell."""
+    """An adapter that is not served, and why.
+
+    stamp: the state of its directory then; None when it did not tell. can_mend: whether a change to its files may help,
+    as none does to a name that is none.
+    """
 
     name: str
     path: Path
     reason: str
     stamp: Stamp | None = None
+    can_mend: bool = True
 
 
 def adapter_directories(directory: Path) -> list[Path]:
@@ -80,7 +85,7 @@ def register_directories(
             if strict:
                 raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
         name = path.name if path.name.isprintable() else shown(path.name)
-        quarantine[name] = Quarantined(name, path, reason, stamp)
+        quarantine[name] = Quarantined(name, path, reason, stamp, can_mend=name == path.name)
         logger.warning("adapter %s is not served: %s", name, reason)
     if quarantine:
         logger.warning(
@@ -101,6 +106,14 @@ def report(name: str, manifest: AdapterManifest) -> None:
 def stamp_of(path: Path) -> Stamp:
     """The state of a directory and of the two files in it."""
     return tuple(_state(each) for each in (path, path / CONFIG_FILE, path / WEIGHTS_FILE))
+
+
+def is_as_registered(stamp: Stamp, manifest: AdapterManifest) -> bool:
+    """Whether a directory of this state has the weights file that was registered."""
+    if manifest.identity is None:
+        return False
+    inode, changed = manifest.identity.inode, manifest.identity.changed_ns
+    return stamp[2] == (inode, manifest.file_size, manifest.mtime_ns, changed)
 
 
 def _inspect(

@@ -15,9 +15,12 @@ from .module_names import ModuleNames
 from .name_pattern import NamePattern, Steps
 
 CONFIG_FILE = "adapter_config.json"
-MAX_CONFIG_BYTES = 1 << 20
+
+#: Two patterns for each of a large model's 1,000 modules, by their full names, take half of it; and while it is parsed,
+#: no other Python code runs.
+MAX_CONFIG_BYTES = 1 << 18
 MAX_RANK = 4096
-MAX_PATTERNS = 4096
+MAX_PATTERNS = 1024
 
 #: What PEFT targets in a Llama-architecture model when `target_modules` is null.
 DEFAULT_TARGETS = ("q_proj", "v_proj")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -38,6 +39,12 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
     return file
 
 
+def with_effect(manifest: AdapterManifest) -> AdapterManifest:
+    """The manifest with whether the adapter computes nothing. A few KiB tell, unless they are zeros."""
+    with open_unchanged(manifest) as file:
+        return replace(manifest, no_effect=not _Reader(file).has_effect(manifest))
+
+
 def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """The manifest with the hash of what the adapter computes, and whether that is nothing.
 
@@ -46,10 +53,10 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
     """
     with open_unchanged(manifest) as file:
         reader = _Reader(file)
-        content_hash = reader.hash(manifest)
+        content_hash, has_effect = reader.hash(manifest), reader.has_effect(manifest)
         if not file.is_unchanged():
             raise AdapterFormatError(f"{file.path}: {STALE}")
-        return replace(manifest, content_hash=content_hash, no_effect=not reader.has_effect)
+        return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
 
 
 def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
@@ -63,12 +70,21 @@ def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
 
 
 class _Reader:
-    """Reads a file's tensors through a buffer of its own. has_effect: whether any target changes anything."""
+    """Reads a file's tensors through a buffer of its own."""
 
     def __init__(self, file: AdapterWeights) -> None:
         self._file = file
         self._buffer = bytearray(_CHUNK_BYTES)
-        self.has_effect = False
+
+    def has_effect(self, manifest: AdapterManifest) -> bool:
+        """Whether any target changes anything: neither its scale is zero nor all of its A or of its B."""
+        return any(
+            all(self._has_values(self._info(name)) for name in tensor_names(layer, module))
+            for part in manifest.parts
+            if part.scale != 0
+            for layer in part.layers
+            for module in part.targets
+        )
 
     def hash(self, manifest: AdapterManifest) -> str:
         targets = {
@@ -82,8 +98,9 @@ class _Reader:
             a, b = (self._info(name) for name in tensor_names(layer, MODULES[index]))
             head = f"{layer} {MODULES[index]} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
             digest.update(head.encode())
-            found = [self._read(info, digest) for info in (a, b)]
-            self.has_effect = self.has_effect or (part.scale != 0 and all(found))
+            for info in (a, b):
+                for chunk in self._chunks(info):
+                    digest.update(chunk)
         return digest.hexdigest()
 
     def _info(self, name: str) -> TensorInfo:
@@ -92,15 +109,17 @@ class _Reader:
             raise AdapterFormatError(f"{self._file.path}: {STALE}")
         return info
 
-    def _read(self, info: TensorInfo, digest: hashlib._Hash) -> bool:
-        """Add a tensor to the hash; whether it has a value other than zero, as far as that is still asked."""
-        found = self.has_effect
+    def _has_values(self, info: TensorInfo) -> bool:
+        """Whether any value is not zero; most tensors tell by their first ones."""
+        glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
+        return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
+
+    def _chunks(self, info: TensorInfo) -> Iterator[memoryview]:
+        """A tensor's bytes, each until the next are asked for."""
         for start in range(0, info.num_bytes, _CHUNK_BYTES):
             chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
             self._file.read_into(chunk, info.offset + start)
-            digest.update(chunk)
-            found = found or _any(chunk[:_GLANCE_BYTES], info.dtype) or _any(chunk, info.dtype)
-        return found
+            yield chunk
 
 
 def _any(chunk: memoryview, dtype: str) -> bool:

@@ -22,6 +22,9 @@ MAX_DEPTH = 20
 #: Steps that all patterns of one file may take together, half a second at most. A thousand plain names take 25,000.
 MAX_STEPS = 50_000
 
+_STEPS_AT_ONCE = 64
+_STEPS_OF_A_CLASS = 10  # `re` compiles it
+
 _WORD = re.compile(r"[A-Za-z0-9_]+(?![*+?{])")
 _REPEAT = re.compile(r"\{(\d{0,3})(,?)(\d{0,3})\}")
 _AMBIGUOUS = ("--", "&&", "~~", "||")
@@ -36,10 +39,12 @@ class Steps:
 
     def __init__(self, left: int = MAX_STEPS) -> None:
         self.left = left
+        self._pause_at = left - _STEPS_AT_ONCE
 
     def take(self, count: int = 1) -> None:
         self.left -= count
-        if self.left % 64 == 0:
+        if self.left <= self._pause_at:
+            self._pause_at = self.left - _STEPS_AT_ONCE
             time.sleep(0)  # lets another thread have the interpreter at once, not when this one's turn is up
         if self.left < 0:
             raise PatternError("its patterns take too many steps; write fewer of them, without repeats of repeats")
@@ -311,6 +316,7 @@ class _Parser:
         if character == "(":
             return self._group()
         if character == "[":
+            self._steps.take(_STEPS_OF_A_CLASS)
             return _Class(self._class()), True
         if character in ("*", "+", "?", "{"):
             raise PatternError(f"'{character}' at position {self._at} has nothing to repeat")

@@ -1,4 +1,4 @@
-"""What is done about adapters while nobody asks: broken ones are tried again, and each gets the hash of its content."""
+"""What is done about adapters while nobody asks: weights are read and hashed, and broken adapters tried again."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ..core.quarantine import Quarantined, Stamp, report, stamp_of
+from ..core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
+from ..memory.adapter import Tier
 from ..memory.adapter_error import AdapterFormatError
 from ..memory.adapter_identity import with_content
 from ..memory.limited_threads import LimitedThreads, NoThreadLeft
@@ -72,7 +73,7 @@ class AdapterKeeper:
 
     def _try_again(self) -> None:
         everything = self._call(lambda engine: list(engine.quarantine.values()))
-        quarantined = [one for one in everything if one.name == one.path.name]  # no change mends a name that is none
+        quarantined = [one for one in everything if one.can_mend]
         for first in range(0, len(quarantined), BATCH):
             batch = quarantined[first : first + BATCH]
             stamps = self._beside(partial(_stamps_of, batch))
@@ -95,7 +96,7 @@ class AdapterKeeper:
             log.info("adapter %s changed and is served now", one.name)
             report(one.name, manifest)
 
-    # -- hashes
+    # -- weights
 
     def _hash_some(self) -> None:
         """Hash for a share of the time until the next turn is due."""
@@ -106,15 +107,38 @@ class AdapterKeeper:
                 return
             start = time.monotonic()
             try:
-                known = self._beside(partial(_with_content, manifest))
+                known = self._beside(partial(self._look, manifest))
             except AdapterFormatError as error:
-                log.warning("adapter %s can't be read: %s", name, error)
-                known = None
-            if known is None:
-                self._hopeless.add(version)
-            elif self._call(partial(_note, name, version, known)) and known.no_effect:
-                report(name, known)
+                self._give_up(name, version, manifest, error)
+            else:
+                if known is None:
+                    self._hopeless.add(version)
+                elif self._call(partial(_note, name, version, known)) and known.no_effect and not manifest.no_effect:
+                    report(name, known)
             self._stopped.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
+
+    def _look(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Check the weights, unless a load did, and hash them."""
+        with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        if manifest.no_effect is None:
+            self._worker.check_weights(manifest)
+        return with_content(manifest)
+
+    def _give_up(self, name: str, version: int, manifest: AdapterManifest, error: AdapterFormatError) -> None:
+        """Into quarantine with an adapter of the start whose weights are broken.
+
+        What was loaded over HTTP has been checked, and so has only changed; what a disk failed to read may be whole.
+        """
+        log.warning("adapter %s can't be read: %s", name, error)
+        if manifest.no_effect is None and not isinstance(error.__cause__, OSError):
+            stamp = self._beside(partial(stamp_of, manifest.path))
+            if stamp is not None and not is_as_registered(stamp, manifest):
+                stamp = None  # try what is there by now
+            one = Quarantined(name, manifest.path, str(error), stamp)
+            if not self._call(partial(_set_aside, one, version)):
+                return
+        self._hopeless.add(version)
 
     def _unhashed(self, engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
         adapters = (engine.store.get(name) for name in engine.store.names())
@@ -148,6 +172,22 @@ def _keep(one: Quarantined, engine: Engine) -> None:
         engine.quarantine[one.name] = one
 
 
+def _set_aside(one: Quarantined, version: int, engine: Engine) -> bool:
+    """Into quarantine, on the engine's thread, unless it was replaced or loaded meanwhile; False to ask again later."""
+    store = engine.store
+    if one.name not in store or store.get(one.name).version != version:
+        return True
+    adapter = store.get(one.name)
+    tier = store.tier(adapter)
+    if tier is Tier.LOADING or (adapter.requests and tier in (Tier.DISK, Tier.FAILED)):
+        return False
+    if tier in (Tier.DISK, Tier.FAILED):
+        store.unregister(one.name)
+        engine.quarantine[one.name] = one
+        log.warning("adapter %s is not served any more: %s", one.name, one.reason)
+    return True
+
+
 def _release(name: str, manifest: AdapterManifest, engine: Engine) -> bool:
     """Out of quarantine, on the engine's thread; False when it was removed or replaced meanwhile."""
     if engine.quarantine.pop(name, None) is None or name in engine.store:
@@ -162,9 +202,3 @@ def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) ->
         return False
     engine.store.get(name).manifest = manifest
     return True
-
-
-def _with_content(manifest: AdapterManifest) -> AdapterManifest:
-    with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
-    return with_content(manifest)

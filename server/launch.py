@@ -24,6 +24,7 @@ from .sampling_defaults import SamplingDefaults
 from .served_model import ServedModel
 from .settings import Settings
 from .tokenizer import Tokenizer
+from .turns import take_short_turns
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -138,6 +139,7 @@ def serve(settings: Settings) -> int:
     warning = check_access(settings)
     with bind(settings.host, settings.port) as bound:
         app = build_app(settings)
+        take_short_turns()
         if warning is not None:
             log.warning(warning)
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()

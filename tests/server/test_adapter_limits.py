@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.server.adapter_keeper import AdapterKeeper
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
@@ -211,4 +212,60 @@ def test_every_adapter_gets_the_hash_of_its_content(make_live, root):
     assert len(set(found.values())) == 3
     assert live.client.get("/v1/adapters/zero").json()["no_effect"] is True
     assert live.client.get("/v1/adapters/first").json()["no_effect"] is False
-    assert add(live, "again", "r2-qv").json()["content_hash"] == found["first"]
+    added = add(live, "again", "r2-qv").json()
+    assert added["no_effect"] is False
+    live.wait_until(lambda: hashes()["again"] == found["first"], 60)
+    assert add(live, "nothing", "zero").json()["no_effect"] is True
+
+
+def quarantined(live):
+    return {one["name"]: one["reason"] for one in live.client.get("/v1/adapters").json()["quarantined"]}
+
+
+def test_weights_that_are_broken_are_found_in_the_background(make_live, reference, root):
+    good = load_file(root / "r3-mlp" / WEIGHTS)
+    last = list(good)[-1]
+    save_file(good | {last: good[last] * torch.nan}, root / "r3-mlp" / WEIGHTS)
+    shutil.copytree(root / "r2-qv", root / "first")
+    live = make_live(adapters=root)
+    live.wait_until(lambda: "r3-mlp" in quarantined(live), 60)
+    assert "holds NaN" in quarantined(live)["r3-mlp"]
+    assert works(live)
+    assert live.client.get("/v1/adapters/r3-mlp").status_code == 404
+    assert add(live, "r3-mlp", "r3-mlp").status_code == 400
+    assert list(quarantined(live)) == ["r3-mlp"]
+    save_file(good, root / "r3-mlp" / WEIGHTS)
+    assert add(live, "r3-mlp", "r3-mlp").is_success
+    assert quarantined(live) == {}
+    prompt = reference.prompt("r3-mlp", 9, 5, 3)
+    body = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    tokens = live.post(model="r3-mlp", prompt=prompt, **body).json()["choices"][0]["token_ids"]
+    assert tokens == reference.greedy("r3-mlp", prompt, 5)
+
+
+@pytest.mark.parametrize("cut", [0, 7])
+def test_a_file_that_changed_before_it_was_read_is_tried_as_it_is_by_now(make_live, monkeypatch, root, cut):
+    """The weights change between the start and the background's first look at them."""
+    shutil.copytree(root / "r2-qv", root / "first")
+    first_look, changed = threading.Event(), threading.Event()
+    look = AdapterKeeper._look
+
+    def later(self, manifest):
+        first_look.set()
+        assert changed.wait(60)
+        return look(self, manifest)
+
+    monkeypatch.setattr(AdapterKeeper, "_look", later)
+    live = make_live(adapters=root)
+    try:
+        assert first_look.wait(60)
+        weights = root / "r3-mlp" / WEIGHTS
+        data = weights.read_bytes()
+        weights.write_bytes(data[: len(data) - cut])
+    finally:
+        changed.set()
+    if cut:
+        live.wait_until(lambda: "cut off" in quarantined(live).get("r3-mlp", ""), 60)
+    else:
+        live.wait_until(lambda: live.client.get("/v1/adapters/r3-mlp").json().get("version", 0) > 3, 60)
+        assert quarantined(live) == {}

@@ -1,0 +1,48 @@
+"""No thread keeps the others from the interpreter for long."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+from chorus.server import launch
+from chorus.server.turns import SWITCH_SECONDS
+
+LOADED = """
+import gc, json, sys
+from chorus.server.turns import take_short_turns
+class Loaded: pass
+kept = [Loaded() for _ in range(50_000)]
+kept[0].itself = kept[0]
+take_short_turns()
+seen = sum(isinstance(one, Loaded) for one in gc.get_objects())
+cycle = Loaded()
+cycle.itself = cycle
+del cycle
+print(json.dumps([seen, gc.collect(), sys.getswitchinterval()]))
+"""
+
+
+def test_what_was_loaded_is_looked_at_by_no_garbage_collection():
+    done = subprocess.run([sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, timeout=120)
+    seen, collected, interval = json.loads(done.stdout)
+    assert seen == 0
+    assert collected == 1, "what becomes garbage later is still found"
+    assert interval == SWITCH_SECONDS
+
+
+def test_a_server_takes_short_turns_once_it_is_loaded(monkeypatch):
+    order = []
+    bound = SimpleNamespace(listen=lambda _: order.append("listens"), getsockname=lambda: ("127.0.0.1", 1))
+    monkeypatch.setattr(launch, "check_model", lambda _: None)
+    monkeypatch.setattr(launch, "check_access", lambda _: None)
+    monkeypatch.setattr(launch, "bind", lambda *_: nullcontext(bound))
+    monkeypatch.setattr(launch, "build_app", lambda _: order.append("loaded"))
+    monkeypatch.setattr(launch, "take_short_turns", lambda: order.append("short turns"))
+    monkeypatch.setattr(launch, "ExitDeadline", lambda _: SimpleNamespace(start=lambda: None))
+    monkeypatch.setattr(launch, "http_server", lambda *_: SimpleNamespace(run=lambda sockets: None, exit_code=0))
+    assert launch.serve(SimpleNamespace(host="127.0.0.1", port=0, grace_seconds=1)) == 0
+    assert order == ["loaded", "short turns", "listens"]
