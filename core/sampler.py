@@ -122,7 +122,7 @@ def _choose(
     if not drawn:
         return
     places = [place for place, _ in drawn]
-    chances = [_chances(row, logits.shape[1]) for _, row in drawn]
+    chances = [_chances(row, logits.shape[1], result.tokens[row.request_id]) for _, row in drawn]
     reshaped = [it for it in drawn if it[1].params.reshapes_logits]
     if reshaped:
         with edited(logits, reshaped, eos_token_ids):
@@ -137,12 +137,14 @@ def _choose(
             result.errors[row.request_id] = ALL_BANNED
 
 
-def _chances(row: ScheduledRow, vocab: int) -> Chances:
+def _chances(row: ScheduledRow, vocab: int, likeliest: int) -> Chances:
     params = row.params
+    if params.reshapes_logits:
+        likeliest = -1  # of other logits
     if params.temperature == 0:
         return _GREEDY
     top_k = min(params.top_k, vocab)
-    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p)
+    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p, likeliest)
 
 
 _GREEDY = Chances(0.0, 0.0)

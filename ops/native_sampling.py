@@ -13,7 +13,7 @@ from .sampling import Chances, Scores, inverse_temperature
 #: Mirror the structures of ops/native/sampling.h.
 _DRAW = np.dtype(
     [("logits", "i8"), ("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"),
-     ("token", "i8")]
+     ("likeliest", "i8"), ("token", "i8")]
 )  # fmt: skip
 _SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
@@ -30,7 +30,16 @@ class NativeSampling:
         first, stride = _rows_of(logits)
         draws = np.array(
             [
-                (first + row * stride, inverse_temperature(it.temperature), it.u, it.top_p, it.min_p, it.top_k, -1)
+                (
+                    first + row * stride,
+                    inverse_temperature(it.temperature),
+                    it.u,
+                    it.top_p,
+                    it.min_p,
+                    it.top_k,
+                    it.likeliest,
+                    -1,
+                )
                 for row, it in zip(rows, chances, strict=True)
             ],
             _DRAW,

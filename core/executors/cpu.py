@@ -86,7 +86,8 @@ class CpuExecutor:
     def _arena_bytes(self, config: EngineConfig) -> int:
         if config.memory_bytes is not None:
             return config.memory_bytes
-        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model)
+        logits = config.max_num_seqs * self.model.vocab_size
+        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model, logits)
         logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
         return num_bytes
 

@@ -12,18 +12,24 @@ LEAST_BYTES = 256 << 20
 LONG_REQUESTS = 4
 #: Of the memory that is left beside the weights, what the arena may take.
 SHARE = 0.25
+#: Beside the logits that tokens are drawn from, what drawing them takes.
+DRAWING_BYTES = 32 << 20
 
 
-def default_arena_bytes(layout: PageLayout, max_model_len: int, checkpoint: Path, available: int | None = None) -> int:
-    """Room for a few requests of the greatest length, within a share of the memory that the weights leave.
+def default_arena_bytes(
+    layout: PageLayout, max_model_len: int, checkpoint: Path, logits: int, available: int | None = None
+) -> int:
+    """Room for a few requests of the greatest length, within a share of the memory that weights and drawing leave.
 
-    available: bytes that this process may still take; read from the system if left out.
+    logits: in as many rows as a step may draw tokens from. available: bytes that this process may still take; read from
+    the system if left out.
     """
     if available is None:
         available = available_bytes()
     wanted = LEAST_BYTES + LONG_REQUESTS * layout.pages_for_tokens(max_model_len) * layout.page_bytes
     weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
-    return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights))))
+    drawing = 4 * logits + DRAWING_BYTES
+    return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - drawing))))
 
 
 def available_bytes(root: Path = Path("/")) -> int:

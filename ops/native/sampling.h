@@ -16,7 +16,8 @@ struct Draw {
     const float* logits;
     double inverse_temperature;  // 0: the largest
     double u, top_p, min_p;
-    int64_t top_k;  // 0: all
+    int64_t top_k;      // 0: all
+    int64_t likeliest;  // a token of the largest logit, which is finite; -1: not known
     int64_t token;  // out; -1: no logit is above -inf, or one is not finite
 };
 
@@ -270,7 +271,7 @@ class Sampling {
         double inverse;
         int64_t most_of;  // how many of the largest logits are wanted, 0: none in particular
         bool whole;       // the mass of the whole row is
-        float most;
+        float most;     // the largest logit, NaN: not known
     };
 
     void plan(const Draw* draws, int num_draws, const Score* scores, int num_scores, int vocab, int threads) {
@@ -281,9 +282,10 @@ class Sampling {
         for (int i = 0; i < num_draws; i++) {
             const Draw& d = draws[i];
             const bool samples = d.inverse_temperature > 0, few = samples && d.top_k > 0 && d.top_k < vocab;
-            rows_.push_back({d.logits, d.inverse_temperature, few ? d.top_k : 0, samples && !few && d.min_p <= 0, 0});
+            const float most = samples && !few && d.likeliest >= 0 ? d.logits[d.likeliest] : NAN;
+            rows_.push_back({d.logits, d.inverse_temperature, few ? d.top_k : 0, samples && !few && d.min_p <= 0, most});
         }
-        for (int i = 0; i < num_scores; i++) rows_.push_back({scores[i].logits, 1.0, std::min<int64_t>(scores[i].count, vocab), true, 0});
+        for (int i = 0; i < num_scores; i++) rows_.push_back({scores[i].logits, 1.0, std::min<int64_t>(scores[i].count, vocab), true, NAN});
         most_.resize(rows_.size() * blocks_);
         mass_.resize(rows_.size() * blocks_);
         group_.resize(rows_.size() * groups_);
@@ -294,6 +296,7 @@ class Sampling {
 
     void find_most(int unit) {
         const int r = unit / blocks_, b = unit % blocks_;
+        if (!std::isnan(rows_[r].most)) return;
         float* groups = rows_[r].most_of ? group_.data() + (long)r * groups_ + groups_of(b * kBlock) : nullptr;
         most_[unit] = block_most(rows_[r].logits + (long)b * kBlock, width(b), groups);
     }
@@ -366,7 +369,10 @@ class Sampling {
 
    private:
     int width(int block) const { return std::min(kBlock, vocab_ - block * kBlock); }
-    float most_of(int r) const { return *std::max_element(most_.data() + (long)r * blocks_, most_.data() + (long)(r + 1) * blocks_); }
+    float most_of(int r) const {
+        if (!std::isnan(rows_[r].most)) return rows_[r].most;
+        return *std::max_element(most_.data() + (long)r * blocks_, most_.data() + (long)(r + 1) * blocks_);
+    }
     int first_of(int r, float most) const {
         for (int b = 0;; b++) {
             if (most_[(long)r * blocks_ + b] != most) continue;

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.core.executors.host_memory import LEAST_BYTES, available_bytes, default_arena_bytes
+from chorus.core.executors.host_memory import DRAWING_BYTES, LEAST_BYTES, available_bytes, default_arena_bytes
 from chorus.memory.layout import PageLayout
 
 GIB = 1 << 30
@@ -57,17 +57,20 @@ def test_without_any_word_of_the_system_it_is_modest(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("max_model_len", "available", "weights", "want"),
+    ("max_model_len", "available", "weights", "logits", "want"),
     [
-        (16, 100 * GIB, 0, LEAST_BYTES + 4 * (1 << 20)),
-        (16384, 100 * GIB, 0, LEAST_BYTES + 4 * GIB),
-        (16384, 8 * GIB, 0, 2 * GIB),
-        (16384, 8 * GIB, 4096, 2 * GIB - 1024),
-        (16384, 0, 4096, 2 << 20),
+        (16, 100 * GIB, 0, 0, LEAST_BYTES + 4 * (1 << 20)),
+        (16384, 100 * GIB, 0, 0, LEAST_BYTES + 4 * GIB),
+        (16384, 8 * GIB + DRAWING_BYTES, 0, 0, 2 * GIB),
+        (16384, 8 * GIB + DRAWING_BYTES, 4096, 0, 2 * GIB - 1024),
+        (16384, 8 * GIB + DRAWING_BYTES, 0, 256 << 20, 2 * GIB - 256 * (1 << 20)),  # 1 GiB of logits
+        (16384, 0, 4096, 0, 2 << 20),
     ],
 )
-def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(tmp_path, max_model_len, available, weights, want):
+def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(
+    tmp_path, max_model_len, available, weights, logits, want
+):
     layout = PageLayout(32, 8, 64, 16, 2)
     assert layout.page_bytes == 1 << 20
     (tmp_path / "model.safetensors").write_bytes(bytes(weights))
-    assert default_arena_bytes(layout, max_model_len, tmp_path, available) == want
+    assert default_arena_bytes(layout, max_model_len, tmp_path, logits, available) == want

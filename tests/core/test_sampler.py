@@ -146,6 +146,23 @@ def test_rows_do_not_touch_each_other():
     assert together == [tokens_of([one], logits[i : i + 1])[0] for i, one in enumerate(rows)]
 
 
+def test_only_rows_whose_logits_are_as_the_model_gave_them_are_told_their_likeliest_token():
+    """What raises, lowers or bans a token may make another the likeliest."""
+    told = []
+
+    class Watched(TorchSampling):
+        def sample(self, logits, rows, chances):
+            told.extend(chance.likeliest for chance in chances)
+            return super().sample(logits, rows, chances)
+
+    logits = logits_of(5, rows=3)
+    best = greedy(logits)
+    rows = [row(name, [2, 3], temperature=1.0) for name in "abc"]
+    rows[1] = row("b", [2, 3], temperature=1.0, bad_words=((best[1],),))
+    sampler.draw(rows, best, logits, range(3), Watched(), EOS)
+    assert told == [best[0], -1, best[2]]
+
+
 def test_only_rows_that_ask_draw_and_padding_is_ignored():
     rows = [row("a", [2, 3], [4]), row("chunk", [2, 3, 4], samples=False), row("b", [2, 3], [5])]
     logits = logits_of(1, 5)
