@@ -18,6 +18,14 @@ class EngineConfig(BaseModel):
     adapters: Path | None = Field(
         default=None, description="directory whose sub-directories with a PEFT adapter are served under their names"
     )
+    strict_adapters: bool = Field(
+        default=False,
+        description="an adapter in the adapters directory that can't be served stops the start; by default it is "
+        "listed with the reason and the others are served",
+    )
+    adapter_load_seconds: float = Field(
+        default=30.0, gt=0, description="how long reading and checking an adapter may take before it is given up"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"
     )
@@ -34,14 +42,21 @@ class EngineConfig(BaseModel):
         default=None, ge=2, description="most tokens of one request, prompt and output; default: the model's limit"
     )
     max_num_seqs: int = Field(default=32, ge=1, le=4096, description="most requests in one step")
+    max_waiting: int | None = Field(
+        default=4096,
+        ge=1,
+        description="most generations that wait for a seat; what comes beyond is refused, and of a client that is "
+        "known what goes beyond the room that is left to others. None: no limit",
+    )
     max_num_batched_tokens: int = Field(default=1024, ge=1, description="most tokens in one step")
     chunked_prefill: bool = Field(default=True, description="split long prompts over steps")
     block_tokens: int = Field(default=16, ge=1, description="tokens per KV page; grown when an adapter slab needs it")
     memory_bytes: int | None = Field(
         default=None,
         ge=1 << 16,
-        description="size of the arena that KV cache and adapters share; default: 256 MiB on a CPU, what is left of "
-        "gpu_memory_utilization on a GPU",
+        description="size of the arena that KV cache and adapters share; default: on a CPU room for a few "
+        "requests of the greatest length, within a quarter of the memory that the weights leave; on a GPU what is left "
+        "of gpu_memory_utilization",
     )
     num_pages: int | None = Field(default=None, ge=2, description="size of the arena in pages, instead of memory_bytes")
     gpu_memory_utilization: float = Field(
@@ -67,6 +82,11 @@ class EngineConfig(BaseModel):
         "waited for, or what was used least recently, to compare with",
     )
     prefix_cache: bool = Field(default=True, description="start from cached KV of equal prompt beginnings")
+    share_prefix_cache: bool = Field(
+        default=False,
+        description="let requests of different tenants start from each other's cached KV; then one can tell what "
+        "another has asked. A request's cache salt is honoured either way",
+    )
     lookahead: int = Field(default=8, ge=1, description="waiting requests whose adapters are read ahead")
     prefetch: int = Field(
         default=0,
@@ -85,6 +105,12 @@ class EngineConfig(BaseModel):
         ge=0,
         description="how long a step may wait for adapters that are still being read; 0: no request starts before "
         "its adapter has been read",
+    )
+    adapter_read_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="how long an adapter's read may bring nothing before it is given up and its requests fail; up to "
+        "32 s more for large layers, so that a slow disk may take its time",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")

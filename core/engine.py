@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter_format import AdapterManifest, is_adapter_dir
+from ..memory.adapter_format import AdapterManifest
+from ..memory.adapter_identity import with_content
 from ..memory.adapter_store import AdapterStore, UnknownAdapter
 from ..memory.eviction import EvictionOrder, RestoreCosts
 from ..memory.host_image import HostImage
@@ -21,10 +23,12 @@ from ..memory.reclaim import Reclaimer
 from .config import EngineConfig
 from .executors.base import Executor, ModelInfo
 from .load_policy import LoadPolicy
+from .quarantine import Quarantined, register_directories
 from .request import Request
 from .request_memory import RequestMemory
+from .request_record import from_record, to_record
 from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Scheduler
+from .scheduler import Policies, Scheduler
 from .scheduler_limits import SchedulerLimits
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
@@ -55,6 +59,10 @@ class EngineStats:
     num_prefix_hit_tokens: int
     num_prefix_query_tokens: int
     last_step: StepInfo | None
+    num_reads: int = 0  # adapters being read
+    num_failed_reads: int = 0
+    num_given_up_reads: int = 0
+    oldest_read_seconds: float = 0.0  # the longest that a read under way has brought nothing
 
 
 class Engine:
@@ -69,6 +77,7 @@ class Engine:
         executor: Executor,
         clock: Callable[[], float] = time.monotonic,
         reads: Reads | None = None,
+        policies: Policies | None = None,
     ) -> None:
         self.config = config
         self.model: ModelInfo = executor.model
@@ -78,7 +87,7 @@ class Engine:
         self._pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self._costs = RestoreCosts()
-        images = HostImages(config.host_cache_bytes, reads or ThreadReads())
+        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
         self.store = AdapterStore(
             self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock
         )
@@ -97,30 +106,36 @@ class Engine:
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
             max_repeat=getattr(executor, "max_repeat", 1),
+            max_waiting=config.max_waiting,
         )
         buckets = DecodeBuckets(config.max_num_seqs)
         memory = RequestMemory(
-            self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache
-        )
+            self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache,
+            config.share_prefix_cache,
+        )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
-        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock)
+        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock, policies)
         self._seeds = random.Random(config.seed)
         self._num_steps = 0
         self._next_check = 0.0
+        self.quarantine: dict[str, Quarantined] = {}
+        """Adapters of the adapters directory that are not served, by name."""
 
     @classmethod
     def from_config(cls, config: EngineConfig, reads: Reads | None = None) -> Engine:
         """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
 
-        Raises UnsupportedModel for a checkpoint, AdapterFormatError for an adapter that can't be served, and what
-        `open_executor` raises for a device.
+        An adapter that can't be served goes into `quarantine`, unless the configuration says that it stops the start
+        with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
         """
         from .executors.choice import open_executor
 
         engine = cls(config, open_executor(config), reads=reads)
         if config.adapters is not None:
-            for path in adapter_directories(config.adapters):
-                engine.store.register(path.name, path)
+            engine.quarantine = register_directories(
+                engine.store, engine.executor.adapters.inspect, config.adapters,
+                strict=config.strict_adapters, seconds=config.adapter_load_seconds,
+            )  # fmt: skip
         return engine
 
     @property
@@ -129,15 +144,30 @@ class Engine:
         return self._executor
 
     def add_request(self, request: Request) -> None:
-        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked."""
+        """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
+        when too many wait."""
         self._validate(request)
+        self._scheduler.check_room(request.tenant)
         if request.seed is None:
             request.seed = self._seeds.getrandbits(63)
-        room = self.model.max_model_len - request.num_prompt_tokens
-        if request.params.max_tokens > room:
-            request.params = replace(request.params, max_tokens=room)
         request.arrival_time = request.arrival_time or self._clock()
         self._scheduler.add(request)
+
+    def export_request(self, request_id: str) -> dict[str, Any]:
+        """A request in progress as plain data, with which `import_request` of another engine goes on, token for token.
+
+        It stays here until it is aborted. KeyError when it is unknown or done.
+        """
+        return to_record(self._scheduler.get(request_id))
+
+    def import_request(self, record: Mapping[str, Any]) -> Request:
+        """Queue a request that was exported: its outputs are those that its client has not got yet.
+
+        Raises what `add_request` raises, and ValueError for a record of another version.
+        """
+        request = from_record(record)
+        self.add_request(request)
+        return request
 
     def abort(self, request_id: str) -> bool:
         """End a request now, freeing its pages; no further output comes of it. False when it is unknown or done."""
@@ -166,15 +196,17 @@ class Engine:
             self._num_steps += result.count
         elif not outputs and self._scheduler.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
-        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
-            self._next_check = now + IDLE_CHECK_SECONDS
-            self.check_integrity()
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Keep the price of recomputing a cached block at what prefill costs here."""
         if plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens whose KV a page holds."""
+        return self._block_tokens
 
     @property
     def num_cold_starts(self) -> int:
@@ -186,12 +218,22 @@ class Engine:
         """Pages that are free, or that nobody uses."""
         return self._reclaimer.available
 
+    def check_when_idle(self) -> None:
+        """Check the books when nothing is to be done, at most once a second. Raises IntegrityError.
+
+        A driver calls it once outputs are delivered, so that books that don't match cost nobody an answer.
+        """
+        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
+            self._next_check = now + IDLE_CHECK_SECONDS
+            self.check_integrity()
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every page is where requests and adapters say it is."""
         self._pool.check_integrity([*self._scheduler.holders(), *self.store.holders()])
 
     def stats(self) -> EngineStats:
         pool, scheduler = self._pool, self._scheduler
+        reads = self.store.read_counts()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -209,6 +251,10 @@ class Engine:
             num_adapter_evictions=self.store.num_evictions,
             num_prefix_hit_tokens=self._prefix.num_hit_tokens,
             num_prefix_query_tokens=self._prefix.num_query_tokens,
+            num_reads=reads.num_under_way,
+            num_failed_reads=reads.num_failed,
+            num_given_up_reads=reads.num_given_up,
+            oldest_read_seconds=reads.oldest_seconds,
             last_step=scheduler.last_step,
         )
 
@@ -216,16 +262,16 @@ class Engine:
         """Names of the adapters of running and of waiting requests, sorted."""
         return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
 
-    def check_adapter(self, path: Path) -> AdapterManifest:
+    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without making anything of it.
 
-        The only method that may be called from any thread: it takes as long as the disk does and no step waits for it.
-        Raises AdapterFormatError.
+        roots: directories below which its files must lie; none: anywhere. The only method that may be called from any
+        thread: it takes as long as the disk does and no step waits for it. Raises AdapterFormatError.
         """
         backend = self._executor.adapters
-        manifest = backend.inspect(path)
-        backend.read(manifest, backend.layout(manifest), HostImage())
-        return manifest
+        manifest = backend.inspect(path, roots)
+        backend.read(manifest, self.store.layout_of(manifest), HostImage())
+        return with_content(manifest)
 
     def pin_adapter(self, name: str) -> None:
         """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned
@@ -262,39 +308,55 @@ class Engine:
             raise InvalidRequest(
                 "prompt", f"the prompt has {count} tokens, the model takes {limit} with its output; shorten it"
             )
-        budget = self.config.max_num_batched_tokens
-        if not self.config.chunked_prefill and min(limit, count + request.params.max_tokens) > budget:
-            raise InvalidRequest(
-                "prompt",
-                f"prompt and output have {count + request.params.max_tokens} tokens, a step takes {budget} and chunked "
-                "prefill is off; shorten the request or raise max_num_batched_tokens",
-            )
         vocab = self.model.vocab_size
         if min(request.token_ids) < 0 or max(request.token_ids) >= vocab:
             bad = next(token for token in request.token_ids if not 0 <= token < vocab)
             raise InvalidRequest("prompt", f"token id {bad} is outside the vocabulary of {vocab}")
         params = request.params
-        if params.logit_bias or params.stop_token_ids or params.bad_words:
+        if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
             _validate_ids(params, vocab)
-        pages = 0
         if request.adapter_name is not None:
             try:
                 request.adapter = self.store.get(request.adapter_name)
             except UnknownAdapter as error:
                 raise InvalidRequest("model", str(error)) from None
-            pages = request.adapter.num_pages
-        pages += -(-min(limit, count + request.params.max_tokens) // self._block_tokens)
-        usable = self._pool.num_usable
+        self._limit_output(request)
+
+    def _limit_output(self, request: Request) -> None:
+        """Settle how many tokens a request may draw: what it asks, or all that there is room for.
+
+        Nothing is computed from the last token that is drawn, so its KV takes no room.
+        """
+        count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self.model.max_model_len
+        most = limit if asked is None else min(limit, count + asked)
+        budget = self.config.max_num_batched_tokens
+        if not self.config.chunked_prefill:
+            if asked is None:
+                most = min(most, budget + 1)
+            if most - 1 > budget or most <= count:
+                raise InvalidRequest(
+                    "prompt",
+                    f"prompt and output have {count + (asked or 1)} tokens, a step takes {budget} and chunked prefill "
+                    "is off; shorten the request or raise max_num_batched_tokens",
+                )
+        adapter, usable = request.adapter, self._pool.num_usable
+        adapter_pages = 0 if adapter is None else adapter.num_pages
         if pinned := self.store.num_pinned_pages:
             usable -= pinned
-            if request.adapter is not None and self.store.is_pinned(request.adapter):
-                usable += request.adapter.num_pages
+            if adapter is not None and self.store.is_pinned(adapter):
+                usable += adapter_pages
+        if asked is None:
+            most = min(most, (usable - adapter_pages) * self._block_tokens + 1)
+        pages = adapter_pages - (-(max(most, count + 1) - 1) // self._block_tokens)
         if pages > usable:
+            mend = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
             raise InvalidRequest(
-                "max_tokens",
+                "prompt" if asked is None else "max_tokens",
                 f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
-                "lower max_tokens, shorten the prompt or raise memory_bytes",
+                f"{mend} or raise memory_bytes",
             )
+        if most - count != asked:
+            request.params = replace(request.params, max_tokens=most - count)
 
     def _execute(self, plan: StepPlan) -> StepResult:
         """Execute a plan; if that raises, run its rows one by one so that only the guilty ones fail.
@@ -325,13 +387,7 @@ def _validate_ids(params: SamplingParams, vocab: int) -> None:
         ("logit_bias", params.logit_bias),
         ("stop_token_ids", params.stop_token_ids),
         ("bad_words", [token for word in params.bad_words for token in word]),
+        ("allowed_token_ids", params.allowed_token_ids or ()),
     ):
         if bad := [token for token in ids if not 0 <= token < vocab]:
             raise InvalidRequest(field, f"token id {bad[0]} is outside the vocabulary of {vocab}")
-
-
-def adapter_directories(directory: Path) -> list[Path]:
-    """Sub-directories that hold a PEFT adapter, sorted by name. NotADirectoryError when there is no such directory."""
-    if not directory.is_dir():
-        raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
-    return sorted(path for path in directory.iterdir() if is_adapter_dir(path))

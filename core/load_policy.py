@@ -28,7 +28,7 @@ class LoadPolicy:
             return True
         tier = self._store.tier(adapter)
         if tier is not Tier.LOADING:
-            return tier is Tier.HOST
+            return tier is not Tier.DISK  # beginning with a failed one tells why
         if self._max_stall == 0:
             return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens

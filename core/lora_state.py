@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from operator import itemgetter
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +19,10 @@ from ..memory.layout import MODULES
 from ..ops.sgmv import AdapterRows, Segments, sgmv
 from .model_config import ModelConfig
 from .types import BASE_SLOT
+
+#: Which adapter a row uses: its slot, or several in the order in which they are added up, each with a factor of its
+#: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
+RowAdapters = int | tuple[tuple[int, float], ...]
 
 #: The page list that rows were made for, and the rows of each part.
 _Resident = tuple[list[int], list[AdapterRows]]
@@ -50,14 +55,17 @@ class LoraState:
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
         self._patience = 0.0  # seconds that are left in the step
-        self._step: tuple[list[list[AdapterRows]], list[int], list[int]] | None = None  # what `segments` were made of
+        self._step: tuple[list[list[AdapterRows]], list[RowAdapters], list[int]] | None = (
+            None  # what `segments` were made of
+        )
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._qkv, self._o, self._gate_up, self._down = lora_groups(config)
 
-    def set_step(self, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> None:
+    def set_step(self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
 
-        Neighbouring rows of one slot become one segment.
+        Neighbouring rows of the same slot, or of the same several, become one segment.
         """
         rows = [self._rows_of(adapter) for adapter in adapters]
         self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
@@ -70,12 +78,15 @@ class LoraState:
         self._slots = []
         segments = Segments()
         begin = 0
-        for slot, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
+        for used, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
             end = begin + sum(length for _, length in group)
-            if slot != BASE_SLOT:
+            for slot, factor in ((used, 1.0),) if isinstance(used, int) else used:
+                if slot == BASE_SLOT:
+                    continue
                 transfer = self._coming.get(slot)
                 for part in rows[slot]:
-                    segments.add(begin, end, part, 0 if transfer is None else self._ready(transfer))
+                    scaled = part if factor == 1.0 else self._times(part, factor)
+                    segments.add(begin, end, scaled, 0 if transfer is None else self._ready(transfer))
                     self._slots.append(slot)
             begin = end
         self.segments = segments
@@ -108,6 +119,13 @@ class LoraState:
     def _ready(self, transfer: Transfer) -> int:
         """Where native code sees how many layers have arrived."""
         return transfer.address
+
+    def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
+        """The same rows with another scale, made once."""
+        made = self._scaled.setdefault(rows, {})
+        if factor not in made:
+            made[factor] = replace(rows, scale=factor * rows.scale)
+        return made[factor]
 
     def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
         """Where the rows of the adapter's parts lie now; a reload into other pages has a new page list."""

@@ -13,7 +13,7 @@ from ..memory.adapter_layout import AdapterLayout, AdapterPart
 from ..memory.layout import MODULES, PageLayout
 from ..ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
 from ..ops.sgmv_tables import Copy, SgmvTables
-from .lora_state import LoraState, lora_groups
+from .lora_state import LoraState, RowAdapters, lora_groups
 from .model_config import ModelConfig
 
 #: Most parts of an adapter, which rank and alpha patterns make; each has a slot of its own in the tables.
@@ -77,7 +77,9 @@ class CudaLoraState(LoraState):
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
         return LoraLaunches(self, self.schedules.decode(size, self.max_rank, self._itemsize), size + min(size, 8))
 
-    def begin_bucket(self, adapters: Sequence[Adapter], slots: Sequence[int], captured: LoraLaunches) -> LoraLaunches:
+    def begin_bucket(
+        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], captured: LoraLaunches
+    ) -> LoraLaunches:
         """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
 
         slots: of every row, padding rows too.
@@ -86,9 +88,14 @@ class CudaLoraState(LoraState):
         for layer in range(self._num_layers if self._coming else 0):  # an adapter may leave out any, the last too
             self.wait(layer)
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
-        return captured if num_tiles <= captured.num_tiles else LoraLaunches(self, captured.schedule, num_tiles)
+        passes = self.tables.passes
+        if num_tiles <= captured.num_tiles and passes <= captured.passes:
+            return captured
+        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes)
 
-    def begin_ragged(self, adapters: Sequence[Adapter], slots: Sequence[int], lengths: Sequence[int]) -> LoraLaunches:
+    def begin_ragged(
+        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]
+    ) -> LoraLaunches:
         """Write a step's tables; its launches, which wait for each layer of adapters that are still coming."""
         self.set_step(adapters, slots, lengths)
         segments, tokens = self.segments, sum(lengths)
@@ -98,7 +105,8 @@ class CudaLoraState(LoraState):
         else:
             rank = max(rows.rank for rows in segments.rows)
             schedule = self.schedules.prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
-        return LoraLaunches(self, schedule, self.tables.plan(segments, schedule.tile_tokens), self.wait)
+        num_tiles = self.tables.plan(segments, schedule.tile_tokens)
+        return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
 
     def warm_up(self) -> None:
         """Launch every kernel once with nothing to do, so that no request waits for a compiler."""
@@ -112,12 +120,13 @@ class CudaLoraState(LoraState):
                 launch(y, x, 0)
 
     def launch(
-        self, group: int, schedule: Schedule, num_tiles: int, y: torch.Tensor, x: torch.Tensor, layer: int
+        self, group: int, schedule: Schedule, num_tiles: int, passes: int, y: torch.Tensor, x: torch.Tensor, layer: int
     ) -> None:
-        """Add the products of the first `num_tiles` tiles with a group's projections, counted as in `lora_groups`."""
+        """Add the products of the first `num_tiles` tiles of each pass with a group's projections, counted as in
+        `lora_groups`."""
         from ..ops.sgmv_triton import sgmv  # needs triton
 
-        sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles)
+        sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles, passes)
 
     def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
@@ -149,11 +158,13 @@ class LoraLaunches:
         schedule: Schedule,
         num_tiles: int,
         wait: Callable[[int], None] = lambda layer: None,
+        passes: int = 1,
     ) -> None:
-        """wait: called before every layer."""
+        """wait: called before every layer. passes: most entries of a token on one module."""
         self.schedule = schedule
         self.num_tiles = num_tiles
+        self.passes = passes
         self.wait = wait
         self.qkv, self.o, self.gate_up, self.down = (
-            partial(state.launch, group, schedule, num_tiles) for group in range(4)
+            partial(state.launch, group, schedule, num_tiles, passes) for group in range(4)
         )

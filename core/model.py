@@ -40,6 +40,7 @@ class DecoderModel:
         self._layers = [_moved(layer, device) for layer in weights.layers(pack)]
         self._norm = weights.norm().to(device)
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self._layers]
+        self._scored: torch.Tensor | None = None  # normalised states of the last step's score tokens
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
 
     def use_arena(self, arena: Arena) -> None:
@@ -60,6 +61,7 @@ class DecoderModel:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given."""
         eps, lora = self.config.rms_norm_eps, batch.lora
+        self._scored = None
         residual = embedding(batch.token_ids, self._embed)
         rotation = self._rotary.at(batch.positions)
         out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
@@ -72,12 +74,18 @@ class DecoderModel:
                 x = add_rms_norm(out, residual, layer.post_attention_norm, eps)
                 out = self._mlp(x, index, layer, batch)
         with span("logits"):
+            if (at := batch.score_tokens) is not None:
+                self._scored = _added_and_normed(None if out is None else out[at], residual[at], self._norm, eps)
             if batch.logit_tokens is not None:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
             x = _added_and_normed(out, residual, self._norm, eps)
             scores = linear(x, self._lm_head)
             return scores.float() if logits is None else logits.copy_(scores)
+
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
+        return linear(self._scored[begin:end], self._lm_head).float()
 
     def _attention(
         self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation

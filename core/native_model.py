@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from ..memory import hugepages
 from ..memory.arena import Arena
 from ..ops import native
+from ..ops.native_sampling import NativeSampling
 from ..ops.rope import rotary_table
 from ..ops.sgmv import Segments
 from .batch import StepBatch
@@ -54,12 +56,21 @@ class NativeDecoderModel:
         """For each row of the last step's logits its likeliest token, -1 where the logits are not finite."""
         return self._decoder.best
 
-    def keep_logits(self, keep: bool) -> None:
-        """Whether steps from now on give logits; `best` is always there."""
-        self._decoder.keeps_logits = keep
+    @property
+    def sampling(self) -> NativeSampling:
+        """Draws from logits with the decoder's threads."""
+        return self._decoder.sampling
+
+    def keep_logits(self, rows: Sequence[int] | None) -> None:
+        """Of which tokens steps from now on give logits, None: of all; `best` is always there."""
+        self._decoder.kept = rows
+
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
+        return self._decoder.score_logits(begin, end)
 
     def forward(self, batch: StepBatch) -> torch.Tensor:
-        """Compute the step's tokens and write their KV; logits `[logit_tokens, vocab]` float32, empty if not kept."""
+        """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
         logit_tokens = batch.logit_tokens
         if logit_tokens is None:
             tokens = len(batch.token_ids)
@@ -70,7 +81,7 @@ class NativeDecoderModel:
         segments = self._no_segments if lora is None else lora.segments
         return self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall,
+            0.0 if lora is None else lora.max_stall, batch.score_tokens,
         )  # fmt: skip
 
     def close(self) -> None:

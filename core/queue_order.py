@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable
 
+from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
+from .queue_policy import QueuePolicy
 from .request import Request
+from .waiting import Group, WaitingQueue
+
+OVERDUE, RESIDENT, COMING = range(3)
 
 
-def queue_order(waiting: Iterable[Request], store: AdapterStore, overdue_before: float) -> list[Request]:
-    """Requests whose adapter is resident (or that need none), then those whose adapter is on its way.
+class QueueOrder:
+    """The waiting requests as one step considers them.
 
-    First come first served within each class. The cold ones, whose adapter is on disk only, can't run and are left out.
-    But what came before `overdue_before` has been overtaken long enough: it goes first, whatever its adapter, in the
-    order of arrival. waiting: in order of arrival.
+    The policy says whose turn it is. Of one tenant come first the requests whose adapter is resident or that need none,
+    then those whose adapter is on its way, each in the order of the queue; those whose adapter is on disk only can't
+    run and are left out. But what came before `overdue_before` has been overtaken long enough: it goes before its
+    tenant's others, whatever its adapter.
     """
-    overdue, resident, coming = [], [], []
-    for request in waiting:
-        if request.arrival_time < overdue_before:
-            overdue.append(request)
-        elif request.adapter is None or request.adapter.pages:
-            resident.append(request)
-        elif store.is_requested(request.adapter):
-            coming.append(request)
-    return overdue + resident + coming
+
+    def __init__(
+        self,
+        waiting: WaitingQueue,
+        policy: QueuePolicy,
+        store: AdapterStore,
+        overdue_before: float,
+        may_run: Callable[[Adapter, Request], bool] = lambda adapter, request: True,
+    ) -> None:
+        """may_run: whether an adapter that is not resident, or of which there may be too many, is worth a look; it is
+        given its first waiting request."""
+        self._policy = policy
+        self._overdue_before = overdue_before
+        self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
+        self._tenant = ""
+        for tenant, groups in waiting.tenants.items():
+            entries = []
+            for adapter, group in groups.items():
+                if adapter is None or adapter.pages:
+                    kind = RESIDENT
+                elif store.is_requested(adapter):
+                    kind = COMING
+                else:
+                    continue
+                head = group.head
+                if adapter is None or may_run(adapter, head):
+                    entries.append(self._entry(kind, head, group))
+            if entries:
+                heapq.heapify(entries)
+                self._tenants[tenant] = entries
+
+    def next(self) -> Request | None:
+        """Who is considered next; the same again until it has left its group, or its group is passed over."""
+        if not self._tenants:
+            return None
+        if len(self._tenants) > 1:
+            self._tenant = self._policy.order(self._tenants)
+        else:
+            (self._tenant,) = self._tenants
+        return self._tenants[self._tenant][0][3].head
+
+    def is_overdue(self) -> bool:
+        """Of the one that `next` has named."""
+        return self._tenants[self._tenant][0][0] == OVERDUE
+
+    def go_on(self) -> None:
+        """The one that `next` has named has left its group."""
+        entries = self._tenants[self._tenant]
+        _, _, kind, group = entries[0]
+        if group.requests:
+            heapq.heapreplace(entries, self._entry(kind, group.head, group))
+        else:
+            self.pass_over()
+
+    def pass_over(self) -> None:
+        """Consider no more of the group of the one that `next` has named."""
+        entries = self._tenants[self._tenant]
+        heapq.heappop(entries)
+        if not entries:
+            del self._tenants[self._tenant]
+
+    def _entry(self, kind: int, head: Request, group: Group) -> tuple[int, int, int, Group]:
+        """Places differ, so that groups are never compared."""
+        return OVERDUE if head.arrival_time < self._overdue_before else kind, head.place, kind, group

@@ -11,6 +11,7 @@ from .request import Request
 from .request_memory import RequestMemory
 from .scheduler_limits import SchedulerLimits
 from .types import StepPlan
+from .waiting import WaitingQueue
 
 
 class Repeats:
@@ -30,7 +31,7 @@ class Repeats:
         self._ahead = ahead
         self._clock = clock
 
-    def count(self, plan: StepPlan, running: Sequence[Request], waiting: Sequence[Request]) -> int:
+    def count(self, plan: StepPlan, running: Sequence[Request], waiting: WaitingQueue) -> int:
         """Steps from a decode step of all running requests to the next decision, but for arrivals and aborts.
 
         Each of them has told its first token. Nothing is decided until a request ends or pages run short. What waiting
@@ -46,9 +47,9 @@ class Repeats:
         seats = len(running) < self._limits.max_num_seqs
         if waiting and (self._ahead.may_load(waiting) or (seats and not self._stay_waiting(plan, waiting))):
             return 1
-        return self._memory.most_steps(running, most, {request.adapter for request in waiting})
+        return self._memory.most_steps(running, most, waiting.adapters())
 
-    def _stay_waiting(self, plan: StepPlan, waiting: Sequence[Request]) -> bool:
+    def _stay_waiting(self, plan: StepPlan, waiting: WaitingQueue) -> bool:
         """Whether those who could not be admitted now can't be while no running request ends; sets `plan.until`.
 
         Running requests only take pages, so what did not fit won't. But the order changes when a request has been

@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import TYPE_CHECKING
 
 from .sampling_params import SamplingParams
 from .types import FinishReason, TokenLogprobs
+
+
+class RequestState(StrEnum):
+    """Where a request is in its life; `Request.state` says it, whatever it holds."""
+
+    WAITING = "waiting"  # in the queue, and has not begun
+    LOADING = "loading"  # runs while its adapter's bytes are still coming
+    RUNNING = "running"
+    LATE = "late"  # in the queue until all of its adapter is there, which did not come in time; it holds nothing
+    SWAPPED = "swapped"  # in the queue after it had to give its pages to others; it goes on from what is still cached
+    DONE = "done"
+
 
 if TYPE_CHECKING:
     from ..memory.adapter import Adapter
@@ -25,9 +38,11 @@ class Request:
         "adapter",
         "adapter_name",
         "arrival_time",
+        "began_at",
         "block_table",
         "cache_salt",
         "caching",
+        "charged",
         "end_ids",
         "finish_reason",
         "had_to_wait",
@@ -41,12 +56,15 @@ class Request:
         "num_known_blocks",
         "num_prompt_tokens",
         "params",
+        "place",
+        "prompt_hash",
         "prompt_logprobs",
         "quiet_until",
         "room",
         "row",
         "seed",
         "start_time",
+        "state",
         "streams",
         "tenant",
         "token_ids",
@@ -79,6 +97,10 @@ class Request:
         self.streams = streams
         self.tenant = tenant
         self.cache_salt = cache_salt
+        self.state = RequestState.WAITING
+        self.place = 0  # in the queue
+        self.began_at = 0  # tokens that were cached when it was last admitted
+        self.charged = 0  # tokens of work that its tenant has been charged for since
         self.is_quiet = False  # nothing is told until it ends
         self.quiet_until = 0  # tokens computed, before which there is nothing to tell, to cache or to end
         self.start_time: float | None = None  # when it was admitted first
@@ -93,6 +115,7 @@ class Request:
         self.logprobs: list[TokenLogprobs] = []  # of generated tokens that have not been told
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
+        self.prompt_hash: int | None = None  # once it was asked for
         self.caching = False  # whether blocks it completes are made known to the prefix cache
         self.num_known_blocks = 0
         self.last_block: Block | None = None
@@ -109,6 +132,11 @@ class Request:
     @property
     def finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has a seat, pages and its adapter's pin."""
+        return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:
         return (

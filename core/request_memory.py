@@ -25,23 +25,33 @@ class RequestMemory:
         reclaimer: Reclaimer,
         block_tokens: int,
         use_prefix_cache: bool,
+        share_prefix_cache: bool = False,
     ) -> None:
+        """share_prefix_cache: between tenants, too."""
         self._pool = pool
         self._store = store
         self._prefix = prefix
         self._reclaimer = reclaimer
         self._block_tokens = block_tokens
         self._use_prefix_cache = use_prefix_cache
+        self._share_prefix_cache = share_prefix_cache
 
     def match(self, request: Request) -> list[Block]:
         """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
         if not self._use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
-        return self._prefix.match(_version(request.adapter), request.token_ids)
+        return self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
 
-    def fits(self, request: Request, blocks: list[Block]) -> bool:
-        """Whether pages for all known tokens and for the adapter can be had without taking any in use."""
-        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks)
+    def scope(self, request: Request) -> tuple[str, str]:
+        """Whom a request shares its blocks with: its own tenant, and of that the requests of equal salt."""
+        return ("" if self._share_prefix_cache else request.tenant, request.cache_salt)
+
+    def fits(self, request: Request, blocks: list[Block], spare: int = 0) -> bool:
+        """Whether pages for all known tokens and for the adapter can be had without taking any in use.
+
+        spare: so many more pages must then still be left.
+        """
+        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks) + spare
         available = self._reclaimer.available
         if blocks:
             available -= self._prefix.unused(blocks)
@@ -167,7 +177,8 @@ class RequestMemory:
             index = request.num_known_blocks
             tokens = request.token_ids[index * step : (index + 1) * step]
             page = request.block_table.pages[index]
-            block = self._prefix.insert(_version(request.adapter), request.last_block, tokens, page)
+            version, scope = _version(request.adapter), self.scope(request)
+            block = self._prefix.insert(version, request.last_block, tokens, page, scope)
             if block is None:
                 request.caching = False
                 return

@@ -2,125 +2,154 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Callable, Collection, Sequence
+from typing import Protocol
 
 import torch
 
-from ..ops.sampling import apply_penalties, greedy, sample, uniform
+from ..ops.sampling import Chances, Scores, score_rows, uniform
+from .logit_edits import edited
 from .types import ScheduledRow, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
+ALL_BANNED = (
+    "every token is banned: allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw; ask for less"
+)
 
 
-def draw(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collection[int]) -> StepResult:
+class Sampling(Protocol):
+    """Draws and scores rows of logits."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]: ...
+
+    def score(
+        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+    ) -> Scores: ...
+
+
+def needs_logits(row: ScheduledRow) -> bool:
+    """Whether more than the largest of the row's logits is asked for."""
+    params = row.params
+    return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
+
+
+def draw(
+    rows: Sequence[ScheduledRow],
+    likeliest: Sequence[int],
+    logits: torch.Tensor | None,
+    at: Sequence[int],
+    sampling: Sampling,
+    eos_token_ids: Collection[int],
+) -> StepResult:
     """Draw a token for every row that asks for one.
 
-    logits: `[Σ num_logits or more, vocab]` float32, each row's `num_logits` in turn. A row whose logits are not finite
-    gets an error instead of a token; the others are not touched by it.
+    likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
+    token; the others are not touched by it. logits: `[…, vocab]` float32; at: which of them is that of each row for
+    which `needs_logits`, in order. Greedy rows have their token already and cost nothing here.
     """
     result = StepResult()
-    asking, last = [], []
-    at = 0
-    for row in rows:
-        if row.scores_prompt:
-            _score_prompt(row, logits[at : at + row.num_logits], result)
-        at += row.num_logits
-        if row.samples:
-            asking.append(row)
-            last.append(at - 1)
-    if not asking:
-        return result
-    if last != list(range(len(logits))):
-        logits = logits[: len(last)] if last == list(range(len(last))) else logits[last]
-    tokens, healthy = greedy(logits)
-    if any(row.params.temperature != 0 or row.params.reshapes_logits for row in asking):
-        tokens = _choose(asking, logits, eos_token_ids).tolist()
-    for index, (row, token) in enumerate(zip(asking, tokens, strict=True)):
-        if not healthy[index]:
+    drawn: list[tuple[int, ScheduledRow]] = []
+    places = iter(at)
+    for row, token in zip(rows, likeliest, strict=False):
+        if not row.samples:
+            continue
+        place = next(places) if needs_logits(row) else -1
+        if token < 0:
             result.errors[row.request_id] = NOT_FINITE
             continue
         result.tokens[row.request_id] = token
-        if row.params.logprobs is not None:
-            scores = logits[index : index + 1].log_softmax(-1)
-            result.logprobs[row.request_id] = _logprobs(scores, [token], row.params.logprobs)[0]
+        if place >= 0:
+            drawn.append((place, row))
+    if not drawn:
+        return result
+    _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,
+            eos_token_ids, result)  # fmt: skip
+    scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
+    if scored:
+        tokens = [result.tokens[row.request_id] for _, row in scored]
+        counts = [row.params.logprobs for _, row in scored]
+        found = _logprobs(sampling.score(logits, [place for place, _ in scored], tokens, counts), tokens, counts)
+        result.logprobs = {row.request_id: it for (_, row), it in zip(scored, found, strict=True)}
     return result
 
 
-def is_greedy(row: ScheduledRow) -> bool:
-    """Whether nothing but the largest of the row's logits is asked for."""
-    params = row.params
-    if row.scores_prompt:
-        return False
-    return not row.samples or (params.temperature == 0 and not params.reshapes_logits and params.logprobs is None)
+def score_prompts(
+    rows: Sequence[ScheduledRow],
+    logits: Callable[[int, int], torch.Tensor],
+    sampling: Sampling,
+    vocab: int,
+    result: StepResult,
+) -> None:
+    """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
+
+    logits: called with a range of the step's score tokens (see `following_tokens`), gives theirs, until the next call.
+    """
+    scored = [row for row in rows if row.scores_prompt]
+    tokens = [token for row in scored for token in following_tokens(row)]
+    counts = [row.params.prompt_logprobs for row in scored for _ in following_tokens(row)]
+    found: list[TokenLogprobs] = []
+    step = score_rows(vocab)
+    for begin in range(0, len(tokens), step):
+        end = min(begin + step, len(tokens))
+        part = tokens[begin:end], counts[begin:end]
+        found += _logprobs(sampling.score(logits(begin, end), range(end - begin), *part), *part)
+    at = 0
+    for row in scored:
+        count = len(following_tokens(row))
+        scores = found[at : at + count]
+        at += count
+        if any(math.isnan(score.logprob) for score in scores):
+            result.tokens.pop(row.request_id, None)
+            result.errors[row.request_id] = NOT_FINITE
+        else:
+            result.prompt_logprobs[row.request_id] = scores
 
 
-def take(rows: list[ScheduledRow], tokens: list[int], healthy: list[int]) -> StepResult:
-    """The result of a step of greedy rows. tokens: each row's most likely one; healthy: 0 where it can't be told."""
-    result = StepResult()
-    for row, token, good in zip(rows, tokens, healthy, strict=False):
-        if not row.samples:
-            continue
-        if good:
+def following_tokens(row: ScheduledRow) -> list[int]:
+    """The prompt tokens that follow each of the row's first ones: those that its prompt scores are of."""
+    return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
+
+
+def _choose(
+    drawn: Sequence[tuple[int, ScheduledRow]],
+    logits: torch.Tensor,
+    sampling: Sampling,
+    eos_token_ids: Collection[int],
+    result: StepResult,
+) -> None:
+    """Draw tokens of rows that are not simply greedy into the result."""
+    if not drawn:
+        return
+    places = [place for place, _ in drawn]
+    chances = [_chances(row, logits.shape[1]) for _, row in drawn]
+    reshaped = [it for it in drawn if it[1].params.reshapes_logits]
+    if reshaped:
+        with edited(logits, reshaped, eos_token_ids):
+            tokens = sampling.sample(logits, places, chances)
+    else:
+        tokens = sampling.sample(logits, places, chances)
+    for (_, row), token in zip(drawn, tokens, strict=True):
+        if token >= 0:
             result.tokens[row.request_id] = token
         else:
-            result.errors[row.request_id] = NOT_FINITE
-    return result
+            del result.tokens[row.request_id]
+            result.errors[row.request_id] = ALL_BANNED
 
 
-def _choose(rows: list[ScheduledRow], logits: torch.Tensor, eos_token_ids: Collection[int]) -> torch.Tensor:
-    params = [row.params for row in rows]
-    if any(p.reshapes_logits for p in params):
-        logits = logits.clone()
-        for row, scores in zip(rows, logits, strict=True):
-            if row.params.reshapes_logits:
-                _reshape(row, scores, eos_token_ids)
-    return sample(
-        logits,
-        temperature=torch.tensor([p.temperature for p in params]),
-        top_k=torch.tensor([min(p.top_k, logits.shape[-1]) for p in params]),
-        top_p=torch.tensor([p.top_p for p in params]),
-        min_p=torch.tensor([p.min_p for p in params]),
-        u=torch.tensor([uniform(row.seed, row.kv_len) for row in rows], dtype=torch.float64),
-    )
-
-
-def _reshape(row: ScheduledRow, scores: torch.Tensor, eos_token_ids: Collection[int]) -> None:
-    """Apply to one row's logits `[vocab]`, in place, what depends on its tokens so far."""
+def _chances(row: ScheduledRow, vocab: int) -> Chances:
     params = row.params
-    output = row.token_ids[row.num_prompt_tokens :]
-    if len(output) < params.min_tokens:
-        scores[[*eos_token_ids, *params.stop_token_ids]] = -torch.inf
-    for word in params.bad_words:
-        if len(word) == 1 or tuple(output[len(output) - len(word) + 1 :]) == word[:-1]:
-            scores[word[-1]] = -torch.inf
-    if params.logit_bias:
-        ids = torch.tensor(list(params.logit_bias), device=scores.device)
-        scores[ids] += torch.tensor(list(params.logit_bias.values()), device=scores.device)
-    if params.repetition_penalty != 1.0 or params.presence_penalty or params.frequency_penalty:
-        apply_penalties(
-            scores,
-            torch.tensor(row.token_ids, device=scores.device),
-            torch.tensor(output, dtype=torch.long, device=scores.device),
-            params.repetition_penalty,
-            params.presence_penalty,
-            params.frequency_penalty,
-        )
+    if params.temperature == 0:
+        return _GREEDY
+    top_k = min(params.top_k, vocab)
+    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p)
 
 
-def _score_prompt(row: ScheduledRow, logits: torch.Tensor, result: StepResult) -> None:
-    """Log-probabilities of the prompt tokens that follow the row's. logits: `[len(tokens), vocab]`."""
-    following = row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
-    scores = logits[: len(following)].log_softmax(-1)
-    result.prompt_logprobs[row.request_id] = _logprobs(scores, following, row.params.prompt_logprobs)
+_GREEDY = Chances(0.0, 0.0)
 
 
-def _logprobs(scores: torch.Tensor, token_ids: list[int], count: int) -> list[TokenLogprobs]:
-    """scores: log-probabilities `[len(token_ids), vocab]`."""
-    own = scores.gather(-1, torch.tensor(token_ids, device=scores.device)[:, None])[:, 0].tolist()
-    if count == 0:
-        return [TokenLogprobs(token, score) for token, score in zip(token_ids, own, strict=True)]
-    top = scores.topk(min(count, scores.shape[-1]), dim=-1)
+def _logprobs(scores: Scores, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
     return [
-        TokenLogprobs(token, score, tuple(zip(ids, values, strict=True)))
-        for token, score, ids, values in zip(token_ids, own, top.indices.tolist(), top.values.tolist(), strict=True)
+        TokenLogprobs(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, own, ids, values, count in zip(tokens, scores.own, scores.ids, scores.values, counts, strict=True)
     ]

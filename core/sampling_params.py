@@ -7,6 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 MAX_LOGPROBS = 100
+#: OpenAI takes 300 biases.
+MAX_LOGIT_BIASES = 1024
+MAX_BAD_WORD_TOKENS = 16384
+MAX_ALLOWED_TOKENS = 16384
 
 
 class InvalidRequest(ValueError):
@@ -19,8 +23,10 @@ class InvalidRequest(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Applied in this order: min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k, top_p.
+    """Applied in this order: allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k,
+    top_p. A request for which they leave no token to draw ends with an error.
 
+    max_tokens: None means as many as the model's length and the arena allow.
     temperature: 0 is greedy. top_k: 0 keeps all tokens. top_p: nucleus mass in (0, 1].
     min_p: drop tokens less likely than min_p times the likeliest.
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens generated so far (OpenAI).
@@ -30,10 +36,11 @@ class SamplingParams:
     stop_token_ids: end on any of these in addition to the model's end-of-sequence ids.
     min_tokens: neither kind of end may be drawn before that many tokens.
     bad_words: token id sequences that must not be generated.
+    allowed_token_ids: the only tokens that may be generated, an end of sequence among them only if it is listed.
     logprobs, prompt_logprobs: report log-probabilities of generated or prompt tokens with that many alternatives.
     """
 
-    max_tokens: int = 16
+    max_tokens: int | None = 16
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -47,11 +54,13 @@ class SamplingParams:
     ignore_eos: bool = False
     min_tokens: int = 0
     bad_words: tuple[tuple[int, ...], ...] = ()
+    allowed_token_ids: tuple[int, ...] | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
-        _require("max_tokens", self.max_tokens, self.max_tokens >= 1, "at least 1")
+        most = math.inf if self.max_tokens is None else self.max_tokens
+        _require("max_tokens", self.max_tokens, most >= 1, "at least 1, or None for all that fit")
         _require("temperature", self.temperature, 0.0 <= self.temperature <= 100.0, "between 0 and 100")
         _require("top_p", self.top_p, 0.0 < self.top_p <= 1.0, "above 0 and at most 1")
         _require("top_k", self.top_k, self.top_k >= 0, "0 for all tokens, or a positive count")
@@ -61,10 +70,17 @@ class SamplingParams:
             _require(name, value, -2.0 <= value <= 2.0, "between -2 and 2")
         penalty = self.repetition_penalty
         _require("repetition_penalty", penalty, 0.0 < penalty < math.inf, "a positive number; 1 is neutral")
+        _at_most("logit_bias", len(self.logit_bias), MAX_LOGIT_BIASES, "entries")
         for token, bias in self.logit_bias.items():
             _require("logit_bias", {token: bias}, token >= 0 and -100.0 <= bias <= 100.0, "token ids to -100 … 100")
-        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= self.max_tokens, "between 0 and max_tokens")
+        _require("min_tokens", self.min_tokens, 0 <= self.min_tokens <= most, "between 0 and max_tokens")
         _require("bad_words", self.bad_words, all(self.bad_words), "non-empty")
+        _at_most("bad_words", sum(map(len, self.bad_words)), MAX_BAD_WORD_TOKENS, "tokens in all")
+        if self.allowed_token_ids is not None:
+            _require("allowed_token_ids", "()", bool(self.allowed_token_ids), "one token id at least, or left out")
+            _at_most("allowed_token_ids", len(self.allowed_token_ids), MAX_ALLOWED_TOKENS, "entries")
+            least = min(self.allowed_token_ids)
+            _require("allowed_token_ids", f"{least} among others", least >= 0, "token ids")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
@@ -74,8 +90,13 @@ class SamplingParams:
         """Whether anything but temperature, min_p, top_k and top_p changes the distribution."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-            or self.min_tokens or self.bad_words
+            or self.min_tokens or self.bad_words or self.allowed_token_ids is not None
         )  # fmt: skip
+
+
+def _at_most(name: str, count: int, most: int, what: str) -> None:
+    if count > most:
+        raise InvalidRequest(name, f"{name} has {count} {what}; at most {most} are taken")
 
 
 def _require(name: str, value: object, holds: bool, wanted: str) -> None:

@@ -20,3 +20,4 @@ class SchedulerLimits:
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
     max_repeat: int = 1
+    max_waiting: int | None = None

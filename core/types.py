@@ -9,10 +9,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..graphs.runner import StepMode
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
     from ..memory.adapter import Adapter
+    from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
@@ -36,6 +41,7 @@ class ScheduledRow:
     params: how to draw and what to report. seed makes the draw a function of (seed, position).
     samples: the row's last token is the request's last known one, so that a new token is drawn at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
+    edits: what the sampler keeps of the request from step to step; it makes it anew where it is missing.
     """
 
     request_id: str
@@ -48,6 +54,7 @@ class ScheduledRow:
     samples: bool
     token_ids: list[int]
     num_prompt_tokens: int
+    edits: LogitEdits | None = field(default=None, init=False, repr=False, compare=False)
 
     @property
     def kv_len(self) -> int:
@@ -59,11 +66,6 @@ class ScheduledRow:
         """Whether the log-probabilities of prompt tokens after this row's are asked for."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
-    @property
-    def num_logits(self) -> int:
-        """How many of the row's last tokens need logits."""
-        return len(self.tokens) if self.scores_prompt else 1
-
 
 @dataclass(slots=True)
 class StepPlan:
@@ -73,6 +75,7 @@ class StepPlan:
     repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
     would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
     until: of these, none may begin at or after this time, by the engine's clock.
+    mode: by which weights it runs.
     """
 
     step_id: int
@@ -82,14 +85,29 @@ class StepPlan:
     repeat: int = 1
     until: float = math.inf
     num_tokens: int = field(init=False)
+    mode: StepMode = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.rows
+        self.mode = StepMode.LORA if self.adapters else StepMode.BASE
         self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
 
     @property
     def num_adapters(self) -> int:
         return len(self.adapters)
+
+    def to_wire(self) -> dict[str, Any]:
+        """The plan as plain data, for another process."""
+        from .plan_wire import plan_to_wire
+
+        return plan_to_wire(self)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
+        """What `to_wire` gave. find: the receiver's adapter for the name, version and pages of the sender's."""
+        from .plan_wire import plan_from_wire
+
+        return plan_from_wire(data, find)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 
@@ -126,6 +127,7 @@ class CudaDevice:
             raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
         self.torch_device = torch.device("cuda", index)
         self.name: str | None = torch.cuda.get_device_name(index)
+        self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
@@ -146,11 +148,14 @@ class CudaDevice:
         return work()
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """All graphs share one memory pool. The first run compiles kernels and makes workspaces, which must not happen
-        in a capture. Other threads may allocate meanwhile, as those that read adapters into pinned memory do."""
+        """All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
+        workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as those that read
+        adapters into pinned memory do."""
         with self.scope():
             work()
             torch.cuda.synchronize(self.torch_device)
+            if not self._graphs:  # torch forgets a pool with its last graph, and refuses to capture into it
+                self._pool = torch.cuda.graph_pool_handle()
             graph = torch.cuda.CUDAGraph()
             graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
             try:
@@ -160,6 +165,7 @@ class CudaDevice:
                     graph.capture_end()
                 raise
             graph.capture_end()
+        self._graphs.add(graph)
         return graph.replay
 
     def memory(self) -> tuple[int, int]:
@@ -179,8 +185,7 @@ class CudaDevice:
     def release(self) -> None:
         self.synchronize()
         torch.cuda.empty_cache()
-        with torch.cuda.device(self.torch_device):
-            self._pool = torch.cuda.graph_pool_handle()  # the old one may be gone with its graphs
+        self._graphs.clear()  # later ones share no pool with those
 
 
 class _PastEvent:

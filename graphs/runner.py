@@ -6,16 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Generic, TypeVar
+from typing import Generic, NoReturn, TypeVar
 
 Output = TypeVar("Output")
 
 
 class StepMode(StrEnum):
-    """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on."""
+    """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on.
+
+    merged: one adapter is part of a copy of the weights, and the rows of others add what they differ by.
+    """
 
     BASE = "base"
     LORA = "lora"
+    MERGED = "merged"
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +69,19 @@ class GraphRunner(Generic[Output]):
         self._captured.clear()
         self.report.clear()
 
+    def close(self) -> None:
+        """Give up every captured step and the function that captures: its owner, which has this runner, can then be
+        freed without waiting for the garbage collector."""
+        self.clear()
+        self._capture = _closed
+
     def _new(self, bucket: int, mode: StepMode) -> Callable[[], Output]:
         free, begin = self._free_bytes(), time.perf_counter()
         step = self._captured[bucket, mode] = self._capture(bucket, mode)
         seconds = time.perf_counter() - begin
         self.report.append(CapturedStep(bucket, mode, seconds, max(0, free - self._free_bytes())))
         return step
+
+
+def _closed(bucket: int, mode: StepMode) -> NoReturn:
+    raise RuntimeError(f"the step of bucket {bucket} ({mode}) is asked for after the executor was closed")

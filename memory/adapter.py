@@ -12,12 +12,13 @@ from .adapter_layout import AdapterLayout
 
 
 class Tier(StrEnum):
-    """Where an adapter's bytes are; LOADING is on the way from the disk."""
+    """Where an adapter's bytes are; LOADING is on the way from the disk, FAILED on the disk but not to be had."""
 
     DISK = "disk"
     LOADING = "loading"
     HOST = "host"
     DEVICE = "device"
+    FAILED = "failed"
 
 
 class Adapter:
@@ -28,8 +29,8 @@ class Adapter:
     """
 
     __slots__ = (
-        "__weakref__", "is_idle", "layout", "manifest", "name", "pages", "rank", "references", "requests", "transfer",
-        "uses", "version",
+        "__weakref__", "is_idle", "layout", "load_seconds", "manifest", "name", "pages", "rank", "references",
+        "requests", "transfer", "uses", "version",
     )  # fmt: skip
 
     def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
@@ -43,6 +44,7 @@ class Adapter:
         self.references = 0
         self.requests = 0
         self.uses = 0
+        self.load_seconds: float | None = None  # its latest way from host memory to the pages
         self.rank = manifest.rank  # asked for in every step
 
     @property

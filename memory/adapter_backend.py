@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -30,7 +31,10 @@ class Transfer(Protocol):
 class AdapterBackend(Protocol):
     """How adapter bytes are read and moved; the executor brings it, so the store never touches a tensor."""
 
-    def inspect(self, path: Path) -> AdapterManifest: ...
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Check a directory and the headers of its files, which must really lie below `roots` if there are any."""
+        ...
+
     def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
@@ -39,4 +43,8 @@ class AdapterBackend(Protocol):
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         """Move an image, whole or still being read, into its pages; None when it already has been."""
+        ...
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
+        """Copy an adapter's pages to the host, whole when this returns; None when it can be read again at any time."""
         ...

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-import os
-import stat
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from . import strict_json
+from .adapter_directory import AdapterDirectory
 from .adapter_error import AdapterFormatError, shown
-from .name_pattern import MatchTime, NamePattern
+from .module_names import ModuleNames
+from .name_pattern import NamePattern, Steps
 
 CONFIG_FILE = "adapter_config.json"
 MAX_CONFIG_BYTES = 1 << 20
 MAX_RANK = 4096
+MAX_PATTERNS = 4096
 
 #: What PEFT targets in a Llama-architecture model when `target_modules` is null.
 DEFAULT_TARGETS = ("q_proj", "v_proj")
@@ -69,32 +71,38 @@ class AdapterConfig:
         self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
 
     @classmethod
-    def read(cls, directory: Path) -> AdapterConfig:
-        """Read `directory/adapter_config.json`. AdapterFormatError for what would not be served as PEFT applies it."""
-        return cls(_Fields(directory / CONFIG_FILE, _read(directory)))
+    def read(cls, directory: AdapterDirectory) -> AdapterConfig:
+        """Read its `adapter_config.json`. AdapterFormatError for what would not be served as PEFT applies it."""
+        return cls(_Fields(directory.path / CONFIG_FILE, _read(directory)))
 
-    def is_target(self, key: str) -> bool:
-        """Whether the adapter changes a linear module (PEFT's `check_target_module_exists`)."""
-        if self._excluded.matches(key):
-            return False
-        if self.targets_all_linear or self._targets.is_exactly(key):
-            return True
-        return self._targets.matches(key) and (not self._layers or self._is_layer(key))
+    def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
+        """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
 
-    def rank_and_scale(self, key: str) -> tuple[int, float]:
-        """Rank and scaling of a target: `lora_alpha / r`, or `/ sqrt(r)` for rsLoRA, after the patterns."""
-        rank = _first_match(self._ranks, key, self._rank)
-        alpha = _first_match(self._alphas, key, self._alpha)
-        return rank, alpha / (math.sqrt(rank) if self._rslora else rank)
+        The scale is `lora_alpha / r`, or `/ sqrt(r)` for rsLoRA, after the patterns.
+        """
+        if self.targets_all_linear:
+            found = names.ends
+        else:
+            found = self._targets.ends(names)
+            if self._layers:
+                found = found & self._in_layers(names) | self._targets.named(names)
+        ends = found & ~self._excluded.ends(names)
+        ranks = _first_matches(self._ranks, names, ends, self._rank)
+        alphas = _first_matches(self._alphas, names, ends, self._alpha)
+        return {
+            name: (rank, alphas[name] / (math.sqrt(rank) if self._rslora else rank)) for name, rank in ranks.items()
+        }
 
-    def _is_layer(self, key: str) -> bool:
-        for pattern in self._layer_patterns:
-            if match := pattern.match(key):
-                return int(match["idx"]) in self._layers
-        return False
+    def _in_layers(self, names: ModuleNames) -> int:
+        """The ends of the names that are in one of the layers to transform."""
+        ends = 0
+        for pattern, anywhere in self._layer_patterns:
+            ends |= pattern.before_number(names, anywhere=anywhere)
+        return names.places(name for name in names.at(ends) if int(_LAYER.search(name)[1]) in self._layers)
 
 
-_ANY_LAYER = r".*?\.[^.]*\.(?P<idx>\d+)\."
+_ANY_LAYER = r".*?\.[^.]*"
+_LAYER = re.compile(r"\.([0-9]+)\.")
 
 
 class _Fields:
@@ -103,7 +111,7 @@ class _Fields:
     def __init__(self, file: Path, raw: dict[str, Any]) -> None:
         self.file = file
         self.raw = raw
-        self._match_time = MatchTime()
+        self._steps = Steps()
 
     def refuse(self, name: str, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.file}: {name} is {shown(self.raw.get(name))}: {why}")
@@ -146,7 +154,9 @@ class _Fields:
             return ()
         if not isinstance(value, dict):
             raise self.refuse(name, "an object from module names to numbers is needed")
-        return tuple((self.compile(name, key, r"(.*\.)?({})$"), check(name, number)) for key, number in value.items())
+        if len(value) > MAX_PATTERNS:
+            raise self.refuse(name, f"{len(value)} patterns, at most {MAX_PATTERNS} are taken")
+        return tuple((self.compile(name, key), check(name, number)) for key, number in value.items())
 
     def names(self, name: str) -> str | tuple[str, ...] | None:
         """A list of module names, a regular expression, or null."""
@@ -166,15 +176,21 @@ class _Fields:
             raise self.refuse("layers_to_transform", "a layer number or a list of them is needed")
         return frozenset(numbers)
 
-    def layer_patterns(self) -> tuple[NamePattern, ...]:
+    def layer_patterns(self) -> tuple[tuple[NamePattern, bool], ...]:
+        """What comes before a layer's number, and whether it may begin behind any dot."""
         value = self.names("layers_pattern")
         if not value:
-            return (self.compile("layers_pattern", _ANY_LAYER),)
+            return ((self.compile("layers_pattern", _ANY_LAYER), False),)
         patterns = (value,) if isinstance(value, str) else value
-        return tuple(self.compile("layers_pattern", each, r"(?:^|.*?\.){}\.(?P<idx>\d+)\.") for each in patterns)
+        if len(patterns) > MAX_PATTERNS:
+            raise self.refuse("layers_pattern", f"{len(patterns)} patterns, at most {MAX_PATTERNS} are taken")
+        compiled = [self.compile("layers_pattern", each) for each in patterns]
+        if any(pattern.is_one_of_several for pattern in compiled):
+            raise self.refuse("layers_pattern", "PEFT looks for a number behind the last alternative only; use a group")
+        return tuple((pattern, True) for pattern in compiled)
 
-    def compile(self, name: str, pattern: str, template: str = "{}") -> NamePattern:
-        return NamePattern(pattern, partial(self.refuse, name), self._match_time, template)
+    def compile(self, name: str, pattern: str) -> NamePattern:
+        return NamePattern(pattern, partial(self.refuse, name), self._steps)
 
 
 class _Matcher:
@@ -183,42 +199,41 @@ class _Matcher:
     def __init__(self, fields: _Fields, name: str, value: str | tuple[str, ...]) -> None:
         self._pattern = fields.compile(name, value) if isinstance(value, str) and value else None
         self._names = frozenset() if isinstance(value, str) else frozenset(value)
-        self._suffixes = tuple(f".{each}" for each in self._names)
 
-    def is_exactly(self, key: str) -> bool:
-        return key in self._names
+    def named(self, names: ModuleNames) -> int:
+        """The ends of the names that are given in full."""
+        return names.places(name for name in names.names if name in self._names)
 
-    def matches(self, key: str) -> bool:
+    def ends(self, names: ModuleNames) -> int:
+        """The ends of all names that match."""
         if self._pattern is not None:
-            return self._pattern.fullmatch(key) is not None
-        return key in self._names or key.endswith(self._suffixes)
+            return self._pattern.whole(names)
+        return names.places(name for name in names.names if not self._names.isdisjoint(_tails(name)))
 
 
-def _first_match(patterns: tuple[tuple[NamePattern, Any], ...], key: str, default: Any) -> Any:
-    """PEFT's `get_pattern_key`: the first pattern that matches the key's end, from a dot on."""
-    return next((value for pattern, value in patterns if pattern.match(key)), default)
+def _tails(name: str) -> list[str]:
+    """The name, and what is behind each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
 
 
-def _read(directory: Path) -> dict[str, Any]:
-    file = directory / CONFIG_FILE
-    try:
-        if not stat.S_ISDIR(os.stat(directory).st_mode):
-            raise AdapterFormatError(f"{directory}: not a directory; a PEFT adapter directory is needed")
-    except FileNotFoundError:
-        raise AdapterFormatError(f"{directory}: no such directory") from None
-    except (OSError, ValueError) as error:
-        raise AdapterFormatError(f"{shown(str(directory))}: cannot be read: {_reason(error)}") from error
-    try:
-        if not stat.S_ISREG(os.stat(file).st_mode):
-            raise AdapterFormatError(f"{file}: not a regular file; a PEFT configuration is needed")
-        with open(file, "rb") as stream:
-            data = stream.read(MAX_CONFIG_BYTES + 1)
-    except FileNotFoundError:
-        raise AdapterFormatError(f"{file}: not found; a PEFT adapter directory is needed") from None
-    except OSError as error:
-        raise AdapterFormatError(f"{file}: cannot be read: {_reason(error)}") from error
-    if len(data) > MAX_CONFIG_BYTES:
-        raise AdapterFormatError(f"{file}: is longer than {MAX_CONFIG_BYTES} bytes; that is no PEFT configuration")
+def _first_matches(
+    patterns: tuple[tuple[NamePattern, Any], ...], names: ModuleNames, ends: int, default: Any
+) -> dict[str, Any]:
+    """Of each name in `ends` the value of the first pattern that matches its end, from a dot on: `get_pattern_key`."""
+    found = dict.fromkeys(names.at(ends), default)
+    for pattern, value in patterns:
+        if not ends:
+            break
+        matching = pattern.tail(names) & ends
+        ends &= ~matching
+        found.update(dict.fromkeys(names.at(matching), value))
+    return found
+
+
+def _read(directory: AdapterDirectory) -> dict[str, Any]:
+    file = directory.path / CONFIG_FILE
+    data = directory.read(CONFIG_FILE, MAX_CONFIG_BYTES, "a PEFT configuration")
     try:
         config = strict_json.loads(data)
     except ValueError as error:
@@ -226,7 +241,3 @@ def _read(directory: Path) -> dict[str, Any]:
     if not isinstance(config, dict):
         raise AdapterFormatError(f"{file}: a JSON object is needed, found {type(config).__name__}")
     return config
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

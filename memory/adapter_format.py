@@ -9,17 +9,19 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import TypeVar
 
 from .adapter_config import CONFIG_FILE, AdapterConfig
+from .adapter_directory import AdapterDirectory
 from .adapter_error import AdapterFormatError, shown
 from .adapter_layout import AdapterPart
 from .layout import MODULES, ModuleDims
-from .tensor_file import TensorFile, TensorInfo
+from .module_names import ModuleNames
+from .tensor_file import FileIdentity, TensorFile, TensorInfo
 from .tensor_places import TensorPlaces, digest_of
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
@@ -33,13 +35,19 @@ _PREFIX = "base_model.model."
 _BLOCKS = dict.fromkeys(MODULES, "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
+#: The base model's own name for its layers' parent, which a model around it (one that sees, say) may have changed.
+STEM = "model"
+_WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){1,4})(?=layers\.[0-9])")
+
 
 @dataclass(frozen=True, slots=True)
 class AdapterManifest:
     """What an adapter is, without its weights.
 
-    file_size, mtime_ns: the state of the weights file that was inspected. places: of each part's layers' targets' A and
-    B, in this order; None where there is no file.
+    file_size, mtime_ns, identity: the state of the weights file that was inspected. places: of each part's layers'
+    targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
+    `model`. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
+    None until its weights have been read for it.
     """
 
     path: Path
@@ -47,6 +55,10 @@ class AdapterManifest:
     file_size: int = 0
     mtime_ns: int = 0
     places: TensorPlaces | None = None
+    identity: FileIdentity | None = None
+    stem: str = STEM
+    content_hash: str | None = None
+    no_effect: bool | None = None
 
     @property
     def rank(self) -> int:
@@ -63,34 +75,67 @@ class AdapterManifest:
 
 
 def is_adapter_dir(path: Path) -> bool:
-    return os.path.isfile(path / CONFIG_FILE)  # unlike Path's method this one never raises
+    """Whether a directory means to be an adapter's: anything at all is in its configuration's place."""
+    return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
 
 
-def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int) -> AdapterManifest:
+def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequence[Path] = ()) -> AdapterManifest:
     """Read and check an adapter directory's configuration and tensor shapes against the base model.
 
-    Raises AdapterFormatError for anything that would not be served exactly as PEFT would apply it.
+    roots: as in `AdapterDirectory`. Raises AdapterFormatError for anything that would not be served exactly as PEFT
+    would apply it.
     """
-    config = AdapterConfig.read(path)
-    targets = _targets(config, path, num_layers)
-    with open_weights(path) as file:
-        _check_names(file, targets, config, num_layers)
-        for (layer, module), (rank, _) in targets.items():
-            for name, shape in tensor_shapes(layer, module, rank, dims):
-                if file.tensors[name].shape != shape:
-                    raise _wrong_shape(file, name, shape, rank, config)
-        parts = _parts(targets)
-        return AdapterManifest(path, _shared(parts), file.size, file.mtime_ns, _shared(_places(file, parts, dims)))
+    with AdapterDirectory(path, roots) as directory:
+        config = AdapterConfig.read(directory)
+        with _open_weights(directory) as file:
+            stem = file.stem
+            targets = _targets(config, path, num_layers, stem)
+            _check_names(file, targets, config, num_layers)
+            for (layer, module), (rank, _) in targets.items():
+                for name, shape in tensor_shapes(layer, module, rank, dims):
+                    if file.tensors[name].shape != shape:
+                        raise _wrong_shape(file, name, shape, rank, config)
+            parts = _parts(targets)
+            places = _shared(_places(file, parts, dims))
+            return AdapterManifest(path, _shared(parts), file.size, file.mtime_ns, places, file.identity, stem)
 
 
-def open_weights(path: Path) -> TensorFile:
+class AdapterWeights(TensorFile):
+    """The tensors of an adapter under the base model's names for them, whatever model was around it in training."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd, self._plain)
+        self._stems: set[str] = set()
+
+    @property
+    def stem(self) -> str:
+        """Where the file has the model's layers; AdapterFormatError if in several places."""
+        if self.tensors and len(self._stems) > 1:
+            found = ", ".join(sorted(self._stems))
+            raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
+        return next(iter(self._stems), STEM)
+
+    def _plain(self, name: str) -> str:
+        found = _WRAPPED.match(name)
+        if found is None:
+            return name
+        self._stems.add(found[1][:-1])
+        return f"{_PREFIX}{STEM}.{name[found.end() :]}"
+
+
+def open_weights(path: Path) -> AdapterWeights:
     """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
-    file = path / WEIGHTS_FILE
-    if not os.path.lexists(file):
-        pickled = os.path.lexists(path / PICKLE_FILE)
-        hint = f"; {PICKLE_FILE} is a pickle, which is never read: convert it to safetensors" if pickled else ""
-        raise AdapterFormatError(f"{file}: not found{hint}")
-    return TensorFile(file)
+    with AdapterDirectory(path) as directory:
+        return _open_weights(directory)
+
+
+def _open_weights(directory: AdapterDirectory) -> AdapterWeights:
+    if directory.has(PICKLE_FILE) and not directory.has(WEIGHTS_FILE):
+        raise AdapterFormatError(
+            f"{directory.path / WEIGHTS_FILE}: not found; {PICKLE_FILE} is a pickle, which is never read: convert it "
+            "to safetensors"
+        )
+    return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"))
 
 
 def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
@@ -105,32 +150,36 @@ def module_key(layer: int, module: str) -> str:
     return f"model.layers.{layer}.{_BLOCKS[module]}.{module}"
 
 
-@lru_cache(8)
-def _keys(num_layers: int) -> tuple[tuple[int, str, str], ...]:
-    return tuple((layer, module, module_key(layer, module)) for layer in range(num_layers) for module in MODULES)
+@lru_cache(16)
+def _keys(num_layers: int, stem: str) -> tuple[ModuleNames, dict[str, tuple[int, str]]]:
+    """All modules that a pattern may match, and (layer, module) of those that can be targeted here.
 
-
-@lru_cache(8)
-def _other_keys(num_layers: int) -> tuple[str, ...]:
-    """Modules of the base model that can't be targeted here, nor most of them with PEFT."""
+    The others are most of those that can't be, nor with PEFT.
+    """
+    keys = {
+        f"{stem}{module_key(layer, module).removeprefix(STEM)}": (layer, module)
+        for layer in range(num_layers)
+        for module in MODULES
+    }
     inner = ("", ".self_attn", ".mlp", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm")
-    layers = (f"model.layers.{layer}{name}" for layer in range(num_layers) for name in inner)
-    return ("lm_head", "model.embed_tokens", "model", "model.layers", "model.norm", "model.rotary_emb", *layers)
+    others = ["lm_head", *(f"{stem}{name}" for name in ("", ".embed_tokens", ".layers", ".norm", ".rotary_emb"))]
+    others += [f"{stem}.layers.{layer}{name}" for layer in range(num_layers) for name in inner]
+    return ModuleNames([*keys, *others]), keys
 
 
-def _targets(config: AdapterConfig, path: Path, num_layers: int) -> dict[tuple[int, str], tuple[int, float]]:
+def _targets(config: AdapterConfig, path: Path, num_layers: int, stem: str) -> dict[tuple[int, str], tuple[int, float]]:
     """(layer, module) → rank and scale of all that the configuration targets."""
     file = path / CONFIG_FILE
-    if not config.targets_all_linear:
-        for key in _other_keys(num_layers):
-            if config.is_target(key):
-                raise AdapterFormatError(
-                    f"{file}: target_modules matches {key}; only {', '.join(MODULES)} are served: "
-                    "train on those, or exclude the others with exclude_modules"
-                )
-    targets = {
-        (layer, module): config.rank_and_scale(key) for layer, module, key in _keys(num_layers) if config.is_target(key)
-    }
+    names, keys = _keys(num_layers, stem)
+    targets = {}
+    for name, rank_and_scale in config.targets(names).items():
+        if name in keys:
+            targets[keys[name]] = rank_and_scale
+        elif not config.targets_all_linear:
+            raise AdapterFormatError(
+                f"{file}: target_modules matches {name}; only {', '.join(MODULES)} are served: "
+                "train on those, or exclude the others with exclude_modules"
+            )
     if not targets:
         raise AdapterFormatError(
             f"{file}: target_modules, exclude_modules and layers_to_transform match none of {', '.join(MODULES)} "
@@ -174,12 +223,12 @@ def _shared(value: Shape) -> Shape:
 def _check_names(
     file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], config: AdapterConfig, num_layers: int
 ) -> None:
-    wanted = {name for layer, module in targets for name in _names(layer, module)}
+    wanted = {name for layer, module in targets for name in tensor_names(layer, module)}
     for name in file.tensors:
         if name not in wanted:
             raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {_why_not(name, num_layers)}")
     for layer, module in targets:
-        for name in _names(layer, module):
+        for name in tensor_names(layer, module):
             if name not in file.tensors:
                 raise AdapterFormatError(
                     f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets {module} of layer {layer}; "
@@ -187,7 +236,8 @@ def _check_names(
                 )
 
 
-def _names(layer: int, module: str) -> Iterator[str]:
+def tensor_names(layer: int, module: str) -> Iterator[str]:
+    """Of a target's A and B."""
     key = f"{_PREFIX}{module_key(layer, module)}"
     return (f"{key}.lora_{side}.weight" for side in "AB")
 
@@ -207,7 +257,7 @@ def _why_not(name: str, num_layers: int) -> str:
     layer = _LAYER.search(name)
     if layer and int(layer[1]) >= num_layers:
         return f"is for layer {int(layer[1])}, the base model has {num_layers} layers; serve it with its own base"
-    if layer and any(name in _names(int(layer[1]), module) for module in MODULES):
+    if layer and any(name in tensor_names(int(layer[1]), module) for module in MODULES):
         return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
     return f"is not lora_A.weight or lora_B.weight of one of {', '.join(MODULES)}; others are not supported"
 

@@ -10,7 +10,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from .adapter_error import AdapterFormatError
-from .adapter_format import AdapterManifest, open_weights, tensor_shapes
+from .adapter_format import AdapterManifest, tensor_shapes
+from .adapter_identity import STALE, open_unchanged
 from .adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from .layout import MODULES, ModuleDims
 from .row_jobs import RowJobs, RowsInFile, row_jobs
@@ -23,8 +24,6 @@ if TYPE_CHECKING:
     from .host_image import HostImage
     from .tensor_file import TensorFile, TensorInfo
     from .tensor_places import TensorPlaces
-
-_STALE = "it changed on disk since the adapter was registered; register the adapter again"
 
 #: Begins to read an open file's jobs for a flat image of so many elements of a dtype.
 OpenRows = Callable[[int, RowJobs, int, "torch.dtype"], RowsInFile]
@@ -50,25 +49,24 @@ def read_image(
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:
-        image.data = buffers.take(shape, dtype)
+        data = image.data = buffers.take(shape, dtype)
         return [
-            _PartReader(file, part, place, image.data.view(-1), dims)
+            _PartReader(file, part, place, data.view(-1), dims)
             for part, place in zip(manifest.parts, layout.parts, strict=True)
         ]
 
-    with open_weights(manifest.path) as file:
-        if (file.size, file.mtime_ns) != (manifest.file_size, manifest.mtime_ns):
-            raise AdapterFormatError(f"{file.path}: {_STALE}")
+    with open_unchanged(manifest) as file:
         if open_rows is None or manifest.places is None:
             done = _read_by_torch(take(), range(layout.num_layers))
         else:
             jobs = row_jobs(manifest.parts, manifest.places, layout, tuple(dims.items()))
             rows = open_rows(file.fd, jobs, math.prod(shape), dtype)
             done = _read_by_rows(file, manifest.places, jobs, take, rows)
-        for num_ready in done:
-            if num_ready == layout.num_layers and not file.is_unchanged():
-                raise AdapterFormatError(f"{file.path}: {_STALE}")
-            image.publish(num_ready)
+        with closing(done):  # here and now: whoever drops an open one would wait for the disk
+            for num_ready in done:
+                if num_ready == layout.num_layers and not file.is_unchanged():
+                    raise AdapterFormatError(f"{file.path}: {STALE}")
+                image.publish(num_ready)
 
 
 def _read_by_rows(
@@ -84,7 +82,7 @@ def _read_by_rows(
         for layers in jobs.layers:
             fault = rows.next(parts[0].data)
             if layers.start == 0 and _is_other_header(rows, places, fault):
-                raise AdapterFormatError(f"{file.path}: {_STALE}")
+                raise AdapterFormatError(f"{file.path}: {STALE}")
             if fault is not None:
                 deque(_read_by_torch(parts, layers), maxlen=0)  # says what is wrong
             yield layers.stop
@@ -150,7 +148,7 @@ class _PartReader:
 def _info(file: TensorFile, name: str, shape: tuple[int, int]) -> TensorInfo:
     info = file.tensors.get(name)
     if info is None or info.shape != shape:
-        raise AdapterFormatError(f"{file.path}: {_STALE}")
+        raise AdapterFormatError(f"{file.path}: {STALE}")
     return info
 
 
@@ -187,4 +185,4 @@ def _not_finite(
                 return AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")
             if not _all_finite(tensor.to(dtype)):
                 return AdapterFormatError(f"{at} a value beyond the range of {dtype}; serve the model in a wider dtype")
-    return AdapterFormatError(f"{file.path}: {_STALE}")
+    return AdapterFormatError(f"{file.path}: {STALE}")

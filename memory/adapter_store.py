@@ -7,17 +7,22 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from .adapter import Adapter, AdapterInfo, Tier
 from .adapter_backend import AdapterBackend
-from .adapter_format import AdapterFormatError
+from .adapter_format import AdapterFormatError, AdapterManifest
+from .adapter_layout import AdapterLayout
+from .adapter_name import check_name
 from .eviction import EvictionOrder, RestoreCosts
 from .host_image import HostImage
-from .host_images import HostImages
+from .host_images import HostImages, ReadCounts
 from .loads_in_flight import LoadsInFlight
 from .pages import OutOfPages, PageKind, PagePool
+
+logger = logging.getLogger(__name__)
 
 
 class UnknownAdapter(KeyError):
@@ -62,21 +67,18 @@ class AdapterStore:
 
     # -- registry
 
-    def register(self, name: str, path: Path, *, check_weights: bool = False) -> Adapter:
-        """Make `path` the adapter `name`, replacing an earlier version for requests to come.
+    def register(self, name: str, source: Path | AdapterManifest, *, check_weights: bool = False) -> Adapter:
+        """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        check_weights: read the weights now, so that what only they can tell, such as NaN, is known before the earlier
-        version is given up; the caller waits for the disk, and the first request doesn't.
+        source: a directory, which is read and checked here, or the manifest of one that was. check_weights: read the
+        weights now, so that what only they can tell, such as NaN, is known before the earlier version is given up; the
+        caller waits for the disk, and the first request doesn't.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
-        manifest = self._backend.inspect(path)
-        layout = self._backend.layout(manifest)
-        if layout.num_pages >= self._pool.num_usable:
-            raise AdapterFormatError(
-                f"{path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
-                "and must hold KV too; raise memory_bytes"
-            )
+        check_name(name)
+        manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
+        layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
         if check_weights:
             self._request(adapter)
@@ -87,6 +89,16 @@ class AdapterStore:
         if previous is not None:
             self.unpin(previous)
         return adapter
+
+    def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
+        """Where the weights go; may be called from any thread. AdapterFormatError when they could never fit."""
+        layout = self._backend.layout(manifest)
+        if layout.num_pages >= self._pool.num_usable:
+            raise AdapterFormatError(
+                f"{manifest.path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
+                "and must hold KV too; raise memory_bytes"
+            )
+        return layout
 
     def unregister(self, name: str) -> None:
         """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
@@ -122,6 +134,8 @@ class AdapterStore:
     def tier(self, adapter: Adapter) -> Tier:
         if adapter.pages:
             return Tier.DEVICE if adapter.transfer is None else Tier.LOADING
+        if self._images.error(adapter.version) is not None:
+            return Tier.FAILED
         if self._images.is_ready(adapter.version):
             return Tier.HOST
         return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
@@ -133,15 +147,45 @@ class AdapterStore:
     def read_ahead(self, adapters: Iterable[Adapter]) -> None:
         """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
 
-        The first is read whatever its size, so that there is always progress.
+        What requests hold keeps its room there. The first is read whatever its size, so that there is always progress.
         """
         num_bytes = 0
         for adapter in dict.fromkeys(adapters):
             if not adapter.pages:
-                num_bytes += adapter.num_pages * self._page_bytes
-                if num_bytes > self._images.capacity_bytes and num_bytes > adapter.num_pages * self._page_bytes:
+                size = adapter.num_pages * self._page_bytes
+                num_bytes += size
+                has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
+                if num_bytes > size and not self.is_requested(adapter) and not has_room:
                     return
                 self._request(adapter)
+
+    def watch_reads(self) -> None:
+        """Give up reads that bring nothing any more, and let others go on beside slow ones."""
+        self._images.watch()
+
+    def is_slow(self, adapter: Adapter) -> bool:
+        """Whether it is being read for so long that others are read beside it."""
+        return self._images.is_slow(adapter.version)
+
+    def can_fit(self, adapter: Adapter) -> bool:
+        """Whether the arena can ever hold it beside the pinned ones."""
+        return bool(adapter.pages) or adapter.num_pages <= self._pool.num_usable - self.num_pinned_pages
+
+    @property
+    def has_unreadable(self) -> bool:
+        """Whether reads have failed of which nobody was told yet."""
+        return self._images.has_failures
+
+    def unreadable(self, adapter: Adapter) -> BaseException | None:
+        """Why its last read failed; None when it didn't, or when somebody was told."""
+        return self._images.error(adapter.version)
+
+    def forget_unreadable(self) -> None:
+        """Everybody was told: what could not be read is read again for requests to come."""
+        self._images.forget_failures()
+
+    def read_counts(self) -> ReadCounts:
+        return self._images.counts()
 
     def seconds_to_read(self, adapter: Adapter) -> float:
         """How long, by what reads have taken so far, until the rest of an adapter that is being read is here."""
@@ -161,6 +205,7 @@ class AdapterStore:
         failed: list[tuple[Adapter, BaseException]] = []
         if not self._loads:
             return failed
+        self._images.watch()
         self._loads.free_what_is_quiet()
         for adapter, start, error in self._loads.ended():
             if error is None:
@@ -169,7 +214,8 @@ class AdapterStore:
                 self._offer(adapter)
             else:
                 failed.append((adapter, error))
-                self._images.drop(adapter.version)
+                if self._images.error(adapter.version) is None:  # else those that wait for it are still to be told
+                    self._images.drop(adapter.version)
                 self.unpin(adapter)
         return failed
 
@@ -182,6 +228,8 @@ class AdapterStore:
     def hold(self, adapter: Adapter) -> None:
         """A request came that will use this version."""
         adapter.requests += 1
+        if self._images.error(adapter.version) is not None:
+            self._images.drop(adapter.version)  # it is tried again
         if adapter.requests == 1:
             self._offer(adapter)
 
@@ -249,14 +297,33 @@ class AdapterStore:
         return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
 
     def evict(self, adapter: Adapter) -> None:
-        """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays."""
+        """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays.
+
+        If requests hold it and there is none, one is made: its directory may hold something else by now.
+        """
         self._withdraw(adapter)
+        if adapter.requests and adapter.transfer is None and not self._is_on_host(adapter):
+            self._save(adapter)
         pages, adapter.pages = adapter.pages, []
         if adapter.transfer is None:
             self._pool.release(pages)
         else:
             self._loads.cancel(adapter, pages)
         self.num_evictions += 1
+
+    def give_up_loads(self) -> bool:
+        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+
+        The reads go on into host memory. What has been read and is only being copied is left to come.
+        """
+        unused = [
+            adapter
+            for adapter in self._loads.adapters()
+            if not adapter.references and not self._images.is_ready(adapter.version)
+        ]
+        for adapter in unused:
+            self.evict(adapter)
+        return bool(unused)
 
     def evict_idle(self) -> int:
         """Evict every idle adapter; returns how many."""
@@ -305,10 +372,37 @@ class AdapterStore:
             self._backend.read(manifest, layout, image)
             self._observe(adapter, "disk_adapter_page", start)
 
-        self._images.request(adapter.version, layout.num_pages * self._page_bytes, read)
+        self._images.request(
+            adapter.version,
+            layout.num_pages * self._page_bytes,
+            read,
+            label=str(manifest.path),
+            may_drop=lambda: self._may_drop(adapter),
+        )
+
+    def _may_drop(self, adapter: Adapter) -> bool:
+        """Whether a host image may make room: nobody holds the version, or its pages can be saved in time."""
+        return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)
+
+    def _is_on_host(self, adapter: Adapter) -> bool:
+        return self._images.is_ready(adapter.version) and self._images.error(adapter.version) is None
+
+    def _save(self, adapter: Adapter) -> None:
+        """Make a host image of a resident adapter; without one it will be read again, if it can be."""
+        try:
+            image = self._backend.save(adapter.layout, adapter.pages)
+        except Exception:
+            logger.exception("saving %r failed", adapter)
+            return
+        if image is not None:
+            size = adapter.num_pages * self._page_bytes
+            self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
 
     def _observe(self, adapter: Adapter, cost: str, start: float) -> None:
-        self._costs.observe(cost, (self._clock() - start) / adapter.num_pages)
+        seconds = self._clock() - start
+        self._costs.observe(cost, seconds / adapter.num_pages)
+        if cost == "host_adapter_page":
+            adapter.load_seconds = seconds
 
     def _wait_for_read(self, adapter: Adapter) -> None:
         """Sleep until an adapter in flight has been read; raises why it can't be."""
@@ -342,7 +436,8 @@ class AdapterStore:
             return
         if adapter.requests:
             self._retired.add(adapter)
-            self._request(adapter)  # the directory may be about to change
+            if not adapter.pages or adapter.transfer is not None:
+                self._request(adapter)  # the directory may be about to change
         else:
             self._remove(adapter)
 

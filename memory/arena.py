@@ -21,7 +21,7 @@ class Arena:
         self.num_pages = num_pages
         shape = (num_pages, layout.page_elems)
         if torch.device(device).type == "cpu":
-            self.pages = hugepages.empty(shape, dtype).zero_()
+            self.pages = hugepages.zeros(shape, dtype)  # the system gives pages of it when they are used
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)

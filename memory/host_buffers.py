@@ -7,6 +7,7 @@ import math
 import mmap
 import threading
 import weakref
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -21,16 +22,22 @@ class HostBuffers:
 
     The system clears every fresh page, which takes longer than reading an adapter into it. Up to `max_idle_bytes` wait;
     beyond that the longest idle go back to the system. Any thread may take or drop.
+
+    What is dropped comes back by a finalizer, which may run inside any line of any thread, those here included: it
+    never waits for the lock.
     """
 
     def __init__(self, max_idle_bytes: int = 128 << 20) -> None:
         self._max_idle_bytes = max_idle_bytes
         self._idle: list[mmap.mmap] = []  # the longest idle first
+        self._dropped: deque[mmap.mmap] = deque()  # filled by finalizers
         self._lock = threading.Lock()
 
     @property
     def num_idle_bytes(self) -> int:
-        return sum(map(len, self._idle))
+        with self._lock:
+            self._collect()
+            return sum(map(len, self._idle))
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
@@ -44,6 +51,7 @@ class HostBuffers:
     def _find(self, num_bytes: int) -> mmap.mmap | None:
         """The smallest that is large enough and not wastefully so."""
         with self._lock:
+            self._collect()
             fitting = [mapping for mapping in self._idle if num_bytes <= len(mapping) <= 2 * num_bytes]
             if not fitting:
                 return None
@@ -52,7 +60,17 @@ class HostBuffers:
             return found
 
     def _give_back(self, mapping: mmap.mmap) -> None:
-        with self._lock:
-            self._idle.append(mapping)
-            while self.num_idle_bytes > self._max_idle_bytes:
-                self._idle.pop(0)
+        """Called by finalizers. Where somebody holds the lock, he or the next collects what was dropped."""
+        self._dropped.append(mapping)
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+            finally:
+                self._lock.release()
+
+    def _collect(self) -> None:
+        """Take in what was dropped, and keep to the limit. The caller holds the lock."""
+        while self._dropped:
+            self._idle.append(self._dropped.popleft())
+        while sum(map(len, self._idle)) > self._max_idle_bytes:
+            self._idle.pop(0)

@@ -9,10 +9,15 @@ from typing import Any
 from .layer_stream import LayerStream
 
 
+class ReadGivenUp(Exception):
+    """Nobody wants the rest of an image: its read is to end."""
+
+
 class HostImage:
     """`data` is what the backend reads into: it is set before the first layer is published and belongs to the backend.
 
-    stream: how many layers are in `data`; one thread reads, any may look. error: why it failed.
+    stream: how many layers are in `data`; one thread reads, any may look. error: why it failed; it then holds no memory
+    and is followed by nobody, so that whoever keeps the error keeps nothing else.
     """
 
     def __init__(self) -> None:
@@ -23,15 +28,26 @@ class HostImage:
         self._lock = threading.Lock()
 
     def publish(self, num_ready: int) -> None:
-        """Say that layers 0 … num_ready-1 are in `data`; on the reading thread."""
-        self.stream.publish(num_ready)
+        """Say that layers 0 … num_ready-1 are in `data`; on the reading thread. ReadGivenUp once it has failed."""
+        if not self.stream.publish(num_ready):
+            raise ReadGivenUp
         self._tell()
 
     def fail(self, error: BaseException) -> None:
-        """Say that the rest will never come, and why; on the reading thread."""
-        self.error = error
+        """Say that the rest will never come, and why; from any thread. Only the first failure counts.
+
+        The error loses its frames, which refer to the buffers that were read into.
+        """
+        with self._lock:
+            if self.error is not None:
+                return
+            _forget_frames(error)
+            self.error = error
         self.stream.fail()
         self._tell()
+        with self._lock:
+            self._followers = ()
+        self.data = None
 
     def follow(self, follower: Callable[[], None]) -> None:
         """Have `follower` called on the reading thread whenever more layers have been read from now on.
@@ -39,7 +55,8 @@ class HostImage:
         What was published before may not be told: look at `stream` afterwards.
         """
         with self._lock:
-            self._followers += (follower,)
+            if self.error is None:
+                self._followers += (follower,)
 
     def unfollow(self, follower: Callable[[], None]) -> None:
         """`follower` needs to know no more. Nothing happens when it didn't follow."""
@@ -49,3 +66,14 @@ class HostImage:
     def _tell(self) -> None:
         for follower in self._followers:
             follower()
+
+
+def _forget_frames(error: BaseException) -> None:
+    """Take the tracebacks from an error and from all that led to it."""
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]

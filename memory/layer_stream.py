@@ -8,7 +8,7 @@ import numpy as np
 
 
 class LayerStream:
-    """Counts the layers that are there. One thread publishes; any may look or wait.
+    """Counts the layers that are there. One thread publishes; any may look, wait or fail it.
 
     A prefill that waits for layer l only when it reaches layer l trails a warm one by about one layer's copy, instead
     of by all of them.
@@ -30,14 +30,17 @@ class LayerStream:
         """Where the count lies, an int32 that native code may watch while the stream is alive."""
         return self._ready.ctypes.data
 
-    def publish(self, num_ready: int) -> None:
-        """Say that the bytes of layers 0 … num_ready-1 are written."""
+    def publish(self, num_ready: int) -> bool:
+        """Say that the bytes of layers 0 … num_ready-1 are written. False, and nothing said, once it has failed."""
         with self._changed:
+            if self._ready[0] == self.FAILED:
+                return False
             self._ready[0] = num_ready
             self._changed.notify_all()
+            return True
 
     def fail(self) -> None:
-        """Say that no more layers will come."""
+        """Say that no more layers will come; from any thread."""
         self.publish(self.FAILED)
 
     def wait(self, layer: int, timeout: float) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 
 from .adapter import Adapter
 from .adapter_backend import Transfer
 from .host_image import HostImage
 from .pages import PageKind, PagePool
+
+logger = logging.getLogger(__name__)
 
 
 class LoadsInFlight:
@@ -26,6 +29,9 @@ class LoadsInFlight:
         adapter.transfer = transfer
         self._loads[adapter] = image, start
 
+    def adapters(self) -> list[Adapter]:
+        return list(self._loads)
+
     def image(self, adapter: Adapter) -> HostImage:
         return self._loads[adapter][0]
 
@@ -33,9 +39,15 @@ class LoadsInFlight:
         """Adapters whose transfer is done, or has failed and why; each with its start. They stay until `end`."""
         found: list[tuple[Adapter, float, BaseException | None]] = []
         for adapter, (image, start) in self._loads.items():
-            if adapter.transfer.is_done():
+            try:
+                is_done, has_failed = adapter.transfer.is_done(), adapter.transfer.has_failed()
+            except Exception as error:  # a driver that refuses a copy; others' loads go on
+                logger.exception("loading %r failed", adapter)
+                found.append((adapter, start, error.with_traceback(None)))
+                continue
+            if is_done:
                 found.append((adapter, start, None))
-            elif adapter.transfer.has_failed():
+            elif has_failed:
                 found.append((adapter, start, image.error or RuntimeError("its bytes did not come")))
         return found
 

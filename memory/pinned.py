@@ -118,9 +118,12 @@ class PinnedBuffers:
             place = self._take(num_units)
             if place is None:
                 self.num_unpinned += 1
-                return self._ordinary.take(shape, dtype)
-            self._num_units_used += num_units
-            return torch.frombuffer(self._lease(*place, num_units), dtype=dtype, count=count).view(tuple(shape))
+            else:
+                self._num_units_used += num_units
+                lease = self._lease(*place, num_units)
+        if place is None:
+            return self._ordinary.take(shape, dtype)
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
     def reserve(self) -> None:
         """Pin as many chunks as the limit grants now, so that no load has to wait for it."""
@@ -144,7 +147,11 @@ class PinnedBuffers:
 
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
         """Part of a chunk, which the storage of a tensor keeps alive, and with it the chunk's memory."""
-        lease = np.frombuffer(chunk.memory, np.uint8, num_units * UNIT_BYTES, first * UNIT_BYTES)
+        try:
+            lease = np.frombuffer(chunk.memory, np.uint8, num_units * UNIT_BYTES, first * UNIT_BYTES)
+        except BaseException:
+            self._dropped.append((chunk, first, num_units))
+            raise
         weakref.finalize(lease, self._dropped.append, (chunk, first, num_units)).atexit = False
         return lease
 

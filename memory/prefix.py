@@ -1,12 +1,14 @@
 """The prefix cache: full KV blocks that a later request with the same adapter version and tokens can start from.
 
-A trie of blocks per adapter version. Lookups compare the tokens themselves, so there is no hash collision to fear, and
-a version that is gone takes its trie with it: a reloaded adapter can't be served its predecessor's KV.
+A trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so there is no hash collision to
+fear, and a version that is gone takes its tries with it: a reloaded adapter can't be served its predecessor's KV. The
+scope, whom the blocks are shared with, chooses the trie before any token is looked at: no choice of tokens leads to
+another scope's blocks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 
 from .eviction import EvictionOrder, RestoreCosts
 from .pages import PageKind, PagePool
@@ -29,6 +31,17 @@ class Block:
         self.uses = 1
 
 
+class Root(Block):
+    """Where a trie begins: of one adapter version and one scope."""
+
+    __slots__ = ("scope", "version")
+
+    def __init__(self, version: int, scope: Hashable) -> None:
+        super().__init__(None, (), PagePool.DUMMY)
+        self.version = version
+        self.scope = scope
+
+
 class PrefixCache:
     """Which full blocks are known, and which of them are evictable.
 
@@ -41,7 +54,7 @@ class PrefixCache:
         self._order = order
         self._costs = costs
         self._block_tokens = block_tokens
-        self._roots: dict[int, Block] = {}
+        self._roots: dict[int, dict[Hashable, Root]] = {}
         self._by_page: dict[int, Block] = {}
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
@@ -49,10 +62,14 @@ class PrefixCache:
     def __len__(self) -> int:
         return len(self._by_page)
 
-    def match(self, version: int, tokens: Sequence[int]) -> list[Block]:
-        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute."""
-        block = self._roots.get(version)
+    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute.
+
+        scope: only blocks that were made known with an equal one are found.
+        """
         found: list[Block] = []
+        roots = self._roots.get(version)
+        block: Block | None = None if roots is None else roots.get(scope)
         if block is None:
             return found
         step = self._block_tokens
@@ -88,14 +105,19 @@ class PrefixCache:
             if block is not None:
                 self._offer(block)
 
-    def insert(self, version: int, parent: Block | None, tokens: Sequence[int], page: int) -> Block | None:
+    def insert(
+        self, version: int, parent: Block | None, tokens: Sequence[int], page: int, scope: Hashable = None
+    ) -> Block | None:
         """Make a block known whose KV was just completed in `page`, which the caller uses.
 
         parent: the block before it as returned by `insert` or `match`, None for the first. Returns None when an equal
         block is known already: the caller keeps its own page to itself and inserts nothing after it.
         """
         if parent is None:
-            parent = self._roots.setdefault(version, Block(None, (), PagePool.DUMMY))
+            roots = self._roots.setdefault(version, {})
+            parent = roots.get(scope)
+            if parent is None:
+                parent = roots[scope] = Root(version, scope)
         key = tuple(tokens)
         if key in parent.children:
             return None
@@ -107,18 +129,35 @@ class PrefixCache:
     def evict(self, block: Block) -> None:
         """Forget an unused leaf, freeing its page; its parent may become evictable by it."""
         self._forget(block)
-        del block.parent.children[block.tokens]
-        self._offer(block.parent)
+        parent = block.parent
+        del parent.children[block.tokens]
+        if isinstance(parent, Root):
+            if not parent.children:
+                self._drop(parent)
+        else:
+            self._offer(parent)
+
+    def roots(self) -> Iterator[Root]:
+        """Every trie's root."""
+        for roots in self._roots.values():
+            yield from roots.values()
 
     def drop_version(self, version: int) -> None:
         """Forget all blocks of an adapter version that no request holds any more."""
-        root = self._roots.pop(version, None)
-        stack = [] if root is None else list(root.children.values())
+        roots = self._roots.pop(version, {})
+        stack = [block for root in roots.values() for block in root.children.values()]
         while stack:
             block = stack.pop()
             stack.extend(block.children.values())
             self._order.discard(block)
             self._forget(block)
+
+    def _drop(self, root: Root) -> None:
+        """Forget an empty trie, so that scopes that came once leave nothing behind."""
+        roots = self._roots[root.version]
+        del roots[root.scope]
+        if not roots:
+            del self._roots[root.version]
 
     def _forget(self, block: Block) -> None:
         del self._by_page[block.page]

@@ -20,12 +20,11 @@ class StreamedCopy:
     def __init__(self, image: HostImage, layout: AdapterLayout, pages: list[int], arena: np.ndarray) -> None:
         """pages: of `arena`, `[num_pages, page_elems]`, bits of its elements, in the order of the image's."""
         self.arrived = LayerStream()
-        self._image = image
+        self._image: HostImage | None = image  # until there is nothing more to copy
         self._layout = layout
         self._pages = pages
         self._arena = arena
         self._lock = threading.Lock()
-        self._cancelled = False
         self._copied = 0
         image.follow(self.advance)
         try:
@@ -42,20 +41,22 @@ class StreamedCopy:
     def advance(self) -> None:
         """Copy the layers that have been read; from any thread."""
         with self._lock:
-            if self._cancelled:
+            image = self._image
+            if image is None:
                 return
-            ready = self._image.stream.num_ready
-            if ready == LayerStream.FAILED:
+            ready, data = image.stream.num_ready, image.data
+            if ready == LayerStream.FAILED or (ready > self._copied and data is None):  # it fails this very moment
                 self.arrived.fail()
+                self._let_go()
                 return
             if ready > self._copied:
-                data = bits_of(self._image.data).reshape(-1)
+                bits = bits_of(data).reshape(-1)
                 for begin, end in self._layout.ranges(range(self._copied, ready)):
-                    self._copy(data, begin, end)
+                    self._copy(bits, begin, end)
                 self._copied = ready
                 self.arrived.publish(ready)
             if self.is_done():
-                self._image.unfollow(self.advance)
+                self._let_go()
 
     def wait_layer(self, layer: int, timeout: float) -> bool:
         """Sleep until `layer` is in its pages, at most `timeout` seconds; whether it is."""
@@ -71,11 +72,17 @@ class StreamedCopy:
     def cancel(self) -> None:
         """Stop; nothing is written to the pages once this has returned."""
         with self._lock:
-            self._cancelled = True
+            self._let_go()
 
     def is_quiet(self) -> bool:
         """Whether the pages may be given to others after `cancel`."""
         return True
+
+    def _let_go(self) -> None:
+        """Neither refers to the other any more; the caller holds the lock."""
+        if self._image is not None:
+            self._image.unfollow(self.advance)
+            self._image = None
 
     def _copy(self, data: np.ndarray, begin: int, end: int) -> None:
         page_elems = self._arena.shape[1]

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-import stat
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Self
 
 from . import strict_json
 from .adapter_error import AdapterFormatError, shown
 
-MAX_HEADER_BYTES = 16 << 20
+#: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 1 << 13
+MAX_DIMENSIONS = 8
 
 #: Bytes per element of the element types that are served.
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
@@ -35,32 +38,33 @@ class TensorInfo:
     num_bytes: int
 
 
-class TensorFile:
-    """An open safetensors file. `size`, `mtime_ns`: which state of it was opened; `fd`: the file, while it is open.
+class FileIdentity(NamedTuple):
+    """What tells a file from one that was put in its place or written over, be it of equal size and time."""
 
-    AdapterFormatError when it can't be opened or is no regular file, and when it is asked what is in it, but its header
-    doesn't add up.
+    device: int
+    inode: int
+    changed_ns: int
+
+
+class TensorFile:
+    """An open safetensors file, which it closes at the end of a `with` block. fd: a descriptor of a regular file.
+
+    `size`, `mtime_ns`, `identity`: which state of it was opened. `header`: the bytes up to its first tensor's, and
+    `tensors`, what they list, raise AdapterFormatError when they don't add up. plain_name: how a tensor is to be
+    called.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, fd: int, plain_name: Callable[[str], str] = str) -> None:
         self.path = path
+        self.fd = fd
+        self._plain_name = plain_name
         try:
-            self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        except (OSError, ValueError) as error:
-            raise self._unreadable(error) from error
-        try:
-            status = os.fstat(self.fd)
-            if not stat.S_ISREG(status.st_mode):
-                raise self._refuse("not a regular file; a safetensors file is needed")
-            self.size, self.mtime_ns = status.st_size, status.st_mtime_ns
+            self.size, self.mtime_ns, self.identity = self._state()
         except OSError as error:
-            os.close(self.fd)
+            os.close(fd)
             raise self._unreadable(error) from error
-        except BaseException:
-            os.close(self.fd)
-            raise
 
-    def __enter__(self) -> TensorFile:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -79,9 +83,16 @@ class TensorFile:
             raise self._unreadable(error) from error
 
     def is_unchanged(self) -> bool:
-        """Whether the file still is what was opened, judged by size and time of change."""
+        """Whether the file still is what was opened, judged by its size and times of change."""
+        try:
+            return self._state() == (self.size, self.mtime_ns, self.identity)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _state(self) -> tuple[int, int, FileIdentity]:
         status = os.fstat(self.fd)
-        return (status.st_size, status.st_mtime_ns) == (self.size, self.mtime_ns)
+        identity = FileIdentity(status.st_dev, status.st_ino, status.st_ctime_ns)
+        return status.st_size, status.st_mtime_ns, identity
 
     @cached_property
     def tensors(self) -> dict[str, TensorInfo]:
@@ -94,7 +105,14 @@ class TensorFile:
         if not raw.startswith(b"{") or not isinstance(header, dict):
             raise self._refuse("the header is not a JSON object; it is corrupt")
         self._check_metadata(header.pop(_METADATA, {}))
-        tensors = {name: self._parse(name, entry, len(self.header)) for name, entry in header.items()}
+        if len(header) > MAX_TENSORS:
+            raise self._refuse(f"lists {len(header)} tensors, at most {MAX_TENSORS} are read; it is no adapter")
+        tensors: dict[str, TensorInfo] = {}
+        for name, entry in header.items():
+            plain = self._plain_name(name)
+            if plain in tensors:
+                raise self._refuse(f"tensor {shown(name)} is there twice, once under another prefix; save it again")
+            tensors[plain] = self._parse(name, entry, len(self.header))
         self._check_coverage(tensors, len(self.header))
         return tensors
 
@@ -161,4 +179,8 @@ class TensorFile:
 
 
 def _is_counts(value: Any) -> bool:
-    return isinstance(value, list) and all(type(item) is int and item >= 0 for item in value)
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(item) is int and item >= 0 for item in value)
+    )

@@ -31,6 +31,7 @@ class Transfer:
         self._plan = plan
         self._num_pages = num_pages
         self._to_device = to_device
+        self._data: Any = None  # what copies read from, kept until none runs, even should the image fail
         self._events: list[Any] = []  # of the groups issued so far, in the order in which they fire
         self._num_fired = 0
         self._is_stopped = False
@@ -59,9 +60,13 @@ class Transfer:
     def issue_next(self) -> None:
         """Issue the group that `next_group` names. The caller holds the engine's lock."""
         try:
-            data = self._image.data  # there since the first layer was published
             if not self._events:
-                self._engine.check_image(data, self._num_pages)
+                self._data = self._image.data  # there since the first layer was published
+                if self._image.error is not None:  # it fails this very moment
+                    self._is_stopped = True
+                    return
+                self._engine.check_image(self._data, self._num_pages)
+            data = self._data
             self._events.append(self._engine.issue(data, self._plan.groups[len(self._events)], self._to_device))
         except BaseException:
             self._is_stopped = True
@@ -123,7 +128,7 @@ class Transfer:
         with self._engine.lock:
             if not self._has_ended() or self._count_fired() < len(self._events):
                 return False
-            self._image = None
+            self._image = self._data = None
             return True
 
     def event(self, layer: int) -> Any:

@@ -19,6 +19,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from .native_sampling import NativeSampling
 from .sgmv import AdapterRows, Segments
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,8 @@ class _Step(Structure):
           ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
         ("table_stride", c_int64),
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
-           "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64), ("best", c_void_p),
+           "logit_rows", "segment_ready", "segment_late")),
+        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64), ("segment_level", c_void_p),
     ]  # fmt: skip
 
 
@@ -91,6 +92,12 @@ def library() -> ctypes.CDLL | None:
         found.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
         found.chorus_decoder_forward.restype = None
         found.chorus_decoder_forward.argtypes = [c_void_p, c_void_p]
+        found.chorus_decoder_score_logits.restype = None
+        found.chorus_decoder_score_logits.argtypes = [c_void_p, ctypes.c_int, ctypes.c_int, c_void_p]
+        found.chorus_decoder_sample.restype = None
+        found.chorus_decoder_sample.argtypes = [c_void_p, c_void_p, ctypes.c_int, c_void_p, ctypes.c_int]
+        found.chorus_decoder_threads.restype = ctypes.c_int
+        found.chorus_decoder_threads.argtypes = [c_void_p]
         found.chorus_decoder_destroy.argtypes = [c_void_p]
         return found
     return None
@@ -196,13 +203,15 @@ class NativeDecoder:
             page_elems=model.arena.shape[1],
         )  # fmt: skip
         self.best: list[int] = []
-        self.keeps_logits = True
+        self.kept: Sequence[int] | None = None
         self._step = _Step()
-        self._empty = torch.empty(0, model.vocab)
+        self._logits = torch.empty(0, model.vocab)
+        self._scores = torch.empty(0, model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             model.embed.dtype.itemsize, ctypes.addressof(description), threads
         )
+        self.sampling = NativeSampling(self._library, self._handle)
 
     def forward(
         self,
@@ -214,18 +223,27 @@ class NativeDecoder:
         logit_tokens: torch.Tensor,
         segments: Segments,
         max_stall: float = 0.0,
+        score_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Compute a step and write its KV; logits `[len(logit_tokens), vocab]` float32, empty unless `keeps_logits`.
+        """Compute a step and write its KV; logits `[kept, vocab]` float32, in memory that the next step overwrites.
 
         token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
-        to give logits for. max_stall: seconds to wait in all for adapters that are still coming.
+        to give logits for; `kept` says which of these, None all. score_tokens: `[scores]` int64, whose logits
+        `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
         `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:
             self._set_segments(segments)
-        wanted = len(logit_tokens)
-        logits = torch.empty(wanted, self._model.vocab) if self.keeps_logits else self._empty
+        wanted, kept = len(logit_tokens), self.kept
+        rows_kept = None
+        if kept is not None and 0 < len(kept) < wanted:
+            rows_kept = array("i", [-1]) * wanted
+            for index, at in enumerate(kept):
+                rows_kept[at] = index
+        logits = self._logits = self._room(self._logits, wanted if kept is None else len(kept))
+        if score_tokens is not None:
+            logit_tokens = torch.cat((logit_tokens, score_tokens))
         best = array("q", bytes(8 * wanted))
         step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
         step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)
@@ -233,7 +251,9 @@ class NativeDecoder:
         step.qo_indptr, step.kv_lens = rows.qo_indptr.buffer_info()[0], rows.kv_lens.buffer_info()[0]
         step.page_table, step.table_stride = rows.page_table.data_ptr(), rows.page_table.stride(0)
         step.logit_tokens = _pointer(logit_tokens)
-        step.logits = logits.data_ptr() if self.keeps_logits else None
+        step.scores_wanted = len(logit_tokens) - wanted
+        step.logits = logits.data_ptr() if len(logits) else None
+        step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
         step.max_stall_ns = int(max_stall * 1e9)
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
@@ -243,19 +263,40 @@ class NativeDecoder:
         self.best = best.tolist()
         return logits
 
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call."""
+        self._scores = logits = self._room(self._scores, end - begin)
+        self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
+        return logits
+
+    def _room(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
+        """The first rows of a buffer, which is made anew where it has too few."""
+        vocab = self._model.vocab
+        whole = buffer if buffer._base is None else buffer._base
+        if whole.numel() < rows * vocab:
+            whole = torch.empty(rows * vocab)
+        return whole.view(-1)[: rows * vocab].view(rows, vocab)
+
     def _set_segments(self, segments: Segments) -> None:
         """Describe a step's segments; steps with the same ones need not do it again."""
         step, count = self._step, len(segments.rows)
         adapters = (c_void_p * count)(*(ctypes.addressof(self._descriptor(rows)) for rows in segments.rows))
         begin, end = (c_int32 * count)(*segments.begin), (c_int32 * count)(*segments.end)
+        level = (c_int32 * count)(*segments.level) if any(segments.level) else None
         late = (c_int32 * count)()
         ready = (c_void_p * count)(*segments.ready) if any(segments.ready) else None
         step.segments = count
         step.segment_adapters = ctypes.addressof(adapters)
         step.segment_begin, step.segment_end = ctypes.addressof(begin), ctypes.addressof(end)
         step.segment_ready = None if ready is None else ctypes.addressof(ready)
+        step.segment_level = None if level is None else ctypes.addressof(level)
         step.segment_late = ctypes.addressof(late)
-        self._segments = segments, (adapters, begin, end, ready, late)  # what the step points to lives as long
+        self._segments = segments, (adapters, begin, end, level, ready, late)  # what the step points to lives as long
+
+    @property
+    def threads(self) -> int:
+        """How many threads the next step takes: all, or fewer while others keep the processors busy."""
+        return self._library.chorus_decoder_threads(self._handle)
 
     def close(self) -> None:
         if self._handle is not None:

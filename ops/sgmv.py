@@ -34,6 +34,16 @@ class AdapterRows:
     b_offset: Sequence[int]
     first_elem: Sequence[int]
     _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict)
+    _places: int = -1
+
+    @property
+    def places(self) -> int:
+        """The modules that it changes in each layer, a bit for each: two that have none in common never meet."""
+        if self._places < 0:
+            modules = sum(1 << module for module, offset in enumerate(self.a_offset) if offset >= 0)
+            layers = enumerate(self.first_elem)
+            self._places = sum(modules << len(self.a_offset) * layer for layer, first in layers if first >= 0)
+        return self._places
 
     def blocks(
         self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
@@ -79,9 +89,12 @@ class AdapterRows:
 class Segments:
     """A step's runs of tokens that share an adapter: tokens `begin[i]:end[i]` use `rows[i]`.
 
-    An adapter with rows of several ranks or scales has an entry for each; entries of the same tokens have no module of
-    a layer in common. Tokens of the base model have none.
+    An adapter with rows of several ranks or scales has an entry for each; tokens may have several adapters, one of
+    them with its scale negated, for instance. Tokens of the base model have none. What the entries of a token add to
+    the same module is summed in the order in which they were added.
 
+    level: 0, or above that of all earlier entries that share tokens, and a module of a layer, with this one. Entries of
+    one level can be computed side by side, a level after those below it.
     ready: where the number of its layers that have arrived lies, an int32; 0 when all have. late: those that `forward`
     waited for in vain.
     """
@@ -91,12 +104,33 @@ class Segments:
     rows: list[AdapterRows] = field(default_factory=list)
     ready: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
+    level: list[int] = field(default_factory=list)
+    _end: int = 0  # of all entries
+    _tokens: tuple[int, int] | None = None  # of the last entries, if nobody else has any of them
+    _taken: list[int] = field(default_factory=list)  # by those, of each level
 
     def add(self, begin: int, end: int, rows: AdapterRows, ready: int = 0) -> None:
+        self.level.append(self._level(begin, end, rows.places))
         self.begin.append(begin)
         self.end.append(end)
         self.rows.append(rows)
         self.ready.append(ready)
+
+    def _level(self, begin: int, end: int, places: int) -> int:
+        if begin == end:
+            return 0
+        if begin >= self._end:  # as most are: nobody has these tokens yet
+            self._tokens, self._end, self._taken = (begin, end), end, [places]
+            return 0
+        if (begin, end) == self._tokens:
+            level = next((level for level in reversed(range(len(self._taken))) if self._taken[level] & places), -1) + 1
+            if level == len(self._taken):
+                self._taken.append(0)
+            self._taken[level] |= places
+            return level
+        self._tokens, self._end = None, max(self._end, end)
+        earlier = zip(self.begin, self.end, self.rows, self.level, strict=True)
+        return 1 + max((at for a, b, rows, at in earlier if a < end and begin < b and rows.places & places), default=-1)
 
     def __iter__(self) -> Iterator[tuple[int, int, AdapterRows]]:
         return zip(self.begin, self.end, self.rows, strict=True)

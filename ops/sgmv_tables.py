@@ -20,7 +20,7 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 
 class TablesFull(ValueError):
-    """The step has more adapters or tiles than the tables hold; nothing was written. Fewer rows may fit."""
+    """The step has more adapters, tiles or passes than the tables hold; nothing was written. Fewer rows may fit."""
 
 
 class SgmvTables:
@@ -30,7 +30,10 @@ class SgmvTables:
     it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters that
     are new in one copy.
 
-    tiles:      int32 `[max_tiles, 3]`, tokens `begin … end` use `slot`; -1: nothing to do
+    Entries that change the same module of the same tokens are in passes of their own, one launch after the other, so
+    that their products are summed in the order of the entries. Most steps have one pass.
+
+    tiles:      int32 `[max_passes, max_tiles, 3]`, tokens `begin … end` use `slot`; -1: nothing to do
     meta:       int32 `[slots, META_WIDTH]`, a_offset and b_offset are -1 where a module is not targeted
     scale:      float32 `[slots]`
     first_elem: int64 `[slots, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an adapter
@@ -50,47 +53,60 @@ class SgmvTables:
         scratch: int,
         device: torch.device | str = "cpu",
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
+        max_passes: int = 2,
     ) -> None:
         """scratch: elements of h for the largest launch, see `scratch_elems`.
 
+        max_passes: most entries that a token may have on one module.
         make_copy: gives what copies up to so many bytes from the host to the device.
         """
         self.max_rank = max_rank
         self.max_tiles = max_tiles
-        self.tiles = torch.full((max_tiles, 3), -1, dtype=torch.int32, device=device)
+        room = -(-max_tiles // 4) * 4  # every pass's table begins on 16 bytes, as Triton assumes once it has seen one
+        self.tiles = torch.full((max_passes, room, 3), -1, dtype=torch.int32, device=device)
+        self.tiles_of_pass = list(self.tiles)
+        self.passes = 0  # of the last step planned
         self.meta = torch.full((slots, META_WIDTH), -1, dtype=torch.int32, device=device)
         self.scale = torch.zeros(slots, dtype=torch.float32, device=device)
         self.first_elem = torch.full((slots, layers), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((slots, max_pages), dtype=torch.int32, device=device)
         self.h = torch.empty(scratch, dtype=torch.float32, device=device)
         self._records = _Records(slots, layers, max_pages, device, make_copy)
-        self._copy_tiles = make_copy(self.tiles.numel() * self.tiles.itemsize)
+        self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
         self._slots: dict[AdapterRows, int] = {}  # the least recently used first
-        self._tiles: list[tuple[int, int, int]] = []  # as they are in `tiles`
+        self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
 
     @staticmethod
     def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
         return splits * tokens * modules * max_rank
 
     def plan(self, segments: Segments, tile_tokens: int) -> int:
-        """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles.
+        """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles the
+        pass with the most has; `passes` is how many passes there are.
 
-        Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right.
+        Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right,
+        and so is one more pass.
         """
-        count = sum(-(-(end - begin) // tile_tokens) for begin, end, _ in segments)
+        passes = 1 + max(segments.level, default=-1)
+        if passes > len(self.tiles):
+            raise TablesFull(f"a token has {passes} entries on one module, the tables have room for {len(self.tiles)}")
+        counts = [0] * passes
+        for (begin, end, _), level in zip(segments, segments.level, strict=True):
+            counts[level] += -(-(end - begin) // tile_tokens)
+        count = max(counts, default=0)
         if count > self.max_tiles:
             raise TablesFull(f"the step has {count} tiles, the tables have room for {self.max_tiles}")
         self._assign([rows for begin, end, rows in segments if end > begin])
-        tiles = [
-            (first, min(first + tile_tokens, end), self._slots[rows])
-            for begin, end, rows in segments
-            for first in range(begin, end, tile_tokens)
-        ]
-        if tiles != self._tiles:
-            idle = len(self._tiles) - len(tiles)
-            table = torch.from_numpy(np.array(tiles + [(0, 0, -1)] * idle, dtype=np.int32))
-            self._copy_tiles(self.tiles[: len(table)], table)
-            self._tiles = tiles
+        planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
+        for (begin, end, rows), level in zip(segments, segments.level, strict=True):
+            for first in range(begin, end, tile_tokens):
+                planned[level].append((first, min(first + tile_tokens, end), self._slots[rows]))
+        for index, tiles in enumerate(planned):
+            if tiles != self._tiles[index]:
+                idle = len(self._tiles[index]) - len(tiles)
+                table = torch.from_numpy(np.array(tiles + [(0, 0, -1)] * idle, dtype=np.int32))
+                self._copies[index](self.tiles_of_pass[index][: len(table)], table)
+        self._tiles, self.passes = planned, passes
         return count
 
     def _assign(self, used: Sequence[AdapterRows]) -> None:

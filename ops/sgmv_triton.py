@@ -253,12 +253,14 @@ def sgmv(
     modules: Sequence[tuple[int, int, int]],
     schedule: Schedule,
     num_tiles: int,
+    passes: int = 1,
 ) -> None:
     """Add the LoRA product of every planned tile to y, in place: what `sgmv.sgmv` does for `Segments`.
 
     y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
     arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by side.
-    num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`.
+    num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`. passes: at least
+    `tables.passes`; each adds to what those before it have left in y.
     """
     tokens, d_in = x.shape
     if not tokens or not num_tiles:
@@ -270,13 +272,14 @@ def sgmv(
         raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {launch.splits} splits")
     places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
-    shrink[(num_tiles, launch.groups, launch.splits)](
-        tables.h, x, arena, tables.tiles, tables.meta, *places, x.stride(0), **launch.shrink
-    )
     expand = expand_prefill if schedule.tensor_cores else expand_decode
-    expand[(launch.blocks, num_tiles)](
-        y, tables.h, arena, tables.tiles, tables.meta, tables.scale, *places, y.stride(0), **launch.expand
-    )
+    for tiles in tables.tiles_of_pass[:passes]:
+        shrink[(num_tiles, launch.groups, launch.splits)](
+            tables.h, x, arena, tiles, tables.meta, *places, x.stride(0), **launch.shrink
+        )
+        expand[(launch.blocks, num_tiles)](
+            y, tables.h, arena, tiles, tables.meta, tables.scale, *places, y.stride(0), **launch.expand
+        )
 
 
 class _Launch(NamedTuple):

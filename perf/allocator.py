@@ -85,6 +85,9 @@ class NoBytes:
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         image.publish(layout.num_layers)
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         """Nothing to move."""
 

@@ -174,7 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     import torch
     from transformers import AutoTokenizer
 
-    from ..core.engine import adapter_directories
+    from ..core.quarantine import adapter_directories
 
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)

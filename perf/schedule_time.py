@@ -1,11 +1,13 @@
 """How long `schedule()` takes under load, with a fake executor in place of tensors.
 
 Many running and waiting requests over many registered adapters, once with every seat taken and, in three ways, with
-seats free but nothing that may be admitted.
+seats free but nothing that may be admitted. `python -m chorus.perf.schedule_time --waiting 10000` prints milliseconds.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -84,6 +86,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
         max_adapters_per_step=load.running if state == "limit" else None,
         host_cache_bytes=128 * num_bytes,
         num_pages=executor.num_pages,
+        max_waiting=None,
     )
     engine = Engine(config, executor, clock=lambda: 1.0, reads=reads)
     for index in range(load.adapters):
@@ -99,7 +102,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     available = engine._reclaimer.available
     for index in range(load.waiting):
         adapter = load.running + index % fresh if fresh > 0 and state != "pages" else index % load.running
-        prompt = 16 * available + 1 if state == "pages" else _PROMPT
+        prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
         engine.add_request(_request(load.running + index, adapter, prompt, samples))
     return engine, executor
 
@@ -146,6 +149,9 @@ class FakeBackend:
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         image.publish(layout.num_layers)
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         pass
 
@@ -164,3 +170,21 @@ class StoppedReads(Reads):
 
     def shutdown(self) -> None:
         pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.schedule_time", description=__doc__.split("\n")[0])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--adapters", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=50, help="of which the median counts")
+    args = parser.parse_args(argv)
+    load = Load(args.running, args.waiting, args.adapters)
+    times = {state: round(1000 * took, 4) for state, took in schedule_times(load, args.steps).items()}
+    for state, took in times.items():
+        print(f"{state:8} {took:8.4f} ms")
+    print(json.dumps({**vars(args), "ms": times}))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..memory.adapter_format import WEIGHTS_FILE, AdapterFormatError, AdapterManifest
+from ..core.quarantine import report
+from ..memory.adapter_error import AdapterFormatError, shown
+from ..memory.adapter_format import STEM, AdapterManifest
+from ..memory.adapter_identity import open_unchanged
 from ..memory.adapter_store import UnknownAdapter
+from ..memory.limited_threads import LimitedThreads, NoThreadLeft
+from .adapter_keeper import AdapterKeeper
 from .adapter_requests import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .adapter_roots import AdapterRoots
 from .errors import ApiError, read_body
@@ -26,6 +32,14 @@ if TYPE_CHECKING:
     from ..memory.adapter_store import AdapterStore
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_LOAD_THREADS = 8
+"""Loads that may be stuck, each on a thread of its own, before further ones are refused."""
+
+MAX_LOADS = 64
+"""Loads that may be asked for at once; they are checked one after another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,24 +66,40 @@ class _Seen:
             "tier": self.tier,
             "pages": self.pages,
             "references": self.references,
-            "path": str(manifest.path),
+            "path": shown_path(manifest.path),
+            "content_hash": manifest.content_hash,
+            "no_effect": manifest.no_effect,
+            "stem": None if manifest.stem == STEM else manifest.stem,
         }
 
 
 class AdapterApi:
-    """Adapters are read and checked beside the engine, one at a time; between two steps they are only swapped."""
+    """Adapters are read and checked beside the engine, one at a time; between two steps they are only swapped.
 
-    def __init__(self, worker: EngineWorker, served: ServedModel) -> None:
+    load_seconds: how long a disk may take over one; then the load fails, and its thread is left behind.
+    """
+
+    def __init__(self, worker: EngineWorker, served: ServedModel, load_seconds: float = 30.0) -> None:
         self._worker = worker
         self._served = served
         self._roots = AdapterRoots(served.adapter_roots)
         self._checking = asyncio.Lock()
+        self._load_seconds = load_seconds
+        self._num_loads = 0
+        self._threads = LimitedThreads("adapter-load", MAX_LOAD_THREADS)
+        self.keeper = AdapterKeeper(worker, load_seconds)
 
     # --- our own ---
 
     async def list_all(self, _: Request) -> Response:
-        seen = await self._call(lambda engine: [_Seen.of(engine.store, name) for name in engine.store.names()])
-        return JSONResponse({"object": "list", "data": [one.body() for one in seen]})
+        seen, quarantined = await self._call(
+            lambda engine: (
+                [_Seen.of(engine.store, name) for name in engine.store.names()],
+                list(engine.quarantine.values()),
+            )
+        )
+        broken = [{"name": one.name, "path": shown_path(one.path), "reason": one.reason} for one in quarantined]
+        return JSONResponse({"object": "list", "data": [one.body() for one in seen], "quarantined": broken})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
@@ -114,12 +144,23 @@ class AdapterApi:
         self._roots.require()
         if name == self._served.name:
             raise ApiError(400, f"{name_field} {name!r} is the base model's; choose another", param=name_field)
-        directory = await asyncio.to_thread(self._roots.find, path, path_field)
+        if self._num_loads >= MAX_LOADS:
+            raise _busy(f"{MAX_LOADS} adapters are being loaded already")
+        self._num_loads += 1
+        try:
+            return await self._load_one(name, path, name_field, path_field, replace=replace)
+        finally:
+            self._num_loads -= 1
+
+    async def _load_one(
+        self, name: str, path: str, name_field: str, path_field: str, *, replace: bool
+    ) -> tuple[_Seen, bool]:
+        directory = await self._beside(partial(self._roots.find, path, path_field))
         if not replace and await self._call(lambda engine: name in engine.store):
             raise _already_loaded(name, name_field)
         try:
             async with self._checking:
-                manifest = await asyncio.to_thread(self._worker.check_adapter, directory)
+                manifest = await self._beside(partial(self._check, directory))
             seen, replaced = await self._call(lambda engine: _swap(engine, name, manifest, replace=replace))
         except AdapterFormatError as error:
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
@@ -127,7 +168,30 @@ class AdapterApi:
             raise _already_loaded(name, name_field) from None
         log.info("%s adapter %s: version %d from %s", "replaced" if replaced else "added", name,
                  seen.adapter.version, directory)  # fmt: skip
+        report(name, manifest)
         return seen, replaced
+
+    def _check(self, directory: Path) -> AdapterManifest:
+        """What is to be swapped in, as it is on the disk at the end of the check."""
+        manifest = self._worker.check_adapter(directory, self._roots.roots)
+        with open_unchanged(manifest):
+            return manifest
+
+    async def _beside(self, function: Callable[[], T]) -> T:
+        """Runs what asks the disk on a thread of its own, and waits no longer than a load may take."""
+        try:
+            future = self._threads.submit(function)
+        except NoThreadLeft as error:
+            raise _busy(str(error)) from None
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(future), self._load_seconds)
+        except TimeoutError:
+            raise ApiError(
+                504,
+                f"the disk did not answer within {self._load_seconds:g} seconds (adapter_load_seconds)",
+                type="server_error",
+                code="load_timed_out",
+            ) from None
 
     async def _unload(self, name: str, field: str | None) -> None:
         self._roots.require()
@@ -147,16 +211,20 @@ def _swap(engine: Engine, name: str, manifest: AdapterManifest, *, replace: bool
     replaced = name in store
     if replaced and not replace:
         raise FileExistsError(name)
-    weights = manifest.path / WEIGHTS_FILE
-    try:
-        status = os.stat(weights)
-    except OSError as error:
-        raise AdapterFormatError(f"{weights}: {error.strerror}") from None
-    if (status.st_size, status.st_mtime_ns) != (manifest.file_size, manifest.mtime_ns):
-        raise AdapterFormatError(f"{weights}: it changed while it was checked; load it again when it is written")
-    adapter = store.register(name, Path(manifest.path))
+    adapter = store.register(name, manifest)
+    engine.quarantine.pop(name, None)
     store.read_ahead([adapter])
     return _Seen.of(store, name), replaced
+
+
+def shown_path(path: Path) -> str:
+    """A path as JSON can hold it: what is not UTF-8 or can't be printed is escaped."""
+    text = str(path)
+    return text if text.isprintable() else shown(text)
+
+
+def _busy(why: str) -> ApiError:
+    return ApiError(503, f"{why}; try again later", type="server_error", code="loads_busy")
 
 
 def _already_loaded(name: str, field: str) -> ApiError:

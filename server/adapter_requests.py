@@ -6,23 +6,21 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from ..memory.adapter_directory import MAX_PATH_BYTES
+from ..memory.adapter_name import MAX_NAME_CHARACTERS, check_name
 from .errors import from_validation
-
-MAX_NAME_CHARACTERS = 256
 
 AnyBody = TypeVar("AnyBody", bound="_Body")
 
 
-def _check_name(name: str) -> str:
-    if not name or not name.isprintable() or name != name.strip():
-        raise ValueError("a name is printable characters without blanks around them, and at least one")
-    if any(part in ("", ".", "..") for part in name.split("/")):
-        raise ValueError("a name's parts between slashes can't be empty, '.' or '..'")
-    return name
+def _check_path(path: str) -> str:
+    if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
+        raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, none of them zero")
+    return path
 
 
-AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidator(_check_name)]
-AdapterPath = Annotated[str, Field(min_length=1)]
+AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidator(check_name)]
+AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
 class _Body(BaseModel):
@@ -48,10 +46,10 @@ class LoadLoraAdapter(_Body):
     lora_name: AdapterName
     lora_path: AdapterPath
     load_inplace: bool | None = False
-    base_model_name: str | None = None
+    base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
 
 class UnloadLoraAdapter(_Body):
     """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
 
-    lora_name: str
+    lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]

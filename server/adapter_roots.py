@@ -12,11 +12,11 @@ class AdapterRoots:
     """Directories below which a path must lie, symbolic links followed; with none, adapters stay as they are."""
 
     def __init__(self, roots: Sequence[Path]) -> None:
-        self._roots = tuple(root.resolve() for root in roots)
+        self.roots = tuple(root.resolve() for root in roots)
 
     def require(self) -> None:
         """Raises an ApiError unless adapters may be changed over HTTP at all."""
-        if not self._roots:
+        if not self.roots:
             raise ApiError(
                 403,
                 "this server's adapters can't be changed over HTTP: adapter_roots is not set; "
@@ -27,13 +27,15 @@ class AdapterRoots:
     def find(self, path: str, field: str) -> Path:
         """The directory that `path` means, resolved; relative ones are looked for below each root.
 
+        It asks the disk, which may take any time: not on the thread of the event loop.
+
         Raises an ApiError that names `field`: 403 for what lies elsewhere, whether it exists or not, 404 for what
         doesn't exist.
         """
         self.require()
         try:
-            candidates = [(root / path).resolve() for root in self._roots]
-            allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self._roots)]
+            candidates = [(root / path).resolve() for root in self.roots]
+            allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
             found = next((found for found in allowed if found.is_dir()), None)
         except (OSError, ValueError, RuntimeError) as error:
             raise ApiError(400, f"{field} is no path: {error}", param=field) from None

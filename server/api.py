@@ -6,13 +6,15 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import asdict
+from pathlib import PurePath
 
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from .. import __version__
 from .engine_view import EngineView
-from .errors import EngineUnavailable, no_model
+from .errors import EngineUnavailable, JsonResponse, no_model
+from .gate import Gate
 from .metrics import Metrics
 from .served_model import ServedModel
 from .worker import EngineWorker
@@ -24,38 +26,48 @@ SCRAPE_SECONDS = 2.0
 class Api:
     """Health, version, metrics and models."""
 
-    def __init__(self, worker: EngineWorker, served: ServedModel) -> None:
+    def __init__(self, worker: EngineWorker, served: ServedModel, gate: Gate) -> None:
         self._worker = worker
+        self._gate = gate
         self._served = served
         self._view = EngineView()
-        self.metrics = Metrics(lambda: worker.stats, lambda: self._view)
+        self._scraping: asyncio.Task[bytes] | None = None
+        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, served.name)
         self._started = int(time.time())
 
     async def health(self, _: Request) -> Response:
-        """200 while the engine takes requests, 503 when it doesn't."""
-        healthy = self._worker.healthy
-        body = {"status": "ok" if healthy else "unavailable", "stats": asdict(self._worker.stats)}
+        """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end."""
+        healthy = self._worker.healthy and not self._gate.draining
+        status = "ok" if healthy else "draining" if self._gate.draining else "unavailable"
+        body = {"status": status, "stats": asdict(self._worker.stats)}
         if not healthy:
-            body["reason"] = self._worker.failure
-        return JSONResponse(body, status_code=200 if healthy else 503)
+            body["reason"] = self._worker.trouble or "the server is shutting down"
+        return JsonResponse(body, status_code=200 if healthy else 503)
 
     async def version(self, _: Request) -> Response:
-        return JSONResponse({"version": __version__})
+        return JsonResponse({"version": __version__})
 
     async def scrape(self, _: Request) -> Response:
-        """Prometheus' text; what a stuck engine can't tell is as it was."""
+        """Prometheus' text; what a stuck engine can't tell is as it was. Scrapes at the same time share one."""
+        if self._scraping is None or self._scraping.done():
+            self._scraping = asyncio.ensure_future(self._scrape())
+        text = await asyncio.shield(self._scraping)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def _scrape(self) -> bytes:
         with suppress(TimeoutError, EngineUnavailable):
             self._view = await asyncio.wait_for(asyncio.wrap_future(self._worker.call(EngineView.of)), SCRAPE_SECONDS)
-        return Response(self.metrics.render(), media_type="text/plain; version=0.0.4; charset=utf-8")
+            self.metrics.forget_all_but(self._view.names)
+        return self.metrics.render()
 
     async def models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await self._model_cards()})
+        return JsonResponse({"object": "list", "data": await self._model_cards()})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]
         for card in await self._model_cards():
             if card["id"] == name:
-                return JSONResponse(card)
+                return JsonResponse(card)
         raise no_model(name)
 
     async def _model_cards(self) -> list[dict[str, object]]:
@@ -67,7 +79,7 @@ class Api:
         base = {
             "id": self._served.name,
             **common,
-            "root": self._served.root,
+            "root": PurePath(self._served.root).name,
             "parent": None,
             "max_model_len": limit,
         }
@@ -77,7 +89,7 @@ class Api:
                 {
                     "id": adapter.name,
                     **common,
-                    "root": str(adapter.manifest.path),
+                    "root": adapter.manifest.path.name,
                     "parent": self._served.name,
                     "max_model_len": limit,
                     "rank": adapter.rank,

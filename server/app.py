@@ -2,39 +2,69 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
+from ..core.overload import Overloaded
 from ..core.sampling_params import InvalidRequest
 from .adapter_api import AdapterApi
 from .api import Api
+from .doors import Doors
 from .errors import ApiError, EngineUnavailable, GenerationFailed, on_disconnect, on_error, on_http_error
+from .executors import Executors, PoolFull
+from .gate import Gate
 from .generation_api import GenerationApi
+from .hosts import Hosts
+from .private_paths import PrivatePaths
+from .request_id import RequestId
 from .served_model import ServedModel
+from .settings import Settings
+from .text_api import TextApi
 from .tokenizer import Tokenizer
+from .watchdog import Watchdog
 from .worker import EngineWorker
 
+STOP_SECONDS = 1.0
 
-def create_app(worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel) -> Starlette:
-    """An app over a started worker, which it stops at its own end."""
-    api = Api(worker, served)
+
+def create_app(
+    worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel, settings: Settings | None = None
+) -> Starlette:
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`."""
+    settings = settings or Settings()
+    gate, executors = Gate(), Executors()
+    keys = settings.client_keys()
+    hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
+    origins = settings.cors_origins or []
+    private = PrivatePaths([served.root, *served.adapter_roots, *(path for _, path in settings.lora_modules)])
+    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
+    api = Api(worker, served, gate)
     generation = GenerationApi(worker, tokenizer, served, api.metrics)
-    adapters = AdapterApi(worker, served)
+    texts = TextApi(worker, tokenizer, generation)
+    adapters = AdapterApi(worker, served, served.adapter_load_seconds)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        watchdog.start()
+        adapters.keeper.start()
         try:
             yield
         finally:
-            await asyncio.to_thread(worker.stop)
+            adapters.keeper.stop()
+            watchdog.stop()
+            generation.close()
+            with suppress(Exception):
+                await executors.stop.run(worker.stop, STOP_SECONDS)
+            executors.shutdown()
 
-    return Starlette(
+    app = Starlette(
         routes=[
             Route("/health", api.health, methods=["GET"]),
             Route("/version", api.version, methods=["GET"]),
@@ -43,6 +73,10 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel) 
             Route("/v1/models/{name:path}", api.model, methods=["GET"]),
             Route("/v1/completions", generation.completions, methods=["POST"]),
             Route("/v1/chat/completions", generation.chat_completions, methods=["POST"]),
+            Route("/tokenize", texts.tokenize, methods=["POST"]),
+            Route("/detokenize", texts.detokenize, methods=["POST"]),
+            Route("/ping", texts.ping, methods=["GET", "POST"]),
+            Route("/load", texts.load, methods=["GET"]),
             Route("/v1/adapters", adapters.list_all, methods=["GET"]),
             Route("/v1/adapters", adapters.add, methods=["POST"]),
             Route("/v1/adapters/{name:path}", adapters.show, methods=["GET"]),
@@ -53,7 +87,19 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel) 
         exception_handlers={
             HTTPException: on_http_error,
             ClientDisconnect: on_disconnect,
-            **dict.fromkeys((ApiError, InvalidRequest, EngineUnavailable, GenerationFailed, Exception), on_error),
+            **dict.fromkeys(
+                (ApiError, InvalidRequest, Overloaded, PoolFull, EngineUnavailable, GenerationFailed, Exception),
+                on_error,
+            ),
         },
+        middleware=[
+            Middleware(RequestId),
+            *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
+              if origins else []),
+            Middleware(Doors, keys=keys, hosts=hosts, origins=origins, gate=gate),
+        ],
         lifespan=lifespan,
-    )
+    )  # fmt: skip
+    app.state.gate, app.state.worker, app.state.executors = gate, worker, executors
+    app.state.private_paths = private
+    return app

@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from .conversation import RESERVED_FOR_TEMPLATE, Conversation
 from .errors import ApiError
 from .openai import GenerationRequest, LogprobCount
 
@@ -48,15 +49,47 @@ class ChatCompletionRequest(GenerationRequest):
     max_completion_tokens: int | None = None
     logprobs: bool = False
     top_logprobs: LogprobCount = 0
+    tools: list[dict[str, Any]] = []
+    tool_choice: Any = None
+    add_special_tokens: bool = False
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
 
     def check(self) -> None:
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs need logprobs=true", param="top_logprobs")
+        if self.tools and self.tool_choice != "none":
+            message = 'calling tools is not supported; leave them out, or say tool_choice "none" to only show them'
+            raise ApiError(400, message, param="tools", code="unsupported_parameter")
+        if self.tool_choice not in (None, "none", "auto"):
+            raise ApiError(400, "tool_choice may only be none", param="tool_choice", code="unsupported_parameter")
+        if self.continue_final_message and self.add_generation_prompt:
+            message = "a continued message has no new prompt behind it; set add_generation_prompt to false"
+            raise ApiError(400, message, param="add_generation_prompt")
+        if self.continue_final_message and not self.messages[-1].content:
+            raise ApiError(400, "the last message has no content to continue", param="continue_final_message")
+        for name in self.chat_template_kwargs:
+            if name in RESERVED_FOR_TEMPLATE:
+                message = f"{name} can't be given in chat_template_kwargs"
+                raise ApiError(400, message, param="chat_template_kwargs")
 
     @property
     def num_logprobs(self) -> int | None:
         return self.top_logprobs if self.logprobs else None
 
-    def output_limit(self, room: int) -> int:
-        asked = self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
-        return room if asked is None else min(asked, room)
+    @property
+    def asked_tokens(self) -> int | None:
+        return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
+
+    def conversation(self) -> Conversation:
+        """What the chat template is to write."""
+        begins = self.add_generation_prompt
+        return Conversation(
+            [message.for_template() for message in self.messages],
+            begins_answer=not self.continue_final_message if begins is None else begins,
+            continues_last=self.continue_final_message,
+            tools=self.tools,
+            variables=self.chat_template_kwargs,
+            add_special_tokens=self.add_special_tokens,
+        )

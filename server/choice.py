@@ -13,8 +13,9 @@ from .detokenizer import TextStream
 class Delta:
     """What one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
 
-    offsets: where in the choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs:
-    of the prompt tokens but the first, on a choice's first delta, when asked for.
+    stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
+    choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but
+    the first, on a choice's first delta, when asked for.
     """
 
     index: int
@@ -22,6 +23,7 @@ class Delta:
     token_ids: tuple[int, ...]
     finish_reason: str | None
     step: StepInfo | None
+    stop_reason: int | str | None = None
     offsets: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -36,13 +38,18 @@ class Choice:
         request: Request,
         text_stream: TextStream,
         *,
+        prompt_token_ids: list[int] | None = None,
         shows_stop_token: bool = False,
         prompt_only: bool = False,
+        keeps_all: bool = True,
     ) -> None:
-        """shows_stop_token: whether a stop token has text. prompt_only: what is generated is thrown away."""
+        """prompt_token_ids: the request's, if the caller has them: they are not copied then. shows_stop_token: whether
+        a stop token has text. prompt_only: what is generated is thrown away. keeps_all: text and scores are kept, and
+        not only told delta by delta.
+        """
         self.index = index
         self.request = request
-        self.prompt_token_ids = list(request.token_ids)
+        self.prompt_token_ids = list(request.token_ids) if prompt_token_ids is None else prompt_token_ids
         self.text = ""
         self.token_ids: list[int] = []
         self.offsets: list[int] = []
@@ -50,6 +57,8 @@ class Choice:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
         self.num_cached_tokens: int | None = None
         self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._keeps_all = keeps_all
         self._stream = text_stream
         self._shows_stop_token = shows_stop_token
         self._prompt_only = prompt_only
@@ -69,14 +78,26 @@ class Choice:
             text += self._stream.finish()
         if self._stream.stopped_by is not None:
             self.finish_reason = FinishReason.STOP.value
+            self.stop_reason = self._stream.stopped_by
         elif output.finish_reason is not None:
             self.finish_reason = output.finish_reason.value
-        self.text += text
+            if output.stop_token_id in self.request.params.stop_token_ids:
+                self.stop_reason = output.stop_token_id
         self.token_ids += tokens
-        self.offsets += offsets
-        self.logprobs += logprobs
+        if self._keeps_all:
+            self.text += text
+            self.offsets += offsets
+            self.logprobs += logprobs
         return Delta(
-            self.index, text, tokens, self.finish_reason, output.step, tuple(offsets), logprobs, output.prompt_logprobs
+            self.index,
+            text,
+            tokens,
+            self.finish_reason,
+            output.step,
+            self.stop_reason,
+            tuple(offsets),
+            logprobs,
+            output.prompt_logprobs,
         )
 
     def _push(self, output: RequestOutput) -> tuple[str, list[int]]:

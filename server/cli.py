@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from importlib.metadata import entry_points
 
@@ -24,7 +26,7 @@ ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
     try:
-        arguments = _parser().parse_args(argv)
+        arguments = _parser().parse(argv)
         return arguments.run(arguments)
     except UsageError as error:
         print(error, file=sys.stderr)
@@ -61,19 +63,34 @@ def _parser() -> Parser:
 
 
 def _serve_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="the same as --model MODEL")
     add_settings(parser)
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    if arguments.model_argument is not None:
+        if "setting_model" in arguments:
+            raise UsageError("chorus serve: error: the model is given twice, as MODEL and as --model; leave one out")
+        arguments.setting_model = arguments.model_argument
     settings = read_settings(arguments)
     _log_to_stderr(settings.log_level)
-    from .launch import LaunchError, serve
+    from .checks import LaunchError, check_access, check_model
 
     try:
-        serve(settings)
+        check_model(settings)
+        check_access(settings)
     except LaunchError as error:
         return _fail(error)
-    return 0
+    print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
+    from .launch import serve
+
+    try:
+        code = serve(settings)
+    except LaunchError as error:
+        return _fail(error)
+    if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
+        os._exit(code)  # a thread that may never end, such as one that reads from a dead disk
+    return code
 
 
 # --- demo ---
@@ -95,6 +112,8 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 def _demo(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
+    unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
+    settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
     _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")

@@ -10,12 +10,16 @@ from ..core.sampling_params import InvalidRequest
 from .errors import ApiError
 from .openai import GenerationRequest, LogprobCount
 
+DEFAULT_MAX_TOKENS = 16
+"""OpenAI's, in completions."""
+
 
 class CompletionRequest(GenerationRequest):
     """A prompt, or several, to continue."""
 
     prompt: Any = None
-    max_tokens: int | None = 16
+    max_tokens: int | None = None
+    max_completion_tokens: int | None = None
     best_of: int | None = None
     echo: bool = False
     logprobs: LogprobCount | None = None
@@ -27,6 +31,8 @@ class CompletionRequest(GenerationRequest):
         return None if logprobs is False else logprobs
 
     def check(self) -> None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise ApiError(400, "max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
         if self.best_of is not None and self.best_of != self.n:
             raise ApiError(
                 400,
@@ -47,10 +53,12 @@ class CompletionRequest(GenerationRequest):
 
     @property
     def prompt_only(self) -> bool:
-        return self.echo and self.max_tokens == 0
+        return self.echo and self.asked_tokens == 0
 
-    def output_limit(self, room: int) -> int:
-        return min(self.max_tokens if self.max_tokens is not None else 16, room)
+    @property
+    def asked_tokens(self) -> int:
+        asked = self.max_tokens if self.max_tokens is not None else self.max_completion_tokens
+        return DEFAULT_MAX_TOKENS if asked is None else asked
 
     def prompts(self, limit: int) -> list[str | list[int]]:
         """One entry per choice: a text or token ids."""

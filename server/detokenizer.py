@@ -2,63 +2,162 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
 
 REPLACEMENT = "\ufffd"
+UTF8 = codecs.getincrementaldecoder("utf-8")
+
+MAX_EXACT_RUN = 32
+"""Bytes of a run after which its text is added to, rather than decoded again as a whole."""
+
+MAX_OPEN = 32
+"""Tokens whose text is open after which the earliest of them are let go of."""
+
+CONTEXT = 8
+"""Tokens that are kept then: more than the bytes of a character."""
+
+
+class Decoder(Protocol):
+    """Turns tokens into text one by one."""
+
+    tail: str
+    """What the tokens held back would be if none followed."""
+
+    def push(self, token_id: int) -> str:
+        """Takes the next token and returns the text that is now certain."""
+
+    def finish(self) -> str:
+        """The text held back, once no token follows."""
+
+
+class ByteDetokenizer:
+    """Incremental decoding of a vocabulary whose text is its tokens' bytes as UTF-8; holds back three at most."""
+
+    __slots__ = ("_bytes_of", "_utf8", "tail")
+
+    def __init__(self, bytes_of: Callable[[int], bytes]) -> None:
+        """bytes_of: what a token adds to any text; empty if nothing."""
+        self._bytes_of = bytes_of
+        self._utf8 = UTF8("replace")
+        self.tail = ""
+
+    def push(self, token_id: int) -> str:
+        text = self._utf8.decode(self._bytes_of(token_id))
+        self.tail = REPLACEMENT if self._utf8.getstate()[0] else ""
+        return text
+
+    def finish(self) -> str:
+        self.tail = ""
+        return self._utf8.decode(b"", True)
 
 
 class Detokenizer:
     """Incremental decoding whose pieces, joined, equal the decoding of all tokens at once.
 
     Text is given out when no later token can change it. What a token adds is read off by decoding it behind a few
-    earlier ones, because decoders treat the first token of a text in a special way.
+    earlier ones, because decoders treat the first token of a text in a special way. Of text that ends with a
+    replacement character only that one is open: it may be a part of a character.
 
     decode: text of a list of tokens.
     is_silent: whether a token adds nothing to any text (special tokens that are skipped, unknown ids).
-    is_byte: whether a token is one raw byte of a byte-fallback vocabulary; the meaning of a run of these is open
-    until the run ends, since one invalid byte spoils the run as a whole.
+    byte_of: the byte of a token that is one raw byte of a byte-fallback vocabulary, or None. The meaning of a run of
+    these is open until the run ends, since one invalid byte turns each of the run into a replacement character; once
+    there is one, nothing is open any more.
     """
 
-    __slots__ = ("_decode", "_is_byte", "_is_silent", "_read", "_shown", "_window", "tail")
+    __slots__ = (
+        "_before", "_byte_of", "_decode", "_is_silent", "_read", "_run", "_run_text", "_shown", "_spoiled", "_utf8",
+        "_window", "tail",
+    )  # fmt: skip
 
     def __init__(
         self,
         decode: Callable[[list[int]], str],
         is_silent: Callable[[int], bool],
-        is_byte: Callable[[int], bool],
+        byte_of: Callable[[int], int | None],
     ) -> None:
         self._decode = decode
         self._is_silent = is_silent
-        self._is_byte = is_byte
+        self._byte_of = byte_of
         self._window: list[int] = []
-        self._read = 0  # tokens of the window whose text was given out
-        self._shown = ""  # that text
+        self._read = 0  # tokens of the window that were context only when the others came
+        self._shown = ""  # what the window's text begins with, and has been given out
+        self._run = 0  # bytes of the run of byte tokens that the window ends with
+        self._spoiled = False  # whether one of them is invalid
+        self._before = ""  # the tail when the run began
+        self._run_text = ""  # the tail up to the run's last whole character
+        self._utf8 = UTF8()
         self.tail = ""
-        """What the tokens held back would be if none followed."""
 
     def push(self, token_id: int) -> str:
-        """Takes the next token and returns the text that is now certain."""
         if self._is_silent(token_id):
             return ""
+        byte = self._byte_of(token_id)
+        if byte is not None:
+            return self._push_byte(token_id, byte)
+        self._run, self._spoiled = 0, False
         self._window.append(token_id)
         text = self._decode(self._window)
-        piece = text[len(self._shown) :]
-        if text.endswith(REPLACEMENT) or self._is_byte(token_id) or not text.startswith(self._shown):
-            self.tail = piece
+        if not text.startswith(self._shown) and len(self._window) - self._read < MAX_OPEN:
+            self.tail = text[len(self._shown) :]
             return ""
-        recent = self._decode(self._window[self._read :])
-        if recent:  # a window with some text of its own is context enough
-            del self._window[: self._read]
-            text = recent
-        self._shown = text
-        self._read = len(self._window)
-        self.tail = ""
+        certain = len(text) - text.endswith(REPLACEMENT)
+        piece, self.tail = text[len(self._shown) : certain], text[certain:]
+        self._shown = text[:certain]
+        if not self.tail:
+            self._let_go(self._read)
+            self._read = len(self._window)
+        elif len(self._window) > MAX_OPEN:
+            self._let_go(len(self._window) - CONTEXT)
+            self._read = 0
         return piece
 
     def finish(self) -> str:
-        """The text held back, once no token follows."""
-        tail, self.tail = self.tail, ""
+        tail = self.tail
+        if self._run > MAX_EXACT_RUN and not self._spoiled:
+            tail = self._decode(self._window)[len(self._shown) :]
+        self.tail = ""
         return tail
+
+    def _let_go(self, count: int) -> None:
+        """Drops the window's first tokens if the others have some text of their own, which is context enough."""
+        recent = self._decode(self._window[count:])
+        if recent:
+            del self._window[:count]
+            self._shown = recent[: len(recent) - len(self.tail)]
+
+    def _push_byte(self, token_id: int, byte: int) -> str:
+        if self._spoiled:
+            self._window[-1] = token_id
+            self._shown = self._decode(self._window)
+            return REPLACEMENT
+        if self._run == 0:
+            self._before = self._run_text = self.tail
+            self._utf8.reset()
+        self._run += 1
+        try:
+            character = self._utf8.decode(bytes([byte]))
+        except UnicodeDecodeError:
+            piece = self._before + REPLACEMENT * self._run
+            del self._window[len(self._window) - self._run + 1 :]
+            self._window.append(token_id)
+            self._shown = self._decode(self._window)
+            self._spoiled = True
+            self._read = 0
+            self.tail = ""
+            return piece
+        self._window.append(token_id)
+        if self._run > MAX_EXACT_RUN:
+            if character:
+                self._run_text += character
+            self.tail = self._run_text
+            return ""
+        self.tail = self._decode(self._window)[len(self._shown) :]
+        if character:
+            self._run_text = self.tail
+        return ""
 
 
 class TextStream:
@@ -72,7 +171,7 @@ class TextStream:
 
     def __init__(
         self,
-        detokenizer: Detokenizer,
+        detokenizer: Decoder,
         stops: Sequence[str] = (),
         *,
         include_stop: bool = False,

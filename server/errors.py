@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -9,7 +13,45 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
+from ..core.overload import Overloaded
 from ..core.sampling_params import InvalidRequest
+from .executors import PoolFull
+
+MAX_ECHO = 200
+"""Characters of a client's own words that an error repeats."""
+
+MAX_MESSAGE = 400
+ABSOLUTE_PATH = re.compile(r"(?<![\w./])(?:/[^\s/:'\",;]+)*/([^\s/:'\",;]+)")
+
+
+MAX_ANSWER = 1000
+"""Characters of an error's message, whoever wrote it."""
+
+_LONG_WORD = re.compile(rf"(\S{{{MAX_ECHO}}})\S+")
+
+
+def clipped(text: str) -> str:
+    """A client's words as an error repeats them."""
+    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 1] + "…"
+
+
+def _without_paths(text: str) -> str:
+    """The engine's words for a client: files are named, where they are is not told."""
+    return ABSOLUTE_PATH.sub(r"\1", text)[:MAX_MESSAGE]
+
+
+def _bounded(message: str) -> str:
+    """A message that repeats no endless word, and is not endless itself."""
+    message = _LONG_WORD.sub(r"\1…", message)
+    return message if len(message) <= MAX_ANSWER else message[: MAX_ANSWER - 1] + "…"
+
+
+class JsonResponse(JSONResponse):
+    """JSON that any string fits into: what UTF-8 does not have, such as odd file names, is written as an escape."""
+
+    def render(self, content: Any) -> bytes:
+        text = json.dumps(content, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        return text.encode("utf-8", "backslashreplace")  # of a lone surrogate that is JSON's own escape
 
 
 class ApiError(Exception):
@@ -23,13 +65,17 @@ class ApiError(Exception):
         type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
+        retry_after: float | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.message = _bounded(message)
         self.type = type
-        self.param = param
+        self.param = None if param is None else clipped(param)
         self.code = code
+        self.retry_after = retry_after
+        self.headers = headers or {}
 
     @property
     def unforeseen(self) -> bool:
@@ -40,7 +86,8 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        return JSONResponse(self.body(), status_code=self.status)
+        retry = {} if self.retry_after is None else {"retry-after": str(max(1, math.ceil(self.retry_after)))}
+        return JsonResponse(self.body(), status_code=self.status, headers={**self.headers, **retry})
 
 
 class EngineUnavailable(Exception):
@@ -53,8 +100,18 @@ class GenerationFailed(Exception):
 
 def no_model(name: str) -> ApiError:
     """The answer to a name that is neither the base model's nor an adapter's."""
-    message = f"there is no model {name!r}; GET /v1/models lists those there are"
+    message = f"there is no model {clipped(name)!r}; GET /v1/models lists those there are"
     return ApiError(404, message, param="model", code="model_not_found")
+
+
+def too_long(limit: int, what: str, length: str) -> ApiError:
+    """The answer to a prompt that the context can't hold, in the words that clients know from OpenAI.
+
+    what: the field. length: how long it is, with its unit.
+    """
+    message = f"This model's maximum context length is {limit} tokens. However, your {what} resulted in {length}. "
+    message += f"Please reduce the length of the {what}."
+    return ApiError(400, message, param=what, code="context_length_exceeded")
 
 
 def as_api_error(error: Exception) -> ApiError:
@@ -62,11 +119,23 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, InvalidRequest):
-        return ApiError(400, str(error), param=error.field)
+        return ApiError(400, str(error)[:MAX_MESSAGE], param=error.field)
+    if isinstance(error, Overloaded):
+        return ApiError(
+            429, _without_paths(str(error)), type="rate_limit_error", code="overloaded", retry_after=error.retry_after
+        )
+    if isinstance(error, PoolFull):
+        return ApiError(503, str(error), type="server_error", code="overloaded", retry_after=1)
+    if isinstance(error, TimeoutError):
+        message = "the server took too long; try again later"
+        return ApiError(503, message, type="server_error", code="timeout", retry_after=1)
+    if isinstance(error, OSError):  # a disk that fails, or has no room, is no mistake of the server
+        message = f"the server's files can't be read just now: {error.strerror or type(error).__name__}"
+        return ApiError(503, message, type="server_error", code="storage_unavailable")
     if isinstance(error, EngineUnavailable):
-        return ApiError(503, str(error), type="server_error", code="engine_unavailable")
+        return ApiError(503, _without_paths(str(error)), type="server_error", code="engine_unavailable")
     if isinstance(error, GenerationFailed):
-        return ApiError(500, str(error), type="server_error", code="generation_failed")
+        return ApiError(500, _without_paths(str(error)), type="server_error", code="generation_failed")
     return ApiError(500, "the server failed to answer; its log says why", type="server_error", code="internal_error")
 
 
@@ -83,11 +152,11 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
-    """`("messages", 0, "role")` as `messages[0].role`."""
+    """`("messages", 0, "role")` as `messages[0].role`; names that are the client's are cut short."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
-    return path
+    return clipped(path)
 
 
 def client_gone() -> Response:
@@ -110,17 +179,20 @@ async def on_disconnect(_: Request, __: Exception) -> Response:
     return client_gone()
 
 
-async def on_error(_: Request, error: Exception) -> JSONResponse:
+async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of every exception a route lets through."""
-    return as_api_error(error).response()
+    answer = as_api_error(error)
+    answer.message = request.app.state.private_paths.hide(answer.message)
+    return answer.response()
 
 
 async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
     """Starlette's handler of its own errors: no such route, wrong method."""
+    path = clipped(request.url.path)
     if error.status_code == 404:
-        message = f"there is no route {request.method} {request.url.path}"
+        message = f"there is no route {clipped(request.method)} {path}"
     elif error.status_code == 405:
-        message = f"{request.url.path} does not take {request.method}"
+        message = f"{path} does not take {clipped(request.method)}"
     else:
         message = error.detail
     answer = ApiError(error.status_code, message).response()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,9 +13,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from .errors import field_path
-from .settings import ConfigFileError, Settings
+from .settings import ENV_PREFIX, ConfigFileError, Settings
 
-ENV_PREFIX = "CHORUS_"
+OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "COMMIT", "NVTX", "SHARED", "SITE")
+"""Names after `CHORUS_` that are no settings, and mean something all the same."""
+
+NEAR = 0.8
+"""How alike a name must be to be taken for a mistyped one."""
+
+
+SECRETS = ("api_key", "admin_key")
+"""Settings whose values are never shown."""
 
 
 class UsageError(Exception):
@@ -30,8 +39,29 @@ class Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
         return super().parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)], namespace)
 
+    def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
+        """Like `parse_args`; what is unknown is said by the command that got it, with what may be meant."""
+        arguments, unknown = self.parse_known_args(args)
+        if unknown:
+            parser = self._command_parser(getattr(arguments, "command", None))
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser._suggestion(unknown)}")
+        return arguments
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: error: {message} (see {self.prog} --help)")
+
+    def _command_parser(self, command: str | None) -> Parser:
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+                return action.choices[command]
+        return self
+
+    def _suggestion(self, unknown: list[str]) -> str:
+        flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
+        for given in unknown:
+            if near := difflib.get_close_matches(given.partition("=")[0], flags, n=1):
+                return f"; did you mean {near[0]}?"
+        return ""
 
 
 class _Help(argparse.HelpFormatter):
@@ -52,6 +82,10 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = 
         options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
         if field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
+        elif (field.json_schema_extra or {}).get("repeatable"):
+            several = "+" if name == "lora_modules" else None  # as vLLM takes them
+            action = "extend" if several else "append"
+            parser.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)
         else:
             parser.add_argument(flag, metavar=_metavar(name, field), **options)
 
@@ -60,13 +94,15 @@ def _metavar(name: str, field: FieldInfo) -> str:
     choices = getattr(field.annotation, "__args__", ())
     if choices and all(isinstance(choice, str) for choice in choices):
         return "{" + ",".join(choices) + "}"
-    special = {"model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE"}
+    special = {
+        "model": "DIR", "adapters": "DIR", "adapter_roots": "DIRS", "config": "FILE", "lora_modules": "NAME=DIR",
+    }  # fmt: skip
     return special.get(name, name.rsplit("_", 1)[-1].upper())
 
 
 def _help(field: FieldInfo) -> str:
     text = (field.description or "").replace("%", "%%")
-    if field.default is None or "default" in text:
+    if field.default is None or field.default == [] or "default" in text:
         return text
     return f"{text} (default: {field.default})"
 
@@ -75,6 +111,7 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
     """The settings of parsed flags, environment and file; raises UsageError that says which of them is wrong."""
     prefix = "setting_"
     given = {name.removeprefix(prefix): value for name, value in vars(arguments).items() if name.startswith(prefix)}
+    _check_environment()
     try:
         return Settings(**given)
     except ConfigFileError as error:
@@ -85,7 +122,19 @@ def read_settings(arguments: argparse.Namespace) -> Settings:
         if not first["loc"]:
             raise UsageError(f"chorus: error: {message}") from None
         name = str(first["loc"][0])
-        raise UsageError(f"chorus: error: {_origin(name, given)} is {first['input']!r}: {message}") from None
+        told = "wrong" if name in SECRETS else repr(first["input"])
+        raise UsageError(f"chorus: error: {_origin(name, given)} is {told}: {message}") from None
+
+
+def _check_environment() -> None:
+    """Raises UsageError for a variable that looks like a mistyped setting: it may be the one that asks for keys."""
+    known = [name.upper() for name in Settings.model_fields] + list(OTHER_VARIABLES)
+    for variable in sorted(os.environ):
+        name = variable.removeprefix(ENV_PREFIX)
+        if name == variable or name in known:
+            continue
+        if near := difflib.get_close_matches(name, known, n=1, cutoff=NEAR):
+            raise UsageError(f"chorus: error: {variable} is no setting; did you mean {ENV_PREFIX}{near[0]}?")
 
 
 def _origin(name: str, given: dict[str, Any]) -> str:

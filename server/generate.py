@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TextIO
 
 from ..core.sampling_params import SamplingParams
+from .demo.skills import prompt as builtin_prompt
 from .generation import Generation
 from .launch import load
 from .settings import Settings
@@ -30,6 +31,8 @@ def generate(settings: Settings, arguments: argparse.Namespace, out: TextIO) -> 
         min_tokens=arguments.min_tokens,
     )
     text = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    if settings.is_builtin and not arguments.chat and not text.endswith("\n"):
+        text = builtin_prompt(text)
     worker, tokenizer = load(settings)
     try:
         if arguments.chat:

@@ -12,11 +12,15 @@ from ..core.sampling_params import SamplingParams
 from ..core.types import FinishReason, RequestOutput
 from .choice import Choice, Delta
 from .detokenizer import TextStream
-from .errors import GenerationFailed
+from .errors import EngineUnavailable, GenerationFailed
 
 if TYPE_CHECKING:
     from .metrics import Metrics
     from .worker import EngineWorker
+
+
+TURN_SECONDS = 0.01
+"""How long one call's outputs are worked on before others have their turn on the event loop."""
 
 
 class Generation:
@@ -40,12 +44,17 @@ class Generation:
         per_prompt: int = 1,
         shows_stop_token: bool = False,
         prompt_only: bool = False,
+        keeps_all: bool = True,
+        shown_id: str | None = None,
+        tenant: str = "",
+        cache_salt: str = "",
     ) -> None:
         """`prompts`, `params` and `text_streams` have an entry per choice, `per_prompt` in a row of the same prompt.
 
-        `arrival` is on `time.monotonic`'s clock; for the rest see `Choice`.
+        `arrival` is on `time.monotonic`'s clock; `shown_id` is the id that the client sees, if another than the
+        engine's; for the rest see `Choice` and the engine's `Request`.
         """
-        self.id = call_id
+        self.id = shown_id or call_id
         self.model = model
         self._worker = worker
         self._metrics = metrics
@@ -56,10 +65,12 @@ class Generation:
         self.choices = [
             Choice(
                 i,
-                Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival),
+                Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival, tenant=tenant, cache_salt=cache_salt),
                 stream,
+                prompt_token_ids=prompt,
                 shows_stop_token=shows_stop_token,
                 prompt_only=prompt_only,
+                keeps_all=keeps_all,
             )
             for i, (prompt, param, stream) in enumerate(zip(prompts, params, text_streams, strict=True))
         ]
@@ -81,7 +92,7 @@ class Generation:
         return sum(len(choice.token_ids) for choice in self.choices)
 
     async def start(self) -> None:
-        """Returns when the engine has accepted every choice; raises its InvalidRequest otherwise."""
+        """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""
         loop = asyncio.get_running_loop()
         try:
             self._open.update(self._by_request)
@@ -105,13 +116,22 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
+        turn_ends = time.monotonic() + TURN_SECONDS
         while self._open:
-            output = await self._outputs.get()
+            if self._outputs.empty():
+                output = await self._outputs.get()
+                turn_ends = time.monotonic() + TURN_SECONDS
+            else:  # a queue with something in it never gives the event loop to others
+                output = self._outputs.get_nowait()
+                if time.monotonic() > turn_ends:
+                    await asyncio.sleep(0)
+                    turn_ends = time.monotonic() + TURN_SECONDS
             if output.request_id not in self._open:
                 continue
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._end(output.request_id, output.finish_reason.value)
-                raise GenerationFailed(output.error or "the engine ended this request")
+                reason = output.error or "the engine ended this request"
+                raise (GenerationFailed if output.finish_reason is FinishReason.ERROR else EngineUnavailable)(reason)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta)

@@ -2,30 +2,45 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import Response
 
 from ..core.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
-from .errors import as_api_error, client_gone, no_model, read_body
+from .errors import as_api_error, client_gone, no_model, read_body, too_long
+from .executors import DaemonPool
 from .generation import Generation
+from .json_text import encode
 from .logprobs import LogprobFormat
 from .metrics import Metrics
-from .openai import GenerationRequest
+from .openai import AnyRequest, GenerationRequest
+from .price import check_steering, unasked_limit
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
 from .served_model import ServedModel
-from .sse import DONE, EventStream, event, while_connected
+from .sse import DONE, EventStream, event, long_event, while_connected
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+
+THREADS = 2
+"""Threads that read long bodies and write long answers."""
+
+THREAD_BODY = 16 << 10
+"""Bytes of a request's body above which it is read beside the event loop."""
+
+THREAD_SCORES = 500
+"""Log-probabilities of an answer, or of a part of one, above which it is written beside the event loop."""
 
 
 class GenerationApi:
@@ -36,42 +51,101 @@ class GenerationApi:
         self._tokenizer = tokenizer
         self._served = served
         self._metrics = metrics
-        self._scores = LogprobFormat(tokenizer.vocabulary)
+        self._threads = DaemonPool("answers", THREADS)
+        self.num_open = 0
+        """Calls that are being answered."""
 
     async def completions(self, request: Request) -> Response:
+        return await self._counted(self._completions(request))
+
+    async def chat_completions(self, request: Request) -> Response:
+        return await self._counted(self._chat_completions(request))
+
+    async def _completions(self, request: Request) -> Response:
         arrival = time.monotonic()
-        asked = CompletionRequest.parse(await read_body(request, self._served.max_body_bytes))
+        asked = await self.parse(CompletionRequest, request)
         given = asked.prompts(self._served.max_prompts)
         self._check_choices(asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
-        encoded = iter(await self._tokenizer.encode(texts, add_special_tokens=asked.add_special_tokens))
+        limit = self._worker.model.max_model_len
+        encoded = iter(await self._tokenizer.encode(texts, add_special_tokens=asked.add_special_tokens, most=limit))
         prompts = [next(encoded) if isinstance(prompt, str) else prompt for prompt in given]
-        generation = self._generation("cmpl-", asked, prompts, arrival)
+        generation = await self._generation("cmpl-", request, asked, prompts, arrival, "prompt")
         return await self._answer(request, asked, generation, CompletionFormat, given if asked.echo else ())
 
-    async def chat_completions(self, request: Request) -> Response:
+    async def _chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
-        asked = ChatCompletionRequest.parse(await read_body(request, self._served.max_body_bytes))
+        asked = await self.parse(ChatCompletionRequest, request)
         self._check_choices(asked, 1)
-        prompt = await self._tokenizer.encode_chat([message.for_template() for message in asked.messages])
-        generation = self._generation("chatcmpl-", asked, [prompt], arrival)
+        prompt = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         try:
+            generation = await self._generation("chatcmpl-", request, asked, [prompt], arrival, "messages")
             return await self._answer(request, asked, generation, ChatFormat)
         except InvalidRequest as error:
             raise InvalidRequest("messages", str(error)) if error.field == "prompt" else error from None
+
+    async def parse(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
+        """Reads a request's body; raises an ApiError that names the field."""
+        body = await read_body(request, self._served.max_body_bytes)
+        if len(body) > THREAD_BODY:
+            return await self._threads.run(kind.parse, body, self._served.limits)
+        return kind.parse(body, self._served.limits)
+
+    async def beside(self, function: Callable[..., T], /, *args: Any) -> T:
+        """Calls a function beside the event loop."""
+        return await self._threads.run(function, *args)
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
+
+    async def _counted(self, answering: Coroutine[Any, Any, Response]) -> Response:
+        self.num_open += 1
+        try:
+            response = await answering
+        except BaseException:
+            self.num_open -= 1
+            raise
+        if isinstance(response, EventStream):
+            response.on_close(self._ended)
+        else:
+            self.num_open -= 1
+        return response
+
+    def _ended(self) -> None:
+        self.num_open -= 1
 
     def _check_choices(self, asked: GenerationRequest, num_prompts: int) -> None:
         limit = self._served.max_prompts
         if num_prompts * asked.n > limit:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
+        check_steering(asked, num_prompts * asked.n, self._served.limits)
 
-    def _generation(
-        self, prefix: str, asked: GenerationRequest, prompts: list[list[int]], arrival: float
+    async def _generation(
+        self,
+        prefix: str,
+        request: Request,
+        asked: GenerationRequest,
+        prompts: list[list[int]],
+        arrival: float,
+        what: str,
     ) -> Generation:
         limit = self._worker.model.max_model_len
-        bad_words = self._tokenizer.bad_words(asked.bad_words)
-        params = [param for prompt in prompts for param in asked.sampling_params(limit - len(prompt), bad_words)]
+        for prompt in prompts:
+            if len(prompt) >= limit:
+                raise too_long(limit, what, f"{len(prompt)} tokens")
+        model, adapter = asked.names(self._served.name)
+        unasked = unasked_limit(asked, prompts, self._served.limits, limit)
+        defaults = self._served.defaults
+        if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
+            unasked = defaults.max_tokens
+        bad_words = await self._tokenizer.encode_words(asked.bad_words)
+        params = [
+            param
+            for prompt in prompts
+            for param in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked)
+        ]
         streams = [
             self._tokenizer.text_stream(
                 asked.stop,
@@ -81,19 +155,24 @@ class GenerationApi:
             )
             for _ in params
         ]
+        call_id = prefix + uuid.uuid4().hex
         return Generation(
             self._worker,
-            prefix + uuid.uuid4().hex,
+            call_id,
             [prompt for prompt in prompts for _ in range(asked.n)],
             params,
             streams,
-            model=asked.model,
-            adapter=None if asked.model == self._served.name else asked.model,
+            model=model,
+            adapter=adapter,
             metrics=self._metrics,
             arrival=arrival,
             per_prompt=asked.n,
             shows_stop_token=asked.include_stop_str_in_output,
             prompt_only=asked.prompt_only,
+            keeps_all=not asked.stream,
+            shown_id=prefix + asked.request_id if asked.request_id else None,
+            tenant=request.scope.get("state", {}).get("tenant", ""),
+            cache_salt=asked.cache_salt,
         )
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
@@ -122,9 +201,9 @@ class GenerationApi:
         try:
             await generation.start()
         except InvalidRequest as error:
-            raise no_model(asked.model) if error.field == "model" else error from None
+            raise no_model(generation.model) if error.field == "model" else error from None
         try:  # now the engine has found the prompts to be such that they can be decoded
-            echoes = await asyncio.to_thread(self._echoes, asked, echoed, generation) if echoed else ()
+            echoes = await self._threads.run(self._echoes, asked, echoed, generation) if echoed else ()
         except BaseException:
             generation.close()
             raise
@@ -137,34 +216,39 @@ class GenerationApi:
             prompt_logprobs=asked.prompt_logprobs,
             echoes=echoes,
         )
-        answer = format_class(generation, self._scores, extras)
+        scores = LogprobFormat(self._tokenizer.vocabulary, as_token_ids=asked.return_tokens_as_token_ids)
+        answer = format_class(generation, scores, extras)
         if asked.stream:
-            return EventStream(_events(generation, answer), generation.close)
+            return EventStream(self._events(generation, answer), generation.close)
         try:
             await while_connected(request.receive, _read(generation, answer))
+            body = await self._write(lambda: encode(answer.answer()), answer.num_scores)
         except ClientDisconnect:
             return client_gone()
         finally:
             generation.close()
-        return JSONResponse(answer.answer())
+        return Response(body, media_type="application/json")
+
+    async def _write(self, write: Callable[[], bytes], num_scores: int) -> bytes:
+        return await self._threads.run(write) if num_scores > THREAD_SCORES else write()
+
+    async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
+        """A call's deltas as events. The status line is gone by now, so an error is an event, too."""
+        try:
+            async for delta in generation:
+                heavy = answer.scores_of(delta) > THREAD_SCORES
+                for chunk in answer.chunks(delta):
+                    yield await self._threads.run(long_event, chunk) if heavy else event(chunk)
+            if (last := answer.last_chunk()) is not None:
+                yield event(last)
+        except Exception as error:
+            answer_to_error = as_api_error(error)
+            if answer_to_error.unforeseen:
+                log.exception("a stream failed")
+            yield event(answer_to_error.body())
+        yield DONE
 
 
 async def _read(generation: Generation, answer: AnswerFormat) -> None:
     async for delta in generation:
         answer.note(delta)
-
-
-async def _events(generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
-    """A call's deltas as events. The status line is gone by now, so an error is an event, too."""
-    try:
-        async for delta in generation:
-            for chunk in answer.chunks(delta):
-                yield event(chunk)
-        if (last := answer.last_chunk()) is not None:
-            yield event(last)
-    except Exception as error:
-        answer_to_error = as_api_error(error)
-        if answer_to_error.unforeseen:
-            log.exception("a stream failed")
-        yield event(answer_to_error.body())
-    yield DONE

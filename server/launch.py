@@ -6,7 +6,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,12 @@ from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
 from .app import create_app
-from .pull import PullError, resolve_model
+from .checks import LaunchError, check_access, check_model
+from .connections import ConnectionLimits, Connections, max_connections
+from .http_protocol import http_protocol
+from .http_server import ACCEPT_AT_ONCE, DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
+from .lora_modules import LoraModule
+from .sampling_defaults import SamplingDefaults
 from .served_model import ServedModel
 from .settings import Settings
 from .tokenizer import Tokenizer
@@ -26,33 +31,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SHUTDOWN_SECONDS = 20
-"""How long answers in progress may go on once the server is told to stop."""
-
-LISTEN_BACKLOG = 2048
-"""Connections that may wait to be accepted; uvicorn's own default."""
-
-KEEP_ALIVE_SECONDS = 75
-"""Well above what client pools keep idle connections for, so that no request meets a connection being closed."""
-
-
-class LaunchError(Exception):
-    """The server can't start as it was told to; the text is for the person who told it."""
-
-
-def check_model(settings: Settings) -> None:
-    """Raises LaunchError unless the directories that the settings name are there."""
-    try:
-        resolve_model(settings.model)
-    except PullError as error:
-        raise LaunchError(str(error)) from None
-    if not (settings.model / "config.json").is_file():
-        raise LaunchError(f"{settings.model} holds no model: it has no config.json")
-    if settings.adapters is not None and not settings.adapters.is_dir():
-        raise LaunchError(f"there is no adapters directory {settings.adapters}")
-    for root in settings.adapter_roots or ():
-        if not root.is_dir():
-            raise LaunchError(f"there is no directory {root}, which adapter_roots names")
+SEND_BUFFER_BYTES = 256 << 10
+"""What the system keeps of an answer for a client that does not read it; the rest stays in sight here."""
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
@@ -61,7 +41,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     config = settings.engine_config()
     try:
         tokenizer = Tokenizer.load(config.model)
-        worker = EngineWorker(lambda: _build_engine(config))
+        worker = EngineWorker(lambda: _build_engine(config, settings.lora_modules))
         worker.start()
     except Exception as error:
         log.debug("loading failed", exc_info=True)
@@ -69,10 +49,13 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
     return worker, tokenizer
 
 
-def _build_engine(config: EngineConfig) -> Engine:
+def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> Engine:
     from ..core.engine import Engine  # imports torch, which takes a while
 
-    return Engine.from_config(config)
+    engine = Engine.from_config(config)
+    for name, path in modules:
+        engine.store.register(name, path)
+    return engine
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -84,6 +67,7 @@ def bind(host: str, port: int) -> socket.socket:
         raise LaunchError(f"can't listen on {host}: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -98,6 +82,10 @@ def url_of(bound: socket.socket) -> str:
 
 def build_app(settings: Settings) -> Starlette:
     """The app that serves what the settings name."""
+    try:
+        defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
     served = ServedModel(
         settings.base_name,
@@ -105,6 +93,9 @@ def build_app(settings: Settings) -> Starlette:
         settings.max_body_bytes,
         settings.max_prompts,
         settings.loadable_from,
+        settings.adapter_load_seconds,
+        settings.request_limits(),
+        defaults,
     )
     names = worker.call(lambda engine: engine.store.names()).result()
     if served.name in names:
@@ -113,37 +104,56 @@ def build_app(settings: Settings) -> Starlette:
             f"an adapter is named {served.name} like the base model; set --served-model-name to something else"
         )
     log.info("serving %s and %d adapters", served.name, len(names))
-    return create_app(worker, tokenizer, served)
+    return create_app(worker, tokenizer, served, settings)
 
 
-def uvicorn_server(app: Starlette, settings: Settings) -> uvicorn.Server:
-    return uvicorn.Server(
-        uvicorn.Config(
-            app,
-            log_level="warning" if not settings.access_log else "info",
-            access_log=settings.access_log,
-            timeout_graceful_shutdown=SHUTDOWN_SECONDS,
-            timeout_keep_alive=KEEP_ALIVE_SECONDS,
-            ws="none",
-        )
+def http_server(app: Starlette, settings: Settings) -> HttpServer:
+    """The server of an app, with as many connections as this process has descriptors for."""
+    limits = ConnectionLimits(
+        max_connections(settings.max_connections),
+        settings.head_seconds,
+        settings.body_seconds,
+        settings.send_seconds,
+        settings.idle_seconds,
     )
+    connections = Connections(limits)
+    app.state.gate.limit = limits.count * 3 // 4  # the rest can always be taken from those that ask for nothing
+    config = uvicorn.Config(
+        app,
+        http=http_protocol(connections),
+        ws="none",
+        loop="asyncio",
+        log_level="warning" if not settings.access_log else "info",
+        access_log=settings.access_log,
+        backlog=ACCEPT_AT_ONCE,
+        timeout_graceful_shutdown=1,
+        timeout_keep_alive=settings.idle_seconds,
+        server_header=False,
+    )
+    return HttpServer(config, app, connections, settings.grace_seconds)
 
 
-def serve(settings: Settings) -> None:
-    """Serves until it is interrupted."""
+def serve(settings: Settings) -> int:
+    """Serves until it is told to end; the exit code, 1 when the engine broke down."""
     check_model(settings)
+    warning = check_access(settings)
     with bind(settings.host, settings.port) as bound:
         app = build_app(settings)
+        if warning is not None:
+            log.warning(warning)
+        ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
-        uvicorn_server(app, settings).run(sockets=[bound])
+        server = http_server(app, settings)
+        server.run(sockets=[bound])
+    return server.exit_code
 
 
 @contextmanager
 def serving(app: Starlette, settings: Settings) -> Iterator[str]:
     """A real server on a thread, on a free loopback port; gives its URL."""
     with bind("127.0.0.1", 0) as bound:
-        server = uvicorn_server(app, settings)
+        server = http_server(app, settings)
         thread = threading.Thread(target=server.run, args=([bound],), name="chorus-http", daemon=True)
         thread.start()
         while not server.started:
@@ -154,4 +164,4 @@ def serving(app: Starlette, settings: Settings) -> Iterator[str]:
             yield url_of(bound)
         finally:
             server.should_exit = True
-            thread.join(SHUTDOWN_SECONDS * 2)
+            thread.join(settings.grace_seconds + 2 * DEADLINE_SECONDS)

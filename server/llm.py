@@ -154,7 +154,7 @@ class LLM:
         Raises AdapterFormatError, and leaves what was there, when the directory can't be served.
         """
         manifest = self._worker.check_adapter(Path(path))
-        self._worker.call(lambda engine: engine.store.register(name, manifest.path)).result()
+        self._worker.call(lambda engine: engine.store.register(name, manifest)).result()
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; answers in progress finish with it. UnknownAdapter if there is none of that name."""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..core.types import TokenLogprobs
+from .json_text import sliced
 from .vocabulary import Vocabulary
 
 Body = dict[str, Any]
@@ -15,10 +16,12 @@ LOWEST = -9999.0
 
 
 class LogprobFormat:
-    """Writes log-probabilities with token names."""
+    """Writes log-probabilities with token names. Long arrays are made when they are written."""
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, *, as_token_ids: bool = False) -> None:
+        """as_token_ids: tokens go by `token_id:5` instead of their names (vLLM's `return_tokens_as_token_ids`)."""
         self._vocabulary = vocabulary
+        self._name = "token_id:{}".format if as_token_ids else vocabulary.name_of
 
     def completion(
         self,
@@ -31,42 +34,37 @@ class LogprobFormat:
 
         The token itself is always among its alternatives, so that there may be one more.
         """
-        name = self._vocabulary.name_of
         return {
             "text_offset": list(offsets),
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
-            "tokens": [name(token) for token in token_ids],
-            "top_logprobs": [None if entry is None else self._named(entry, count) for entry in logprobs],
+            "tokens": [self._name(token) for token in token_ids],
+            "top_logprobs": sliced(logprobs, lambda entry: None if entry is None else self._named(entry, count)),
         }
 
     def _named(self, entry: TokenLogprobs, count: int) -> dict[str, float]:
         named: dict[str, float] = {}
         for token, score in ((entry.token_id, entry.logprob), *entry.top[:count]):
-            named.setdefault(self._vocabulary.name_of(token), _finite(score))  # of equal names the likelier
+            named.setdefault(self._name(token), _finite(score))  # of equal names the likelier
         return named
 
     def chat(self, logprobs: Sequence[TokenLogprobs], count: int) -> Body:
         """`logprobs` of a chat completion with `count` alternatives."""
-        content = [
-            {
-                **self._token(entry.token_id, entry.logprob),
-                "top_logprobs": [self._token(token, score) for token, score in entry.top[:count]],
-            }
-            for entry in logprobs
-        ]
-        return {"content": content, "refusal": None}
+        return {"content": sliced(logprobs, lambda entry: self._with_top(entry, count)), "refusal": None}
+
+    def _with_top(self, entry: TokenLogprobs, count: int) -> Body:
+        top = [self._token(token, score) for token, score in entry.top[:count]]
+        return {**self._token(entry.token_id, entry.logprob), "top_logprobs": top}
 
     def _token(self, token_id: int, score: float) -> Body:
-        vocabulary = self._vocabulary
         return {
-            "token": vocabulary.name_of(token_id),
+            "token": self._name(token_id),
             "logprob": _finite(score),
-            "bytes": list(vocabulary.bytes_of(token_id)),
+            "bytes": list(self._vocabulary.bytes_of(token_id)),
         }
 
-    def prompt(self, logprobs: Sequence[TokenLogprobs], count: int) -> list[dict[str, Body] | None]:
+    def prompt(self, logprobs: Sequence[TokenLogprobs], count: int) -> Any:
         """vLLM's `prompt_logprobs`: token id → score, for every token but the first; rank is null where unknown."""
-        return [None, *(self._by_id(entry, count) for entry in logprobs)]
+        return sliced([None, *logprobs], lambda entry: None if entry is None else self._by_id(entry, count))
 
     def _by_id(self, entry: TokenLogprobs, count: int) -> dict[str, Body]:
         ranks = {token: rank for rank, (token, _) in enumerate(entry.top, start=1)}

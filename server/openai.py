@@ -1,8 +1,6 @@
 """What the bodies that clients send have in common.
 
-OpenAI's fields, and those of vLLM's and our own extensions that we take. Fields that nobody knows are ignored, as the
-SDKs send many; `null` is as good as absent. Fields that would change the answer and that we don't have are refused
-unless they ask for what we do anyway.
+OpenAI's fields, those of vLLM's and our own extensions that we take, and other servers' names for them: see `fields`.
 """
 
 from __future__ import annotations
@@ -11,102 +9,98 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from ..core.sampling_params import MAX_LOGPROBS, SamplingParams
-from .errors import ApiError, from_validation
+from .errors import ApiError, clipped, from_validation
+from .fields import own_fields
+from .json_body import check_json
+from .limits import RequestLimits
+from .price import check_counts
+from .sampling_defaults import SamplingDefaults
 
-MAX_STOPS = 16
+MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
-MAX_BAD_WORDS = 1024
 INT64_MAX = 2**63 - 1
 
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "allowed_token_ids": ([],),
-    "audio": (),
-    "best_of": (1,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "modalities": (["text"],),
-    "response_format": ({"type": "text"},),
-    "return_tokens_as_token_ids": (False,),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "truncate_prompt_tokens": (),
-    "use_beam_search": (False,),
-}
-"""Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
+Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
 
 AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far."""
+    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
+
+    include_obfuscation: OpenAI's padding of chunks, which changes nothing that is said; there is none here.
+    """
+
+    model_config = ConfigDict(extra="forbid")
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+    include_obfuscation: bool = False
 
 
 class GenerationRequest(BaseModel):
     """What completions and chat completions have in common."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
 
-    model: str
+    model: Name | None = None
+    lora_path: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)] | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     n: int = Field(default=1, ge=1)
     max_tokens: int | None = None
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: dict[str, float] = {}
     seed: Annotated[int, Field(ge=-INT64_MAX - 1, le=INT64_MAX)] | None = None
     stop: list[str] = []
 
-    top_k: int = 0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
     min_tokens: int = 0
-    bad_words: list[str] = Field(default=[], max_length=MAX_BAD_WORDS)
+    bad_words: list[str] = []
+    allowed_token_ids: list[int] = []
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     prompt_logprobs: LogprobCount | None = None
     stop_token_ids: list[int] = []
     skip_special_tokens: bool = True
     return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     return_step_info: bool = False
+    cache_salt: Annotated[str, Field(max_length=256)] = ""
+    request_id: Annotated[str, Field(pattern="^[A-Za-z0-9._:-]{1,128}$")] | None = None
 
     @model_validator(mode="before")
     @classmethod
-    def _null_is_absent(cls, body: Any) -> Any:
-        return {name: value for name, value in body.items() if value is not None} if isinstance(body, dict) else body
+    def _only_what_we_have(cls, body: Any, info: ValidationInfo) -> Any:
+        if not isinstance(body, dict):
+            return body
+        own = own_fields(body, cls.model_fields)
+        check_counts(own, info.context or RequestLimits())
+        return own
+
+    @field_validator("lora_path", mode="before")
+    @classmethod
+    def _one_adapter(cls, names: Any) -> Any:
+        if not isinstance(names, list):
+            return names
+        if not names or any(name != names[0] for name in names):
+            raise ValueError("one adapter answers a call; send a call for each of them")
+        return names[0]
 
     @field_validator("stop", mode="before")
     @classmethod
     def _one_stop_is_a_list(cls, stop: Any) -> Any:
         stops = [stop] if isinstance(stop, str) else stop
         if isinstance(stops, list):
-            if len(stops) > MAX_STOPS:
-                raise ValueError(f"at most {MAX_STOPS} stop strings are taken, these are {len(stops)}")
             if "" in stops:
                 raise ValueError("a stop string can't be empty")
             if any(isinstance(stop, str) and len(stop) > MAX_STOP_CHARACTERS for stop in stops):
@@ -131,23 +125,38 @@ class GenerationRequest(BaseModel):
         return biases
 
     @classmethod
-    def parse(cls: type[AnyRequest], body: bytes) -> AnyRequest:
+    def parse(cls: type[AnyRequest], body: bytes, limits: RequestLimits) -> AnyRequest:
         """Reads a body; raises an ApiError that names the field."""
+        check_json(body, limits.max_json_values)
         try:
-            request = cls.model_validate_json(body)
+            request = cls.model_validate_json(body, context=limits)
         except ValidationError as error:
             raise from_validation(error) from None
-        for name, value in (request.model_extra or {}).items():
-            harmless = UNSUPPORTED.get(name)
-            if harmless is not None and not any(value == nothing for nothing in harmless):
-                raise ApiError(400, f"{name} is not supported; leave it out", param=name, code="unsupported_parameter")
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
+        for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
+            count = getattr(request, name, None)
+            if count is not None and count > limits.max_logprobs:
+                raise ApiError(400, f"{name} is {count}, this server gives {limits.max_logprobs}", param=name)
         request.check()
         return request
 
     def check(self) -> None:
         """Raises an ApiError for fields that don't go together."""
+
+    def names(self, base: str) -> tuple[str, str | None]:
+        """The name that the answer goes by, and the adapter's name or None. base: the base model's name.
+
+        The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
+        """
+        model = base if self.model is None else self.model.removeprefix(f"{base}:")
+        if not self.lora_path or self.lora_path == model:
+            return model, None if model == base else model
+        if model != base:
+            raise ApiError(
+                400, f"model and lora_path name two adapters, {clipped(model)!r} and {self.lora_path!r}", param="model"
+            )
+        return self.lora_path, self.lora_path
 
     @property
     @abstractmethod
@@ -158,6 +167,11 @@ class GenerationRequest(BaseModel):
     def num_prompt_scores(self) -> int | None:
         """The same of prompt tokens."""
         return self.prompt_logprobs
+
+    @property
+    def scores_field(self) -> str:
+        """The field that asks for log-probabilities, for errors."""
+        return "logprobs" if self.num_logprobs is not None else "prompt_logprobs"
 
     @property
     def prompt_only(self) -> bool:
@@ -172,24 +186,34 @@ class GenerationRequest(BaseModel):
     def continuous_usage(self) -> bool:
         return self.include_usage and self.stream_options.continuous_usage_stats
 
+    @property
     @abstractmethod
-    def output_limit(self, room: int) -> int:
-        """Most tokens to generate when `room` tokens of the context are left (below 1: the prompt is too long)."""
+    def asked_tokens(self) -> int | None:
+        """Most tokens to generate; None when the client leaves that open."""
 
-    def sampling_params(self, room: int, bad_words: tuple[tuple[int, ...], ...] = ()) -> list[SamplingParams]:
+    def sampling_params(
+        self,
+        room: int,
+        defaults: SamplingDefaults,
+        bad_words: tuple[tuple[int, ...], ...] = (),
+        unasked_limit: int | None = None,
+    ) -> list[SamplingParams]:
         """An entry for each of the prompt's `n` choices, which differ in their seeds only: seed, seed + 1, ….
 
-        Raises InvalidRequest for values out of range. A limit beyond the context's end is cut to it.
+        room: tokens that the context has left; a limit beyond that is cut to it. unasked_limit: most tokens where the
+        client leaves that open. Raises InvalidRequest for values out of range.
         """
+        asked = self.asked_tokens
+        limit = unasked_limit if asked is None else asked
         first = SamplingParams(
-            max_tokens=1 if self.prompt_only else self.output_limit(max(room, 1)),
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=0 if self.top_k == -1 else self.top_k,  # vLLM's word for "all tokens"
-            min_p=self.min_p,
+            max_tokens=1 if self.prompt_only else max_tokens(limit, max(room, 1)),
+            temperature=_or(self.temperature, defaults.temperature),
+            top_p=_or(self.top_p, defaults.top_p),
+            top_k=0 if self.top_k == -1 else _or(self.top_k, defaults.top_k),  # -1: vLLM's word for "all tokens"
+            min_p=_or(self.min_p, defaults.min_p),
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
+            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
             seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids),
@@ -198,7 +222,17 @@ class GenerationRequest(BaseModel):
             bad_words=bad_words,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_scores,
+            allowed_token_ids=tuple(self.allowed_token_ids) or None,
         )
         if self.seed is None:
             return [first] * self.n
         return [replace(first, seed=self.seed + index) for index in range(self.n)]
+
+
+def _or(value: Any, default: Any) -> Any:
+    return default if value is None else value
+
+
+def max_tokens(asked: int | None, room: int) -> int | None:
+    """The engine's limit; None: as many as fit. room: tokens that the context has left."""
+    return None if asked is None else min(asked, room)

@@ -15,6 +15,9 @@ from .logprobs import LogprobFormat
 
 Body = dict[str, Any]
 
+TOKENS_PER_SCORE = 16
+TEXT_PER_SCORE = 1024
+
 
 @dataclass(frozen=True, slots=True)
 class Echo:
@@ -46,6 +49,8 @@ class AnswerFormat(ABC):
 
     object: str
     chunk_object: str
+    more: Body = {}
+    """Fields of a whole answer that are there for their types' sake."""
 
     def __init__(self, generation: Generation, scores: LogprobFormat, extras: Extras) -> None:
         self._generation = generation
@@ -64,6 +69,7 @@ class AnswerFormat(ABC):
         """The whole answer, once all deltas were read; `step` is the most that any of its steps held."""
         body = self._body(self.object, [self._with_tokens(c) for c in self._generation.choices])
         body["usage"] = self.usage()
+        body.update(self.more)
         if self._steps:
             body["step"] = {
                 "id": max(step.step_id for step in self._steps),
@@ -86,9 +92,11 @@ class AnswerFormat(ABC):
         ):
             return
         self._begun.add(delta.index)
-        for chunk in self._chunks(delta, first):
+        *openings, last = self._chunks(delta, first)
+        for chunk in (*openings, last):
             if extras.usage_chunk:
-                chunk["usage"] = self.usage() if extras.running_usage else None
+                to_come = 0 if chunk is last else len(delta.token_ids)
+                chunk["usage"] = self.usage(to_come) if extras.running_usage else None
             if extras.step_info and delta.step is not None:
                 step = delta.step
                 chunk["step"] = {
@@ -105,8 +113,30 @@ class AnswerFormat(ABC):
             return None
         return {**self._body(self.chunk_object, []), "usage": self.usage()}
 
-    def usage(self) -> Body:
-        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens
+    @property
+    def num_scores(self) -> int:
+        """How much there is to write: alternatives of all tokens, and some for the tokens themselves."""
+        extras, choices = self._extras, self._generation.choices
+        of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+        scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
+        scores += sum(len(choice.logprobs) for choice in choices) * ((extras.logprobs or 0) + 1)
+        tokens = sum(len(c.token_ids) + len(c.prompt_token_ids) for c in choices) if extras.token_ids else 0
+        return scores + tokens // TOKENS_PER_SCORE + sum(len(choice.text) for choice in choices) // TEXT_PER_SCORE
+
+    def scores_of(self, delta: Delta) -> int:
+        """The same of a delta's chunks."""
+        extras = self._extras
+        scores = len(delta.logprobs) * ((extras.logprobs or 0) + 1)
+        if delta.index not in self._begun:
+            prompt = self._generation.choices[delta.index]
+            of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
+            scores += len(delta.prompt_logprobs or ()) * of_prompt
+            scores += len(prompt.prompt_token_ids) // TOKENS_PER_SCORE if extras.token_ids else 0
+        return scores + len(delta.text) // TEXT_PER_SCORE
+
+    def usage(self, to_come: int = 0) -> Body:
+        """The counts so far. to_come: tokens that are told with a later chunk."""
+        prompt, generated = self._generation.num_prompt_tokens, self._generation.num_generated_tokens - to_come
         return {
             "prompt_tokens": prompt,
             "completion_tokens": generated,
@@ -121,6 +151,7 @@ class AnswerFormat(ABC):
             "created": self._created,
             "model": self._generation.model,
             "choices": choices,
+            "system_fingerprint": None,
         }
 
     def _with_tokens(self, choice: Choice) -> Body:
@@ -173,6 +204,7 @@ class CompletionFormat(AnswerFormat):
             "text": text,
             "logprobs": self._logprobs(part, begins=begins),
             "finish_reason": part.finish_reason,
+            "stop_reason": part.stop_reason,
         }
 
     def _logprobs(self, part: Choice | Delta, *, begins: bool) -> Body | None:
@@ -190,30 +222,36 @@ class CompletionFormat(AnswerFormat):
         return self._scores.completion(token_ids, scores, offsets, count)
 
 
+NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
+"""What a message can have beside its text, in OpenAI's types."""
+
+
 class ChatFormat(AnswerFormat):
     """POST /v1/chat/completions."""
 
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
+    more = {"service_tier": None}
 
     def answer(self) -> Body:
         return {**super().answer(), **self._about_prompt(self._generation.choices[0])}
 
     def _choice(self, choice: Choice) -> Body:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message = {"role": "assistant", "content": choice.text, **NOTHING_ELSE}
         return {
             "index": choice.index,
             "message": message,
             "logprobs": self._logprobs(choice),
             "finish_reason": choice.finish_reason,
+            "stop_reason": choice.stop_reason,
         }
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         if first:
-            opening = self._chunk(delta.index, {"role": "assistant", "content": ""}, None, None)
+            opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, None)
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
         content = {"content": delta.text} if delta.text else {}
-        chunk = self._chunk(delta.index, content, delta.finish_reason, self._logprobs(delta))
+        chunk = self._chunk(delta.index, content, self._logprobs(delta), delta)
         if self._extras.token_ids:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk
@@ -222,6 +260,12 @@ class ChatFormat(AnswerFormat):
         count = self._extras.logprobs
         return None if count is None else self._scores.chat(part.logprobs, count)
 
-    def _chunk(self, index: int, delta: Body, finish_reason: str | None, logprobs: Body | None) -> Body:
-        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+    def _chunk(self, index: int, delta: Body, logprobs: Body | None, ended: Delta | None = None) -> Body:
+        choice = {
+            "index": index,
+            "delta": delta,
+            "logprobs": logprobs,
+            "finish_reason": ended and ended.finish_reason,
+            "stop_reason": ended and ended.stop_reason,
+        }
         return self._body(self.chunk_object, [choice])

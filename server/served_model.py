@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from .limits import RequestLimits
+from .sampling_defaults import SamplingDefaults
 
 
 @dataclass(frozen=True, slots=True)
@@ -11,7 +14,8 @@ class ServedModel:
     """What the API says about the base model, and what it takes in one call.
 
     max_prompts: most choices of one call, all prompts together. adapter_roots: resolved directories below which
-    adapters may be loaded; none: adapters can't be changed over HTTP.
+    adapters may be loaded; none: adapters can't be changed over HTTP. adapter_load_seconds: how long a load may take.
+    limits: what a request may cost. defaults: what it samples with where it says nothing.
     """
 
     name: str
@@ -19,3 +23,6 @@ class ServedModel:
     max_body_bytes: int
     max_prompts: int
     adapter_roots: tuple[Path, ...] = ()
+    adapter_load_seconds: float = 30.0
+    limits: RequestLimits = field(default_factory=RequestLimits)
+    defaults: SamplingDefaults = field(default_factory=SamplingDefaults)

@@ -9,23 +9,34 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
+from .keys import Keys, check_key, read_keys
+from .limits import RequestLimits
+from .lora_modules import LoraModule, read_lora_module
 from .pull import PullError, resolve_model
+from .sizes import read_size
+
+Texts = Annotated[list[str] | None, NoDecode]
+Secrets = Annotated[list[SecretStr], NoDecode]
+REPEATABLE = {"repeatable": True}
+
+
+ENV_PREFIX = "CHORUS_"
 
 
 class ConfigFileError(ValueError):
     """A configuration file that can't be read, or that sets what doesn't exist."""
 
 
-class Settings(BaseSettings, EngineConfig):
+class Settings(BaseSettings, EngineConfig, RequestLimits):
     """The engine's configuration and the server's. Flags are given as arguments, which win."""
 
-    model_config = SettingsConfigDict(env_prefix="CHORUS_", extra="forbid", env_ignore_empty=True)
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)
 
     model: Path = Field(
         default=BUILTIN_MODEL,
@@ -40,13 +51,97 @@ class Settings(BaseSettings, EngineConfig):
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
+    generation_config: Literal["auto", "vllm"] = Field(
+        default="auto",
+        description="what requests sample with where they say nothing: auto: the model's generation_config.json; "
+        "vllm: OpenAI's defaults, as in vLLM",
+    )
     adapter_roots: Annotated[list[Path] | None, NoDecode] = Field(
         default=None,
         description="directories, with ':' between them, below which adapters may be loaded over HTTP; none: adapters "
         "can't be changed over HTTP; default: the adapters directory",
     )
+    lora_modules: Annotated[list[LoraModule], NoDecode] = Field(
+        default=[],
+        json_schema_extra=REPEATABLE,
+        description="adapters to serve from anywhere on this machine, each as NAME=DIR; repeatable",
+    )
+    api_key: Secrets = Field(
+        default=[],
+        json_schema_extra=REPEATABLE,
+        description="key that clients must send as 'Authorization: Bearer KEY' to every route but /health and /ping; "
+        "repeatable, in CHORUS_API_KEYS with commas between. Flags can be seen by other users of this machine: rather "
+        "use the environment or --api-key-file",
+    )
+    api_key_file: Path | None = Field(default=None, description="file with API keys, one a line; # begins a comment")
+    admin_key: Secrets = Field(
+        default=[],
+        json_schema_extra=REPEATABLE,
+        description="key that alone may change adapters, and do all that API keys may; repeatable; without one every "
+        "API key may change adapters",
+    )
+    admin_key_file: Path | None = Field(default=None, description="file with admin keys, one a line")
+    allow_unauthenticated: bool = Field(
+        default=False, description="listen beyond this machine though no API key is set: whoever reaches the port may "
+        "use the server",
+    )  # fmt: skip
+    allowed_hosts: Texts = Field(
+        default=None,
+        description="names, with commas between, that a request's Host header may have; '*' is any, '*.example.com' "
+        "any below it. By default the loopback names and --host; where that is every address, any address and the "
+        "machine's name, and with API keys any name",
+    )
+    cors_origins: Texts = Field(
+        default=None,
+        description="origins, with commas between, of web pages that may call the server; '*' is any; default: none",
+    )
+    max_connections: int | None = Field(
+        default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
+    )
+    head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
+    body_seconds: float = Field(
+        default=20, gt=0, description="how long a body may take, and a second more for each 16 KiB"
+    )
+    send_seconds: float = Field(
+        default=20, gt=0, description="how long a client may leave an answer unread, and a second more for each 16 KiB"
+    )
+    idle_seconds: float = Field(default=50, gt=0, description="how long a connection may be idle between two requests")
+    grace_seconds: float = Field(
+        default=20, ge=0, description="how long answers in progress may go on once the server is told to stop"
+    )
+    stall_seconds: float = Field(
+        default=8, gt=0, description="how long a step or an adapter's load may take before /health is 503; raise it "
+        "where steps are that slow",
+    )  # fmt: skip
+    give_up_seconds: float = Field(
+        default=30, gt=0, description="how long a step may take before the requests in it end with an error"
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
+
+    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", mode="before")
+    @classmethod
+    def _sizes_have_units(cls, size: Any) -> Any:
+        return read_size(size) if isinstance(size, str) else size
+
+    @field_validator("allowed_hosts", "cors_origins", mode="before")
+    @classmethod
+    def _split_commas(cls, texts: Any) -> Any:
+        return [part.strip() for part in texts.split(",") if part.strip()] if isinstance(texts, str) else texts
+
+    @field_validator("api_key", "admin_key", mode="before")
+    @classmethod
+    def _keys_are_sound(cls, keys: Any) -> Any:
+        given = keys.split(",") if isinstance(keys, str) else keys
+        if not isinstance(given, list | tuple):
+            raise ValueError("give keys as text")
+        return [check_key(key.get_secret_value() if isinstance(key, SecretStr) else str(key)) for key in given]
+
+    @field_validator("lora_modules", mode="before")
+    @classmethod
+    def _read_lora_modules(cls, modules: Any) -> Any:
+        given = modules.split() if isinstance(modules, str) else modules
+        return [read_lora_module(module) for module in given]
 
     @field_validator("adapter_roots", mode="before")
     @classmethod
@@ -77,7 +172,14 @@ class Settings(BaseSettings, EngineConfig):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _ConfigFile(settings_cls)
+        return init_settings, env_settings, _ManyKeys(settings_cls), _ConfigFile(settings_cls)
+
+    def client_keys(self) -> Keys:
+        """The API and admin keys, those of the files among them. Raises InvalidKey for a file that holds none."""
+        return Keys(
+            [*(key.get_secret_value() for key in self.api_key), *_keys_of(self.api_key_file)],
+            [*(key.get_secret_value() for key in self.admin_key), *_keys_of(self.admin_key_file)],
+        )
 
     @property
     def is_builtin(self) -> bool:
@@ -97,8 +199,26 @@ class Settings(BaseSettings, EngineConfig):
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
 
+    def request_limits(self) -> RequestLimits:
+        return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.model_fields})
+
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+
+
+def _keys_of(path: Path | None) -> list[str]:
+    return [] if path is None else read_keys(path)
+
+
+class _ManyKeys(PydanticBaseSettingsSource):
+    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS."""
+
+    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
+        return os.environ.get(f"{ENV_PREFIX}{field_name.upper()}S"), field_name, False
+
+    def __call__(self) -> dict[str, Any]:
+        found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
+        return {name: value for name, value in found.items() if value}
 
 
 class _ConfigFile(PydanticBaseSettingsSource):

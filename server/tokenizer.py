@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.sampling_params import InvalidRequest
-from .detokenizer import Detokenizer, TextStream
+from .conversation import Conversation
+from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
+from .errors import clipped, too_long
+from .executors import DaemonPool
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -16,6 +18,19 @@ if TYPE_CHECKING:
 
 THREAD_CHARACTERS = 8192
 """Texts longer than this are encoded beside the event loop, which they would hold up for milliseconds."""
+
+
+THREAD_MESSAGES = 32
+"""Messages, or bad words, above which the same is so."""
+
+THREADS = 2
+
+TYPICAL_CHARACTERS = 8
+"""Characters of a token that most texts stay below: of much longer texts the beginning is encoded first."""
+
+CUT_TOKENS = 64
+
+Tokens = list[list[int]]
 
 
 class Tokenizer:
@@ -31,6 +46,7 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._backend = backend
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
 
     @classmethod
@@ -46,32 +62,69 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text; long texts don't hold up the event loop."""
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
+        """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
         if sum(map(len, texts)) > THREAD_CHARACTERS:
-            return await asyncio.to_thread(self.encode_now, texts, add_special_tokens=add_special_tokens)
-        return self.encode_now(texts, add_special_tokens=add_special_tokens)
+            return await self._threads.run(self._encode_checked, texts, add_special_tokens, most)
+        return self._encode_checked(texts, add_special_tokens, most)
 
-    async def encode_chat(self, messages: list[dict[str, Any]]) -> list[int]:
+    async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
-        if sum(len(message["content"]) for message in messages) > THREAD_CHARACTERS:
-            return await asyncio.to_thread(self.encode_chat_now, messages)
-        return self.encode_chat_now(messages)
+        messages = conversation.messages
+        large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
+        if large or conversation.tools or conversation.variables:
+            return await self._threads.run(self.encode_chat_now, conversation, most)
+        return self.encode_chat_now(conversation, most)
 
-    def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True) -> list[list[int]]:
-        """The tokens of each text."""
+    async def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+        """The token sequences of bad words; see `bad_words`."""
+        return await self._threads.run(self.bad_words, words) if len(words) > THREAD_MESSAGES else self.bad_words(words)
+
+    def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
+        """The tokens of each text. Raises an ApiError for a text that has more than `most` by its length alone."""
+        return self._encode_checked(texts, add_special_tokens, most)
+
+    def _encode_checked(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> Tokens:
+        for text in texts:
+            self._check_length(text, most, "prompt")
+        return self._encode(texts, add_special_tokens)
+
+    def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
         # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    def encode_chat_now(self, messages: list[dict[str, Any]]) -> list[int]:
-        """The tokens of a conversation's prompt. The template writes the special tokens itself."""
-        return self.encode_now([self.apply_chat_template(messages)], add_special_tokens=False)[0]
+    def encode_chat_now(
+        self, conversation: Conversation | Sequence[Mapping[str, Any]], most: int | None = None
+    ) -> list[int]:
+        """The tokens of the prompt of a conversation, or of its messages."""
+        if not isinstance(conversation, Conversation):
+            conversation = Conversation(conversation)
+        prompt = self.apply_chat_template(conversation)
+        self._check_length(prompt, most, "messages")
+        return self._encode([prompt], conversation.add_special_tokens)[0]
+
+    def _check_length(self, text: str, most: int | None, what: str) -> None:
+        """Raises an ApiError for a text that has more than `most` tokens, as far as that can be told cheaply."""
+        if most is None:
+            return
+        if len(text) > most * self.vocabulary.longest_token:
+            least = -(-len(text) // self.vocabulary.longest_token)
+            raise too_long(most, what, f"at least {least} tokens")
+        beginning = most * TYPICAL_CHARACTERS
+        if len(text) > 2 * beginning:
+            tokens = len(self._encode([text[:beginning]], False)[0])
+            if tokens >= most + CUT_TOKENS:  # where a text is cut changes but a few of its tokens
+                raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens")
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._threads.shutdown()
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
-    def apply_chat_template(self, messages: list[dict[str, Any]]) -> str:
+    def apply_chat_template(self, conversation: Conversation) -> str:
         """The prompt that asks the model to continue a conversation.
 
         Raises InvalidRequest for models without a template and for conversations that the template refuses.
@@ -79,9 +132,17 @@ class Tokenizer:
         if not self.has_chat_template:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt (/v1/completions)")
         try:
-            prompt = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            prompt = self._tokenizer.apply_chat_template(
+                list(conversation.messages),
+                tools=list(conversation.tools) or None,
+                tokenize=False,
+                add_generation_prompt=conversation.begins_answer,
+                continue_final_message=conversation.continues_last,
+                **conversation.variables,
+            )
         except Exception as error:  # templates are programs: whatever they raise is about the messages
-            raise InvalidRequest("messages", f"the model's chat template refuses the messages: {error}") from error
+            reason = clipped(str(error))
+            raise InvalidRequest("messages", f"the model's chat template refuses the messages: {reason}") from error
         return str(prompt)
 
     def bad_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -92,9 +153,9 @@ class Tokenizer:
         divided into tokens in another way) are not.
         """
         sequences: dict[tuple[int, ...], None] = {}
-        for word in words:
-            bare = word.lstrip() or word
-            plain, spaced = map(tuple, self.encode_now([bare, f" {bare}"], add_special_tokens=False))
+        bare = [word.lstrip() or word for word in words]
+        spelt = self.encode_now([text for word in bare for text in (word, f" {word}")], add_special_tokens=False)
+        for plain, spaced in zip(map(tuple, spelt[::2]), map(tuple, spelt[1::2]), strict=True):
             if not plain:  # no token has any of it: it can't be said
                 continue
             sequences[plain] = None
@@ -120,13 +181,17 @@ class Tokenizer:
         min_tokens: int = 0,
     ) -> TextStream:
         """A fresh stream that turns tokens into text; its text joined equals `decode` of all tokens."""
-        id_to_token, special = self._backend.id_to_token, self._special if skip_special_tokens else frozenset()
+        special = self._special if skip_special_tokens else frozenset()
+        spelt = self.vocabulary.spelt
+        if self.vocabulary.is_bytes:
+            decoder: Decoder = ByteDetokenizer(lambda token_id: b"" if token_id in special else spelt(token_id) or b"")
+        else:
 
-        def decode(token_ids: list[int]) -> str:
-            return self._backend.decode(token_ids, skip_special_tokens=False)
+            def decode(token_ids: list[int]) -> str:
+                return self._backend.decode(token_ids, skip_special_tokens=False)
 
-        def is_silent(token_id: int) -> bool:
-            return token_id in special or id_to_token(token_id) is None
+            def is_silent(token_id: int) -> bool:
+                return token_id in special or spelt(token_id) is None
 
-        detokenizer = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.__contains__)
-        return TextStream(detokenizer, stops, include_stop=include_stop, min_tokens=min_tokens)
+            decoder = Detokenizer(decode, is_silent, self.vocabulary.byte_tokens.get)
+        return TextStream(decoder, stops, include_stop=include_stop, min_tokens=min_tokens)

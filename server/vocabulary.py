@@ -24,6 +24,8 @@ class Vocabulary:
         self._added = {i: token.content for i, token in backend.get_added_tokens_decoder().items()}
         probe, meaning = BYTE_LEVEL_PROBE
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
+        self.is_bytes = type(backend.decoder).__name__ == "ByteLevel"
+        """Whether a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for what is none."""
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         letter = backend.token_to_id("<0x41>")
         has_byte_fallback = letter is not None and backend.decode([letter]) == "A"
@@ -34,8 +36,19 @@ class Vocabulary:
         }
         """The byte of each token that is one raw byte of a byte-fallback vocabulary."""
         self._anchor = None if self._is_byte_level else self._find_anchor()
+        self.longest_token = max(map(len, backend.get_vocab()), default=1)
+        """Characters of the longest token: no text has more of them than that times its tokens."""
         self.bytes_of = lru_cache(1 << 16)(self._bytes)
         self.name_of = lru_cache(1 << 16)(self._name)
+        self.spelt = lru_cache(1 << 16)(self._spelt)
+
+    def _spelt(self, token_id: int) -> bytes | None:
+        """The bytes that a byte-level decoder makes of a token, special or not; None for an id without a token."""
+        token = self._backend.id_to_token(token_id)
+        if token is None:
+            return None
+        values = [self._byte_of.get(character) for character in token]
+        return token.encode() if None in values else bytes(values)
 
     def _name(self, token_id: int) -> str:
         if self._backend.id_to_token(token_id) is None:

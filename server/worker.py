@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..core.types import FinishReason, RequestOutput
+from ..memory.pages import IntegrityError
 from .errors import EngineUnavailable
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..core.engine import Engine, EngineStats
@@ -26,6 +29,8 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 OnOutput = Callable[[RequestOutput], None]
 
+SHUTTING_DOWN = "the server is shutting down"
+
 MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
 
@@ -34,17 +39,24 @@ class EngineWorker:
     """Runs an engine on a thread of its own; all methods may be called from any thread.
 
     A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
-    can't even be cleared, or steps go on failing, the worker is unhealthy for good: `failure` says why.
+    can't even be cleared, steps go on failing or its books don't match, the worker is unhealthy for good: `failure`
+    says why. What hangs is seen from outside, see `Watchdog`: `progress` says since when, `give_up` ends the requests.
     """
 
-    def __init__(self, build: Callable[[], Engine]) -> None:
+    def __init__(self, build: Callable[[], Engine], clock: Callable[[], float] = time.monotonic) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
         (but for `check_adapter`)."""
         self._build = build
+        self.progress = Progress(clock)
+        """What is under way on the engine's thread, and of loads, since when."""
+        self.stalled: str | None = None
+        """Why the engine can't be asked just now; set and cleared by whoever watches the progress."""
         self._wake = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []
+        self._inbox: list[Callable[..., None]] = []
         self._stopping = False
+        self._tellers = threading.RLock()  # held to change the subscribers, which a watchdog may end, too
         self._subscribers: dict[str, tuple[OnOutput, asyncio.AbstractEventLoop | None]] = {}
+        self._given_up: list[str] = []  # requests that were ended without the engine's knowing
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
@@ -59,7 +71,12 @@ class EngineWorker:
 
     @property
     def healthy(self) -> bool:
-        return self.failure is None and self._thread.is_alive()
+        return self.failure is None and self.stalled is None and self._thread.is_alive()
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it is not healthy."""
+        return self.failure or self.stalled
 
     def start(self) -> None:
         """Builds the engine and begins to step; returns when it is ready, raises what building it raised."""
@@ -67,12 +84,30 @@ class EngineWorker:
         self._started.result()
 
     def stop(self, timeout: float | None = 10.0) -> None:
-        """Ends the requests in progress, closes the engine and waits for the thread."""
+        """Ends the requests in progress, closes the engine and waits for the thread, at most `timeout` seconds."""
         with self._wake:
             self._stopping = True
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
+        if self._thread.is_alive():
+            log.warning("the engine did not end within %s s", timeout)
+            self.give_up(SHUTTING_DOWN, FinishReason.ABORT)
+
+    def give_up(self, reason: str, finish_reason: FinishReason = FinishReason.ERROR) -> int:
+        """Ends all requests in progress, and calls that wait, though the engine does not answer; returns how many.
+
+        The engine is told to abort the requests once it can be.
+        """
+        with self._wake:
+            calls, self._inbox = self._inbox, []
+        with self._tellers:
+            ended = list(self._subscribers)
+            self._given_up += ended
+            self._end_all(finish_reason, reason)
+        for call in calls:
+            call(EngineUnavailable(reason))
+        return len(ended) + len(calls)
 
     def submit(
         self, request: Request, on_output: OnOutput, loop: asyncio.AbstractEventLoop | None = None
@@ -92,19 +127,25 @@ class EngineWorker:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
 
-    def check_adapter(self, path: Path) -> AdapterManifest:
-        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError."""
+    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
+
+        roots: directories below which its files must lie; none: anywhere.
+        """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        return self._engine.check_adapter(path)
+        with self.progress.loading():
+            return self._engine.check_adapter(path, roots)
 
     def _enqueue(self, action: Callable[[], T]) -> Future[T]:
         future: Future[T] = Future()
 
-        def run() -> None:
+        def run(refusal: EngineUnavailable | None = None) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
+                if refusal is not None:
+                    raise refusal
                 if self.failure is not None:
                     raise EngineUnavailable(self.failure)
                 future.set_result(action())
@@ -112,11 +153,12 @@ class EngineWorker:
                 future.set_exception(error)
 
         with self._wake:
-            if not self._stopping:
+            trouble = self.trouble or (SHUTTING_DOWN if self._stopping else None)
+            if trouble is None:
                 self._inbox.append(run)
                 self._wake.notify()
                 return future
-        future.set_exception(EngineUnavailable("the server is shutting down"))
+        future.set_exception(EngineUnavailable(trouble))
         return future
 
     # --- the worker's thread ---
@@ -131,19 +173,25 @@ class EngineWorker:
             self._started.set_exception(error)
             return
         self._started.set_result(None)
+        ending = FinishReason.ERROR
         try:
             while self._turn():
                 pass
+            ending = FinishReason.ABORT
+        except IntegrityError as error:
+            log.critical("the engine's books don't match, so it stops: %s", error)
+            self.failure = "the engine's books don't match; the server ends and has to be started again"
         except Exception:
             log.exception("the engine's thread ended")
             self.failure = "the engine broke down"
         with self._wake:
             self._stopping = True
             rest, self._inbox = self._inbox, []
-        self.failure = self.failure or "the server is shutting down"
+        self.failure = self.failure or SHUTTING_DOWN
         for run in rest:
             run()
-        self._end_all(FinishReason.ABORT, self.failure)
+        self._end_all(ending, self.failure)
+        self.progress.turn_ended()
         try:
             self._engine.close()
         except Exception:
@@ -157,13 +205,29 @@ class EngineWorker:
             if self._stopping:
                 return False
             actions, self._inbox = self._inbox, []
+        self.progress.turn_began()
         for action in actions:
             action()
         if self._has_work():
             self._step()
         elif actions:
             self._refresh_stats()
+        if self._given_up:
+            self._forget_given_up()
+        waits = self._has_work()
+        if not waits and self.failure is None:
+            self._engine.check_when_idle()
+        self.progress.turn_ended(self.stats.num_steps if waits else None)
         return True
+
+    def _forget_given_up(self) -> None:
+        """Tell the engine of requests that ended while it hung."""
+        with self._tellers:
+            given_up, self._given_up = self._given_up, []
+        log.warning("the engine answers again; aborting %d requests that were ended meanwhile", len(given_up))
+        for request_id in given_up:
+            self._engine.abort(request_id)
+        self._refresh_stats()
 
     def _has_work(self) -> bool:
         return self.failure is None and self._engine.has_work()
@@ -183,7 +247,7 @@ class EngineWorker:
         self._failed_steps += 1
         reason = f"the engine failed while this request was running: {type(error).__name__}"
         try:
-            for request_id in self._subscribers:
+            for request_id in list(self._subscribers):
                 self._engine.abort(request_id)
             stuck = self._engine.has_work()
         except Exception:
@@ -203,25 +267,29 @@ class EngineWorker:
         if request.id in self._subscribers:
             raise ValueError(f"there is a request {request.id} already")
         self._engine.add_request(request)
-        self._subscribers[request.id] = (on_output, loop)
+        with self._tellers:
+            self._subscribers[request.id] = (on_output, loop)
 
     def _abort(self, request_id: str) -> bool:
-        self._subscribers.pop(request_id, None)
+        with self._tellers:
+            self._subscribers.pop(request_id, None)
         return self._engine.abort(request_id)
 
     def _end_all(self, reason: FinishReason, message: str) -> None:
-        self._deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in self._subscribers])
+        with self._tellers:
+            self._deliver([RequestOutput(i, (), finish_reason=reason, error=message) for i in self._subscribers])
 
     def _deliver(self, outputs: Iterable[RequestOutput]) -> None:
         batches: dict[asyncio.AbstractEventLoop | None, list[tuple[OnOutput, RequestOutput]]] = defaultdict(list)
-        for output in outputs:
-            subscriber = self._subscribers.get(output.request_id)
-            if subscriber is None:
-                continue
-            if output.finish_reason is not None:
-                del self._subscribers[output.request_id]
-            on_output, loop = subscriber
-            batches[loop].append((on_output, output))
+        with self._tellers:
+            for output in outputs:
+                subscriber = self._subscribers.get(output.request_id)
+                if subscriber is None:
+                    continue
+                if output.finish_reason is not None:
+                    del self._subscribers[output.request_id]
+                on_output, loop = subscriber
+                batches[loop].append((on_output, output))
         for loop, batch in batches.items():
             if loop is None:
                 _hand_over(batch)
@@ -229,8 +297,16 @@ class EngineWorker:
             try:
                 loop.call_soon_threadsafe(_hand_over, batch)
             except RuntimeError:  # the loop was closed: nobody is there to want these requests
-                for _, output in batch:
-                    self._abort(output.request_id)
+                self._orphaned([output.request_id for _, output in batch])
+
+    def _orphaned(self, request_ids: list[str]) -> None:
+        """Abort requests whose receivers are gone; off the engine's thread, have it done by the next turn."""
+        if threading.current_thread() is self._thread:
+            for request_id in request_ids:
+                self._abort(request_id)
+            return
+        with self._tellers:
+            self._given_up += request_ids
 
 
 def _hand_over(batch: list[tuple[OnOutput, Any]]) -> None:

@@ -11,9 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..config import EngineConfig
-from ..engine import Engine, adapter_directories
+from ..engine import Engine
 from ..executors.base import Executor
 from ..model_config import ModelConfig
+from ..quarantine import adapter_directories
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..types import StepPlan, StepResult

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Hashable
+import logging
+from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -26,28 +26,30 @@ from ...memory.row_jobs import RowJobs
 from ...memory.streamed_copy import StreamedCopy, bits_of
 from ...memory.tensor_file import ITEM_BYTES
 from ...ops import native_reader
+from ...ops.sampling import TorchSampling, greedy
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
+from ..cpus import available_cpus
 from ..lora_state import LoraState
 from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import draw, is_greedy, take
-from ..types import StepPlan, StepResult
+from ..sampler import Sampling, draw, needs_logits, score_prompts
+from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
+from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of
 
-#: Of the arena, where the configuration says nothing.
-DEFAULT_BYTES = 256 << 20
+logger = logging.getLogger(__name__)
 
 
 class CpuExecutor:
     """Runs steps with torch on the CPU. One thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
-        threads = config.threads or _available_cpus()
+        threads = config.threads or available_cpus()
         torch.set_num_threads(threads)
         self.config = ModelConfig.read(config.model)
         dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
@@ -60,7 +62,7 @@ class CpuExecutor:
             config.block_tokens,
             dtype.itemsize,
         )
-        self.num_pages = config.num_pages or max(2, (config.memory_bytes or DEFAULT_BYTES) // self.layout.page_bytes)
+        self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
@@ -68,8 +70,10 @@ class CpuExecutor:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
+                self._sampling: Sampling = self._model.sampling
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
+                self._sampling = TorchSampling()
         self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
         self._eager_attention = self._model.new_attention()
         sizes = DecodeBuckets(config.max_num_seqs).sizes
@@ -79,18 +83,36 @@ class CpuExecutor:
         self._bucket_attention = {size: self._model.new_attention() for size in sizes}
         self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
+    def _arena_bytes(self, config: EngineConfig) -> int:
+        if config.memory_bytes is not None:
+            return config.memory_bytes
+        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model)
+        logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
+        return num_bytes
+
     def execute(self, plan: StepPlan) -> StepResult:
-        model = self._model
+        model, rows = self._model, plan.rows
+        asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
-            greedy = all(map(is_greedy, plan.rows))
-            model.keep_logits(not greedy)
-            if greedy:  # nothing is left to torch
-                self._forward(plan)
-                return self._without_late(plan, take(plan.rows, model.best, [token >= 0 for token in model.best]))
-        with torch.inference_mode():
-            return self._without_late(plan, draw(plan.rows, self._forward(plan), self.model.eos_token_ids))
+            model.keep_logits(asking)
+            logits = self._forward(plan)
+            result = self._draw(rows, model.best, logits, range(len(asking)))
+        else:
+            with torch.inference_mode():
+                logits = self._forward(plan)
+                result = self._draw(rows, greedy(logits), logits, asking)
+        return self._without_late(plan, result)
+
+    def _draw(
+        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+    ) -> StepResult:
+        result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids)
+        if any(row.scores_prompt for row in rows):
+            score_prompts(rows, self._model.score_logits, self._sampling, self.model.vocab_size, result)
+        return result
 
     def close(self) -> None:
+        self._graphs.close()
         self._model.close()
 
     def _forward(self, plan: StepPlan) -> torch.Tensor:
@@ -119,7 +141,7 @@ class CpuExecutor:
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
-        if not plan.adapters:
+        if plan.mode is StepMode.BASE:
             return self._graphs.replay(bucket, StepMode.BASE)
         padding = [-1] * (bucket - len(rows))
         self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)
@@ -135,7 +157,8 @@ class CpuExecutor:
             attention=self._bucket_attention[bucket],
             lora=self._lora if mode is StepMode.LORA else None,
         )
-        return lambda: self._model.forward(batch)
+        model = self._model
+        return lambda: model.forward(batch)
 
 
 class CpuAdapterBackend:
@@ -149,8 +172,8 @@ class CpuAdapterBackend:
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
-    def inspect(self, path: Path) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_dims, self._config.num_layers)
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         """The layout of the manifest's parts; adapters of equal shape share one."""
@@ -170,6 +193,13 @@ class CpuAdapterBackend:
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
         copy = StreamedCopy(image, layout, pages, self._page_bits)
         return None if copy.is_done() else copy
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self._buffers.take((len(pages), self._arena.layout.page_elems), self._dtype)
+        np.take(self._page_bits, pages, axis=0, out=bits_of(image.data), mode="clip")  # else it copies twice
+        image.publish(layout.num_layers)
+        return image
 
     @cached_property
     def _page_bits(self) -> np.ndarray:
@@ -191,11 +221,6 @@ def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
 
 
 _ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
-
-
-def _available_cpus() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

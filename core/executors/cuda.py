@@ -12,12 +12,13 @@ from ...graphs.runner import CapturedStep
 from ...memory.arena import Arena
 from ...memory.layout import PageLayout
 from ...ops.attention_backend import choose_attention
+from ...ops.sampling import TorchSampling
 from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
 from ..model import DecoderModel
 from ..model_config import ModelConfig
 from ..ranges import span
-from ..sampler import draw, take
+from ..sampler import draw, needs_logits, score_prompts
 from ..types import StepPlan, StepResult
 from ..weights import open_weights
 from . import cuda_memory
@@ -35,6 +36,7 @@ class CudaExecutor:
     def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
         self._config = config
+        self._sampling = TorchSampling()
         self.config = ModelConfig.read(config.model)
         self._device = CudaDevice(_index(config.device)) if device is None else device
         self._dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
@@ -70,11 +72,15 @@ class CudaExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         with self._device.scope(), torch.inference_mode(), span(_name(plan)):
             self.adapters.advance()
+            rows, steps = plan.rows, self._steps
             if plan.bucket is None:
-                logits, chosen = self._steps.ragged(plan.rows, plan.adapters)
+                logits, likeliest = steps.ragged(rows, plan.adapters)
             else:
-                logits, chosen = self._steps.decode(plan.bucket, plan.rows, plan.adapters)
-            result = draw(plan.rows, logits, self.model.eos_token_ids) if chosen is None else take(plan.rows, *chosen)
+                logits, likeliest = steps.decode(plan.bucket, rows, plan.adapters)
+            asking = [index for index, row in enumerate(rows) if needs_logits(row)]
+            result = draw(rows, likeliest, logits, asking, self._sampling, self.model.eos_token_ids)
+            if any(row.scores_prompt for row in rows):
+                score_prompts(rows, steps.score_logits, self._sampling, self.model.vocab_size, result)
             if plan.adapters and (late := self._steps.lora.late_slots()):
                 for row in plan.rows:
                     if row.slot in late:

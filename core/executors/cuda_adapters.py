@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -31,8 +32,8 @@ class CudaAdapterBackend(CpuAdapterBackend):
         self._dma = open_dma(arena.pages, pinned_bytes)
         self._buffers = self._dma.buffers
 
-    def inspect(self, path: Path) -> AdapterManifest:
-        manifest = super().inspect(path)
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        manifest = super().inspect(path, roots)
         if manifest.rank > self._max_rank:
             raise AdapterFormatError(
                 f"{path}: has rank {manifest.rank}, above max_lora_rank {self._max_rank}; raise max_lora_rank"
@@ -48,6 +49,14 @@ class CudaAdapterBackend(CpuAdapterBackend):
         with self._device.scope():
             transfer = self._dma.copies.start(image, layout, pages)
         return None if transfer.is_done() else transfer
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self._buffers.take((len(pages), self._arena.layout.page_elems), self._dtype)
+        with self._device.scope():
+            self._dma.copies.copy_pages(image.data, pages, to_device=False).synchronize()
+        image.publish(layout.num_layers)
+        return image
 
     def advance(self) -> None:
         """Issue what can be issued, and let go of images whose copies are complete."""

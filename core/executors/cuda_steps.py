@@ -18,22 +18,25 @@ from ...memory.adapter import Adapter
 from ...memory.arena import Arena
 from ...memory.pages import PagePool
 from ...ops.attention_backend import AttentionBackend
-from ...ops.sampling import sample
+from ...ops.sampling import TorchSampling
 from ...ops.sgmv_schedule import RuleSchedules
 from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..load_progress import count_progress
 from ..lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model import DecoderModel
-from ..sampler import is_greedy
+from ..sampler import draw, score_prompts
 from ..sampling_params import SamplingParams
-from ..types import BASE_SLOT, ScheduledRow
+from ..types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 
 logger = logging.getLogger(__name__)
 
-#: A step's logits, and each row's most likely token; None when that is not all that its rows ask for.
-Outputs = tuple[torch.Tensor, list[list[int]] | None]
+#: The modes that steps are captured in.
+_MODES = (StepMode.BASE, StepMode.LORA)
+
+#: A step's logits, a row for each of its rows or more, and each row's most likely token, -1 where that can't be told.
+Outputs = tuple[torch.Tensor, list[int]]
 
 
 class CudaSteps:
@@ -68,7 +71,7 @@ class CudaSteps:
         self._logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
         self._download = Download(device, self._chosen.numel() * self._chosen.itemsize)
-        self._inputs = torch.zeros(5 * (tokens + 1), dtype=torch.long, device=where)
+        self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
         self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
             model.config,
@@ -106,17 +109,14 @@ class CudaSteps:
         batch = self._to_device(
             ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora)
         )
-        _, chosen = self._outputs(len(rows))
-        greedy = all(is_greedy(row) for row in rows)
+        logits, chosen = self._outputs(len(rows))
 
-        def step() -> torch.Tensor:
-            logits = self._model.forward(batch)
-            if greedy:
-                _pick(logits, chosen)
-            return logits
+        def step() -> None:
+            self._model.forward(batch, logits)
+            _pick(logits, chosen)
 
-        logits = self._device.run(step)
-        return logits, self._download(chosen).tolist() if greedy else None
+        self._device.run(step)
+        return logits, self._fetch(chosen)
 
     def decode(self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are."""
@@ -131,7 +131,15 @@ class CudaSteps:
         else:
             self._device.run(self._step(bucket, launches))
         logits, chosen = self._outputs(bucket)
-        return logits, self._download(chosen).tolist() if all(is_greedy(row) for row in rows) else None
+        return logits, self._fetch(chosen)
+
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits of some of the last ragged step's score tokens."""
+        return self._model.score_logits(begin, end)
+
+    def _fetch(self, chosen: torch.Tensor) -> list[int]:
+        tokens, healthy = self._download(chosen).tolist()
+        return [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
 
     def _fill(self, bucket: int, rows: list[ScheduledRow]) -> None:
         views = self._buffers.fill(
@@ -157,7 +165,9 @@ class CudaSteps:
 
     def _to_device(self, batch: StepBatch) -> StepBatch:
         """The batch with its tensors in static buffers of the device, in one copy."""
-        names = ("token_ids", "positions", "page", "offset", "logit_tokens")
+        names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
+        if batch.score_tokens is not None:
+            names.append("score_tokens")
         values = [getattr(batch, name) for name in names]
         width = -(-len(batch.token_ids) // 2) * 2  # columns begin on 16 bytes: kernels are compiled for that
         columns = torch.zeros(len(names), width, dtype=torch.long)
@@ -179,7 +189,7 @@ class CudaSteps:
         """Capture every bucket, from the largest down."""
         if not self._captures or self._config.graph_capture != "ahead":
             return
-        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in StepMode]
+        keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
         with count_progress("capturing decode steps", len(keys)) as progress:
             for bucket, mode in keys:
                 self._fill(bucket, [])
@@ -198,14 +208,16 @@ class CudaSteps:
             self._graphs.capture(bucket, StepMode.LORA)
         first, *second = (step.num_bytes for step in self.captured)
         self._graphs.clear()
-        return first + (len(self._sizes) * len(StepMode) - 1) * sum(second)
+        return first + (len(self._sizes) * len(_MODES) - 1) * sum(second)
 
     def largest_step(self) -> None:
-        """A prefill of as many tokens and a draw for as many rows as a step may have; KV goes to the dummy page.
+        """A prefill of as many tokens, with a draw for as many rows and scores of as many prompt tokens as a step may
+        have; KV goes to the dummy page.
 
         The last row has one token, so that what serves decode rows among others is loaded, too.
         """
-        config, greedy = self._config, SamplingParams(temperature=0.0)
+        config, vocab = self._config, self._model.config.vocab_size
+        params = SamplingParams(top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1)
         decoding = [1] * (config.max_num_seqs > 1)
         lengths, left = [], config.max_num_batched_tokens - len(decoding)
         while left and len(lengths) < config.max_num_seqs - len(decoding):
@@ -214,14 +226,15 @@ class CudaSteps:
         rows = []
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
-            rows.append(ScheduledRow("", BASE_SLOT, tokens, 0, pages, greedy, 0, True, tokens, length))
-        self.ragged(rows, ())
-        ones = torch.ones(self._config.max_num_seqs)
-        sample(self._logits, ones, torch.zeros_like(ones, dtype=torch.long), 0.9 * ones, 0.5 * ones, 0.1 * ones)
+            rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
+        logits, _ = self.ragged(rows, ())
+        sampling, result = TorchSampling(), StepResult()
+        draw(rows, [0] * len(rows), logits, range(len(rows)), sampling, ())
+        score_prompts(rows, self.score_logits, sampling, vocab, result)
 
     def close(self) -> None:
-        """Give up the graphs."""
-        self._graphs.clear()
+        """Give up the graphs, and what they keep alive."""
+        self._graphs.close()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket whose attention is planned."""

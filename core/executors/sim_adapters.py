@@ -10,8 +10,9 @@ from typing import Any
 from ...memory.adapter_format import AdapterFormatError, AdapterManifest
 from ...memory.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.host_image import HostImage
-from ...memory.host_images import Reads
+from ...memory.layer_stream import LayerStream
 from ...memory.layout import MODULES, PageLayout
+from ...memory.reads import Reads
 from ..costs.models import CostModel
 
 
@@ -86,7 +87,7 @@ class SimReads(Reads):
     def submit(self, read: Callable[[], Any]) -> Future:
         clock, now = self._clock, self._clock.now
         thread = min(range(len(self._free_at)), key=self._free_at.__getitem__)
-        clock.now = max(now, self._free_at[thread])
+        start = clock.now = max(now, self._free_at[thread])
         error = None
         try:
             read()  # moves the clock on by what it takes, as its thread sees it
@@ -94,7 +95,7 @@ class SimReads(Reads):
             error = caught
         end = self._free_at[thread] = clock.now
         clock.now = now
-        return SimRead(clock, end, error)
+        return SimRead(clock, start, end, error)
 
     def wait(self, pending: list[Future], timeout: float) -> None:
         """Move the clock to the first end among `pending`, at most by `timeout`."""
@@ -108,13 +109,17 @@ class SimReads(Reads):
 class SimRead(Future):
     """A read that ends at a moment of virtual time."""
 
-    def __init__(self, clock: VirtualClock, end: float, error: BaseException | None) -> None:
+    def __init__(self, clock: VirtualClock, start: float, end: float, error: BaseException | None) -> None:
+        self.start = start
         self.end = end
         self._clock = clock
         self._error = error
 
     def done(self) -> bool:
         return self._clock.now >= self.end
+
+    def running(self) -> bool:
+        return self.start <= self._clock.now < self.end
 
     def result(self, timeout: float | None = None) -> None:
         """Whoever takes the result early waits for it."""
@@ -129,10 +134,11 @@ class SimRead(Future):
 class SimStream:
     """How many layers of an image have been read: evenly from `start` to `end`."""
 
-    __slots__ = ("_clock", "_num_layers", "end", "start")
+    __slots__ = ("_clock", "_has_failed", "_num_layers", "end", "start")
 
     def __init__(self, clock: VirtualClock, start: float, num_layers: int) -> None:
         self._clock = clock
+        self._has_failed = False
         self._num_layers = num_layers
         self.start = start
         self.end = clock.now
@@ -140,9 +146,15 @@ class SimStream:
     @property
     def num_ready(self) -> int:
         now = self._clock.now
+        if self._has_failed:
+            return LayerStream.FAILED
         if now >= self.end:
             return self._num_layers
         return int(self._num_layers * max(0.0, now - self.start) / (self.end - self.start))
+
+    def fail(self) -> None:
+        """The rest is not waited for."""
+        self._has_failed = True
 
 
 class SimTransfer:
@@ -231,6 +243,9 @@ class SimAdapterBackend:
             if begin < now + seconds:
                 total += disk.delay(now + seconds - begin, end - begin)
         return total
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """Simulated directories never change."""
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)

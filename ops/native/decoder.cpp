@@ -14,6 +14,7 @@
 #include "file_rows.h"
 #include "gemm.h"
 #include "pool.h"
+#include "sampling.h"
 #include "sgmv.h"
 #include "shares.h"
 
@@ -23,19 +24,43 @@ template <class T>
 class Decoder {
    public:
     Decoder(const ModelDesc& model, Team& team)
-        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.size()) {
+        : m_(model), layers_(model.layer, model.layer + model.layers), team_(team), scratch_(team.most()) {
         const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
         groups_[0] = {{0, 0, q}, {1, q, kv}, {2, q + kv, kv}};
         groups_[1] = {{3, 0, m_.hidden}};
         groups_[2] = {{4, 0, m_.ffn}, {5, m_.ffn, m_.ffn}};
         groups_[3] = {{6, 0, m_.hidden}};
-        none_split_.assign(team_.size() + 1, 0);
+        none_split_.assign(team_.most() + 1, 0);
     }
 
     void forward(const StepDesc& step) {
         plan(step);
         patience_ = std::chrono::nanoseconds(step.max_stall_ns);
+        logits_wanted_ = step.logits_wanted;
         team_.run([&](int thread) { walk(step, thread); });
+    }
+
+    // Logits of some of the last step's score tokens, `[count, vocab]`.
+    void score_logits(int first, int count, float* logits) {
+        grow_heads(count);
+        team_.run([&](int thread) {
+            int phase = 0;
+            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr);
+        });
+    }
+
+    // Tokens and log-probabilities of rows of logits.
+    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
+        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, team_.size());
+        team_.run([&](int thread) {
+            int phase = 0;
+            team_.each(phase, sampling_.units(), [&](int i) { sampling_.find_most(i); });
+            team_.each(phase, sampling_.units(), [&](int i) { sampling_.weigh(i); });
+            team_.each(phase, sampling_.rows(), [&](int i) {
+                if (i < num_draws) sampling_.draw(i, draws[i], thread);
+                else sampling_.score(i, scores[i - num_draws], thread);
+            });
+        });
     }
 
    private:
@@ -49,7 +74,7 @@ class Decoder {
     // Buffers and units of work of the step, the same for all layers.
     void plan(const StepDesc& step) {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
-        const size_t tokens = std::max(step.tokens, step.logits_wanted);
+        const size_t tokens = std::max(step.tokens, step.logits_wanted + (int)step.scores_wanted);
         grow(x_, tokens * spread<float>(m_.hidden));
         grow(y_, tokens * spread<float>(std::max(qkv, 2 * m_.ffn)));
         grow(normed_, tokens * spread<T>(m_.hidden));
@@ -58,22 +83,32 @@ class Decoder {
         grow(act_, tokens * spread<T>(m_.ffn));
         few_ = step.tokens <= kFewTokens;
         decode_ = few_ && step.tokens == step.rows;
-        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters};
-        int rank = 0;
-        for (int s = 0; s < step.segments; s++) rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters, step.segment_level};
+        int rank = 0, levels = 1;
+        for (int s = 0; s < step.segments; s++) {
+            rank = std::max(rank, (int)step.segment_adapters[s]->rank);
+            levels = std::max(levels, 1 + segments.level_of(s));
+        }
         ldh_ = (rank + 2) & ~1;
-        grow(h_, 3 * tokens * ldh_);
+        grow(h_, 3 * levels * tokens * ldh_);
         fused_ = false;
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
-            for (int s = 0; s < step.segments; s++) fused_ |= step.segment_end[s] - step.segment_begin[s] >= kLongSegment;
+            for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
-            expand_units(segments, groups_[g], team_.size(), expand_[g]);
+            expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
+            auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
             split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
-            split(units, team_.size(), expand_split_[g], [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; });
+            split(units, team_.size(), expand_split_[g], cost);
+            later_[g].resize(levels - 1);
+            for (int level = 1; level < levels; level++) {
+                Later& later = later_[g][level - 1];
+                expand_units(segments, level, groups_[g], team_.size(), later.units);
+                split(later.units, team_.size(), later.split, cost);
+            }
         }
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
@@ -81,13 +116,17 @@ class Decoder {
         } else {
             attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
         }
-        best_.resize((size_t)team_.size() * step.logits_wanted);
+        grow_heads(step.logits_wanted);
         for (auto& s : scratch_) {
-            grow(s.logits, (size_t)std::min(step.logits_wanted, kRowChunk) * kPanel);
             grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
         }
+    }
+
+    void grow_heads(int rows) {
+        best_.resize((size_t)team_.size() * rows);
+        for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
     }
 
     void walk(const StepDesc& step, int thread) {
@@ -138,32 +177,40 @@ class Decoder {
             });
             project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
         }
-        team_.each(phase, step.logits_wanted, [&](int r) {
+        team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
-        run_head(step, thread, phase);
-    }
-
-    // Logits, and the best of each row while they are in the cache. Without a place for the logits only a panel's are kept.
-    void run_head(const StepDesc& step, int thread, int& phase) {
-        const int rows = step.logits_wanted, panel = panel_elems<T>(m_.hidden);
-        Best* best = best_.data() + (long)thread * rows;
-        std::fill(best, best + rows, Best{});
-        Product<T> head{normed_.data(), spread<T>(m_.hidden), rows, (const T*)m_.lm_head, m_.vocab, m_.hidden, step.logits, m_.vocab, false, nullptr};
-        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
-            const Tile t = head.tile_of(i);
-            float* y = step.logits ? step.logits + (long)t.row * m_.vocab + t.column : scratch_[thread].logits.data();
-            const int ldy = step.logits ? m_.vocab : kPanel;
-            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
-                             t.columns, false, nullptr);
-            for (int r = 0; r < t.rows; r++) best[t.row + r].see(y + (long)r * ldy, t.columns, t.column);
-        }, [](const LoraUnit&) {});
+        const int rows = step.logits_wanted;
+        run_head(thread, phase, 0, rows, step.logits, step.logit_rows);
         if (thread) return;
         for (int r = 0; r < rows; r++) {
             Best all = best_[r];
             for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + r]);
             step.best[r] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
         }
+    }
+
+    // The head's product with normalised rows, and the best of each while they are in the cache. logits: null when none are
+    // kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the other.
+    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept) {
+        const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
+        Best* best = best_.data() + (long)thread * rows;
+        std::fill(best, best + rows, Best{});
+        const long ldn = spread<T>(m_.hidden);
+        Product<T> head{normed_.data() + first * ldn, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
+        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
+            const Tile t = head.tile_of(i);
+            const bool direct = logits && !kept;
+            float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
+            const int ldy = direct ? vocab : kPanel;
+            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
+                             t.columns, false, nullptr);
+            for (int r = 0; r < t.rows; r++) {
+                const float* row = y + (long)r * ldy;
+                best[t.row + r].see(row, t.columns, t.column);
+                if (kept && kept[t.row + r] >= 0) convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
+            }
+        }, [](const LoraUnit&) {});
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -206,17 +253,20 @@ class Decoder {
         const Arena<T> arena{(T*)m_.arena, m_.page_elems};
         const int base = product.units();
         const long plane = (long)step.tokens * ldh_;
+        auto h_of = [&](const LoraUnit& u) {
+            return h_.data() + (u.module + (step.segment_level ? 3 * step.segment_level[u.segment] : 0)) * plane;
+        };
         auto run_shrink = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_.data() + u.module * plane, ldh_,
+            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(u), ldh_,
                       scratch_[thread].spare.data());
         };
         auto run_expand = [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             const Target& target = groups_[g][u.module];
-            expand<T>(arena, adapter, layer, target.module, u, h_.data() + u.module * plane, ldh_, y + target.column, ldy,
+            expand<T>(arena, adapter, layer, target.module, u, h_of(u), ldh_, y + target.column, ldy,
                       scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
         };
         if (fused_) {
@@ -231,8 +281,8 @@ class Decoder {
                     rest |= !fits;
                     if (!fits || adapter.first_elem[layer] < 0) return;
                     if (done < u.token) product.run(tile, done, u.token - done, nullptr);
-                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_.data() + u.module * plane,
-                                                       ldh_, scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
+                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_of(u), ldh_,
+                                                       scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
                     product.run(tile, u.token, u.tokens, &extra);
                     done = u.token + u.tokens;
                 });
@@ -250,13 +300,20 @@ class Decoder {
         }
         if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
                                         [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+        for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
+            each_split(team_, phase, thread, few_, later.units, later.split, [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+    }
+
+    // Whether a segment's expand is done tile by tile, with the base product, in a step of many tokens.
+    static bool is_fused(const StepDesc& step, int s) {
+        return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !(step.segment_level && step.segment_level[s]);
     }
 
     // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
     template <class Run>
     void expand_tile(const StepDesc& step, int g, const Tile& tile, Run run_expand) {
         for (int s = 0; s < step.segments; s++) {
-            if (step.segment_end[s] - step.segment_begin[s] < kLongSegment) continue;
+            if (!is_fused(step, s)) continue;
             const int begin = std::max(tile.row, step.segment_begin[s]);
             const int end = std::min(tile.row + tile.rows, step.segment_end[s]);
             if (begin >= end) continue;
@@ -303,12 +360,19 @@ class Decoder {
     Team& team_;
     std::vector<Scratch> scratch_;
     std::vector<Target> groups_[4];
+    struct Later {  // expand of the segments of one level
+        std::vector<LoraUnit> units;
+        std::vector<int> split;
+    };
     std::vector<LoraUnit> shrink_[4], expand_[4];
+    std::vector<Later> later_[4];  // of the levels from 1 on
     std::vector<int> shrink_split_[4], expand_split_[4], decode_split_, none_split_;
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
+    Sampling sampling_;
+    int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
@@ -321,12 +385,20 @@ class Decoder {
 struct AnyDecoder {
     virtual ~AnyDecoder() = default;
     virtual void forward(const StepDesc& step) = 0;
+    virtual void score_logits(int first, int count, float* logits) = 0;
+    virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+    virtual int threads() const = 0;
 };
 
 template <class T>
 struct TypedDecoder final : AnyDecoder {
     TypedDecoder(const ModelDesc& model, int threads) : team(threads), decoder(model, team) {}
     void forward(const StepDesc& step) override { decoder.forward(step); }
+    void score_logits(int first, int count, float* logits) override { decoder.score_logits(first, count, logits); }
+    void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
+        decoder.sample(draws, num_draws, scores, num_scores);
+    }
+    int threads() const override { return team.size(); }
     Team team;
     Decoder<T> decoder;
 };
@@ -357,6 +429,17 @@ CHORUS_API void* chorus_decoder_create(int element, const ModelDesc* model, int 
 }
 
 CHORUS_API void chorus_decoder_forward(void* decoder, const StepDesc* step) { ((AnyDecoder*)decoder)->forward(*step); }
+
+CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count, float* logits) {
+    ((AnyDecoder*)decoder)->score_logits(first, count, logits);
+}
+
+CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
+    ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
+}
+
+// How many threads the next step takes: all, or fewer while others keep the processors busy.
+CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 

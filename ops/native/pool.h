@@ -2,6 +2,10 @@
 //
 // Within a step the threads spin at first: phases take microseconds. Between steps the helpers sleep, so that an idle
 // engine costs nothing and HTTP has the cores.
+//
+// Whoever waits at a barrier waits for threads that may not be running: a busy neighbour has their core, or there are more
+// threads than cores. Where that takes more time than the threads save, steps are run by half of them; after a pause,
+// longer each time it was in vain, by twice as many again.
 #pragma once
 #include <immintrin.h>
 #include <linux/futex.h>
@@ -9,7 +13,9 @@
 #include <sched.h>
 #include <sys/syscall.h>
 #include <unistd.h>
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <climits>
 #include <functional>
 #include <thread>
@@ -19,27 +25,31 @@ namespace chorus {
 
 class Team {
    public:
-    explicit Team(int threads) : size_(threads), shares_(threads) {
-        for (int i = 1; i < threads; i++) helpers_.emplace_back([this, i] { serve(i); });
+    explicit Team(int threads) : most_(std::clamp(threads, 1, kMost)), size_(most_), shares_(most_) {
+        for (int i = 1; i < most_; i++) helpers_.emplace_back([this, i] { serve(i); });
     }
     ~Team() {
         stop_ = true;
-        wake();
+        begin_round(most_);
         for (auto& helper : helpers_) helper.join();
     }
-    int size() const { return size_; }
+    int most() const { return most_; }  // threads there are
+    int size() const { return size_; }  // threads of the next step: those from 0 on
 
-    // Run body(thread) on every thread of the team; the caller is thread 0.
+    // Run body(thread) on the threads of the step; the caller is thread 0.
     void run(const std::function<void(int)>& body) {
         body_ = &body;
+        caller_ = pthread_self();
         round_ += phase_.load(std::memory_order_relaxed);
         phase_ = 0;
         for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
-        wake();
+        if (size_ == 1 && most_ == 1) return body(0);
+        const auto began = Clock::now();
+        if (size_ > 1 || size_ < told_) begin_round(size_);
         body(0);
-        auto all_done = [&] { return done_.load(std::memory_order_acquire) == size_ - 1; };
-        while (!spin(all_done)) sched_yield();
+        wait(done_, [this](int done) { return done == size_ - 1; });
+        choose_size(began, Clock::now());
     }
 
     // Hand out units 0 … count-1 to whichever thread is free, then meet. Called by every thread of the team alike.
@@ -56,8 +66,9 @@ class Team {
     template <class Count, class Work>
     void each_own(int& phase, int thread, Count count, Work work) {
         const uint32_t tag = (round_ + phase) & kTagMask;
-        for (int i = 0; i < size_; i++) {
-            const int owner = (thread + i) % size_;
+        const int size = size_;
+        for (int i = 0; i < size; i++) {
+            const int owner = (thread + i) % size;
             bool more = false;
             for (int unit; (unit = take(shares_[owner], tag, count(owner), i > 0, more)) >= 0;) work(owner, unit, more);
         }
@@ -65,12 +76,18 @@ class Team {
     }
 
    private:
+    using Clock = std::chrono::steady_clock;
+
     // A thread's units that are left in the phase `tag`: tag, last, first. Whoever comes first sets it up for its phase,
     // so that a thread that isn't running holds up nothing but the unit it is in.
     struct alignas(64) Share : std::atomic<uint64_t> {};
     static constexpr uint32_t kTagMask = 0xFFFFFF;
     static constexpr int kUnitBits = 20;
     static constexpr int kSpins = 4000;
+    static constexpr int kMost = 255;  // threads; what is left of epoch_ counts the steps
+
+    static constexpr Clock::duration kWindow = std::chrono::milliseconds(10), kShortestPause = std::chrono::milliseconds(50),
+                                     kLongestPause = std::chrono::seconds(2);
 
     static int take(Share& share, uint64_t tag, int count, bool from_end, bool& more) {
         constexpr uint64_t mask = (1 << kUnitBits) - 1;
@@ -97,12 +114,22 @@ class Team {
             arrived_.store(0, std::memory_order_relaxed);
             counters_[(at + 2) % 3].store(0, std::memory_order_relaxed);  // nobody is in that phase yet, nor still
             phase_.store(at + 1);
-            if (sleepers_.load()) futex(phase_, FUTEX_WAKE_PRIVATE, INT_MAX);
-        } else if (!spin([&] { return phase_.load(std::memory_order_acquire) > at; })) {
-            sleepers_.fetch_add(1);
-            while (phase_.load() == at) futex(phase_, FUTEX_WAIT_PRIVATE, at);
-            sleepers_.fetch_sub(1);
+            if (sleepers_.load()) futex(phase_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
+        } else {
+            wait(phase_, [at](int phase) { return phase > at; });
         }
+    }
+
+    // Wait until word is ready; whoever makes it so wakes its sleepers.
+    template <class Ready>
+    void wait(std::atomic<int>& word, Ready ready) {
+        if (spin([&] { return ready(word.load(std::memory_order_acquire)); })) return;
+        const bool counts = pthread_equal(pthread_self(), caller_);
+        const auto began = counts ? Clock::now() : Clock::time_point{};
+        sleepers_.fetch_add(1);
+        for (int now; !ready(now = word.load());) futex(word, FUTEX_WAIT_BITSET_PRIVATE, now);
+        sleepers_.fetch_sub(1);
+        if (counts) waited_ += Clock::now() - began;
     }
 
     // Whether it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
@@ -116,33 +143,62 @@ class Team {
         return false;
     }
 
-    static void futex(std::atomic<int>& word, int operation, int value) {
-        syscall(SYS_futex, &word, operation, value, nullptr, nullptr, 0);
+    // By the caller's waiting against all of its time, over so long that one interruption doesn't count: threads that lose
+    // more than half of their time are no faster than half as many.
+    void choose_size(Clock::time_point began, Clock::time_point ended) {
+        spent_ += ended - began;
+        if (spent_ < kWindow) return;
+        if (size_ > 1 && 2 * waited_ > spent_) {
+            size_ /= 2;
+            again_ = ended + pause_;
+            pause_ = std::min(2 * pause_, kLongestPause);
+        } else if (size_ < most_ && ended >= again_) {
+            size_ = std::min(2 * size_, most_);
+        } else if (size_ == most_) {
+            pause_ = kShortestPause;
+        }
+        spent_ = waited_ = {};
     }
 
-    void wake() {
-        epoch_.fetch_add(1, std::memory_order_release);
-        futex(epoch_, FUTEX_WAKE_PRIVATE, INT_MAX);
+    static void futex(std::atomic<int>& word, int operation, int value, uint32_t threads = ~0u) {
+        syscall(SYS_futex, &word, operation, value, nullptr, nullptr, threads);
+    }
+
+    // Tell threads 1 … size-1 that a step begins; the others sleep on. Those that are no longer among them are told once, so
+    // that the last step that a sleeper knows of is never one of as many threads as the step that it is woken for.
+    void begin_round(int size) {
+        const int round = epoch_.load(std::memory_order_relaxed) / (kMost + 1) % (1 << 20) + 1;
+        epoch_.store(round * (kMost + 1) + size, std::memory_order_release);
+        const bool all = size < told_ || size > 32;
+        futex(epoch_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX, all ? ~0u : (uint32_t)((1ull << size) - 1) & ~1u);
+        told_ = size;
     }
 
     void serve(int thread) {
-        int seen = 0;
-        for (;;) {
-            for (int i = 0; epoch_.load(std::memory_order_acquire) == seen && i < 2000; i++) _mm_pause();
-            while (epoch_.load(std::memory_order_acquire) == seen)
-                futex(epoch_, FUTEX_WAIT_PRIVATE, seen);
-            seen = epoch_.load(std::memory_order_acquire);
+        bool idle = false;
+        for (int seen = 0, now;;) {
+            for (int i = 0; !idle && epoch_.load(std::memory_order_acquire) == seen && i < 2000; i++) _mm_pause();
+            while ((now = epoch_.load(std::memory_order_acquire)) == seen)
+                futex(epoch_, FUTEX_WAIT_BITSET_PRIVATE, seen, 1u << thread % 32);
+            seen = now;
             if (stop_) return;
+            const int size = now % (kMost + 1);
+            idle = thread >= size;
+            if (idle) continue;
             (*body_)(thread);
-            done_.fetch_add(1, std::memory_order_acq_rel);
+            if (done_.fetch_add(1) == size - 2 && sleepers_.load()) futex(done_, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
         }
     }
 
-    const int size_;
+    const int most_;
+    int size_, told_ = 0;  // told_: of the last step that helpers were told of
     std::vector<std::thread> helpers_;
     const std::function<void(int)>* body_ = nullptr;
     std::atomic<bool> stop_{false};
-    alignas(64) std::atomic<int> epoch_{0};
+    pthread_t caller_{};
+    Clock::duration spent_{}, waited_{}, pause_ = kShortestPause;  // the caller's time at this size, and of it asleep
+    Clock::time_point again_{};                                    // when to try more threads
+    alignas(64) std::atomic<int> epoch_{0};                        // the step's number and its threads
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> done_{0};

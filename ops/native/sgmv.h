@@ -53,12 +53,15 @@ struct Arena {
 
 struct LoraUnit { int segment, module, first, count, token, tokens; };
 
-// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens, but then no module
-// of a layer in common, so that units never meet.
+// The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens: those of one level then
+// have no module of a layer in common, so that their units never meet. level: null where all have level 0.
 struct Segments {
     int count;
     const int32_t *begin, *end;
     const Adapter* const* adapters;
+    const int32_t* level;
+
+    int level_of(int s) const { return level ? level[s] : 0; }
 };
 
 // A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
@@ -79,12 +82,13 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     }
 }
 
-inline void expand_units(const Segments& segments, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
+// Those of one level: the next must not begin before they have ended.
+inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
     units.clear();
     const int parts = segments.count >= 4 * threads ? 1 : threads;  // of a module, so that every thread has some
     for (int s = 0; s < segments.count; s++)
         for (int g = 0; g < (int)group.size(); g++) {
-            if (segments.adapters[s]->b_offset[group[g].module] < 0) continue;
+            if (segments.level_of(s) != level || segments.adapters[s]->b_offset[group[g].module] < 0) continue;
             const int width = group[g].width, part = (width + parts * kPanel - 1) / (parts * kPanel) * kPanel;
             const int chunk = std::min(kColumnChunk, part);
             for (int c = 0; c < width; c += chunk)
@@ -156,58 +160,55 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
 }
 
-// The columns from `first` on that don't fill a register, as in `add_rows`.
-template <int TOKENS, int RANKS, class T>
-inline void add_rest(const T* const* rows, const T* h, long ldh, float* y, long ldy, int first, int columns) {
-    for (int c = first; c < columns; c += kLanes) {
-        const __mmask16 mask = head_mask(columns - c);
-        for (int t = 0; t < TOKENS; t++) {
-            __m512 acc = load16(y + t * ldy + c, mask);
-            for (int r = 0; r < RANKS; r++) acc = _mm512_fmadd_ps(_mm512_set1_ps(widen(h[t * ldh + r])), load16(rows[r] + c, mask), acc);
-            store16(y + t * ldy + c, acc, mask);
-        }
-    }
-}
-
-// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows.
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows: an odd number only at an adapter's end, where h has a
+// zero after it.
 //
-// Pairs of columns are multiplied as they lie, once by (h, 0) and once by (0, h): even and odd columns by themselves, and
-// nothing is widened. No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
+// Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum has
+// the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
+// interleaved for that: of every eight columns the first four in one register, the others in another.
 template <int TOKENS, int RANKS>
 inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y, long ldy, int columns) {
-    constexpr int line = 2 * kLanes;
-    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
-    const __m512i odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
-    const __m512i low = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
-    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    __m512bh to_even[TOKENS][RANKS], to_odd[TOKENS][RANKS];
+    using K = Kind<bf16>;
+    constexpr int pairs = (RANKS + 1) / 2;
+    const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(4));
+    const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
+    const __m512i second = _mm512_add_epi32(first, _mm512_set1_epi32(8));
+    K::Reg factor[TOKENS][pairs];
     for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < RANKS; r++) {
-            to_even[t][r] = (__m512bh)_mm512_set1_epi32(h[t * ldh + r]);
-            to_odd[t][r] = (__m512bh)_mm512_set1_epi32((uint32_t)h[t * ldh + r] << 16);
-        }
-    int c = 0;
-    for (; c + line <= columns; c += line) {
-        __m512 evens[TOKENS], odds[TOKENS];
+        for (int p = 0; p < pairs; p++) factor[t][p] = K::broadcast(h + t * ldh + 2 * p);
+    auto add = [&](float* to, auto row, auto load, auto store) {  // 32 columns; load and store: of half 0 or 1
+        __m512 lows[TOKENS], highs[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
-            const __m512 a = _mm512_loadu_ps(y + t * ldy + c), b = _mm512_loadu_ps(y + t * ldy + c + kLanes);
-            evens[t] = _mm512_permutex2var_ps(a, even, b);
-            odds[t] = _mm512_permutex2var_ps(a, odd, b);
+            const __m512 a = load(to + t * ldy, 0), b = load(to + t * ldy + kLanes, 1);
+            lows[t] = _mm512_permutex2var_ps(a, low, b);
+            highs[t] = _mm512_permutex2var_ps(a, high, b);
         }
-#pragma GCC unroll 16
-        for (int r = 0; r < RANKS; r++) {
-            const __m512bh pairs = Kind<bf16>::load(rows[r] + c);
+#pragma GCC unroll 8
+        for (int p = 0; p < pairs; p++) {
+            const __m512i one = row(2 * p), other = 2 * p + 1 < RANKS ? row(2 * p + 1) : _mm512_setzero_si512();
+            const auto at_low = (K::Reg)_mm512_unpacklo_epi16(one, other), at_high = (K::Reg)_mm512_unpackhi_epi16(one, other);
             for (int t = 0; t < TOKENS; t++) {
-                evens[t] = _mm512_dpbf16_ps(evens[t], pairs, to_even[t][r]);
-                odds[t] = _mm512_dpbf16_ps(odds[t], pairs, to_odd[t][r]);
+                lows[t] = K::mac(lows[t], at_low, factor[t][p]);
+                highs[t] = K::mac(highs[t], at_high, factor[t][p]);
             }
         }
         for (int t = 0; t < TOKENS; t++) {
-            _mm512_storeu_ps(y + t * ldy + c, _mm512_permutex2var_ps(evens[t], low, odds[t]));
-            _mm512_storeu_ps(y + t * ldy + c + kLanes, _mm512_permutex2var_ps(evens[t], high, odds[t]));
+            store(to + t * ldy, 0, _mm512_permutex2var_ps(lows[t], first, highs[t]));
+            store(to + t * ldy + kLanes, 1, _mm512_permutex2var_ps(lows[t], second, highs[t]));
         }
-    }
-    add_rest<TOKENS, RANKS>(rows, h, ldh, y, ldy, c, columns);
+    };
+    int c = 0;
+    // No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
+    for (; c + K::width <= columns; c += K::width)
+        add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); }, [&](const float* from, int) { return load16(from); },
+            [&](float* to, int, __m512 v) { _mm512_storeu_ps(to, v); });
+    if (c == columns) return;
+    const int rest = columns - c;
+    const __mmask16 mask[2] = {head_mask(rest), head_mask(std::max(0, rest - kLanes))};
+    add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c, rest); },
+        [&](const float* from, int half) { return load16(from, mask[half]); },
+        [&](float* to, int half, __m512 v) { store16(to, v, mask[half]); });
 }
 template <int TOKENS, int RANKS>
 inline void add_rows(const float* const* rows, const float* h, long ldh, float* y, long ldy, int columns) {
@@ -225,7 +226,13 @@ inline void add_rows(const float* const* rows, const float* h, long ldh, float* 
         }
         for (int t = 0; t < TOKENS; t++) _mm512_storeu_ps(y + t * ldy + c, acc[t]);
     }
-    add_rest<TOKENS, RANKS>(rows, h, ldh, y, ldy, c, columns);
+    if (c == columns) return;
+    const __mmask16 mask = head_mask(columns - c);
+    for (int t = 0; t < TOKENS; t++) {
+        __m512 acc = load16(y + t * ldy + c, mask);
+        for (int r = 0; r < RANKS; r++) acc = _mm512_fmadd_ps(factor[t][r], load16(rows[r] + c, mask), acc);
+        store16(y + t * ldy + c, acc, mask);
+    }
 }
 
 // All rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream past. The more together, the

@@ -1,6 +1,10 @@
 // Element types and the few vector idioms that every kernel shares. AVX-512; bf16 needs AVX512-BF16.
 #pragma once
+#pragma GCC diagnostic push  // the compiler's own header uses registers whose contents don't matter
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 #include <cstdint>
 #include <cstring>
 

@@ -122,6 +122,15 @@ class CheckedAdapters:
             image.data = content
             image.publish(layer + 1)
 
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        held = [self._memory[page, -1] for page in pages]
+        content = held[0][0]
+        promise(held == [(content, index, layout.num_layers) for index in range(len(pages))], "not whole, yet saved")
+        image = HostImage()
+        image.data = content
+        image.publish(layout.num_layers)
+        return image
+
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> CheckedTransfer | None:
         transfer = CheckedTransfer(image, layout, pages, self._memory, self._world, self._rng)
         return None if transfer.is_done() else transfer

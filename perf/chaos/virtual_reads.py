@@ -113,6 +113,7 @@ class VirtualReads(Reads):
         self._threads = threads
         self._queue: deque[tuple[_Read, Callable[[], Any]]] = deque()
         self._busy: set[_Worker] = set()
+        self._aside: set[Future] = set()
         self._current: _Worker | None = None
         self._closing = False
 
@@ -129,6 +130,16 @@ class VirtualReads(Reads):
             self._world.next_event()
         if not any(read.done() for read in pending):
             self._world.advance(max(0.0, end - self._world.now))
+
+    def set_aside(self, future: Future) -> bool:
+        """Have one more thread until the read ends."""
+        if not future.running():
+            return False
+        if future not in self._aside:
+            self._aside.add(future)
+            self._threads += 1
+            self._world.after(0.0, self._start)
+        return True
 
     def pause(self, seconds: float) -> None:
         """Let time go by for the read that calls this; with infinite seconds it never goes on."""
@@ -179,5 +190,8 @@ class VirtualReads(Reads):
             future.set_exception(error)
         else:
             future.set_result(result)
+        if future in self._aside:
+            self._aside.discard(future)
+            self._threads -= 1
         self._busy.discard(worker)
         _idle.append(worker)

@@ -30,6 +30,8 @@ _LOG_TAIL = 6000
 def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     options = Options.parse(argv)
     store = options.store()
+    if options.archive is not None and options.archive.is_file():
+        store.unpack(options.archive)
     for name in options.redo:
         store.forget(name)
     try:
@@ -49,8 +51,12 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
             continue
         timeout = min(options.section_timeout, left)
         _run(name, options, store, environment, timeout)
+        if options.archive is not None:
+            store.pack(options.archive)
     combined = store.combine(SECTIONS, environment)
     report(combined, options.out / REPORT)
+    if options.archive is not None:
+        store.pack(options.archive)
     print(json.dumps(digest(combined, store.directory / RESULT)))
     return 1 if combined["failed"] or combined["missing"] else 0
 

@@ -1,7 +1,8 @@
 """Gather what a GPU machine without a network lacks: `python -m chorus.perf.gpu.carry --out DIR`.
 
 Downloads wheels for that machine's Python with pip, copies an archive of FlashInfer's prebuilt modules beside them
-where one is given, and writes a script to be sourced there: it unpacks both and sets the environment.
+where one is given, and the native library that was built here, and writes a script to be sourced there: it unpacks all
+of it and sets the environment, or stops with the cause.
 """
 
 from __future__ import annotations
@@ -39,7 +40,12 @@ PLATFORMS = tuple(
 
 _INSTALL = "-q --disable-pip-version-check --no-index --no-deps --no-compile --upgrade"
 
-WHEELS, MODULES, SCRIPT = "wheels", "flashinfer-aot", "enter.sh"
+WHEELS, MODULES, NATIVE, SCRIPT = "wheels", "flashinfer-aot", "native", "enter.sh"
+
+_ROOT = Path(__file__).resolve().parents[2]
+
+_UNPACK = "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')"
+"""Python's own reader: a machine may have no `xz` for tar to call."""
 
 
 def download(packages: Sequence[str], python: str, out: Path) -> None:
@@ -90,15 +96,20 @@ def write_script(out: Path, archive: Path | None, tree: dict[str, object]) -> Pa
     if archive is not None:
         unpack = [
             'aot="$site/flashinfer/data/aot"; mkdir -p "$aot"',
-            f'tar -xf "$here/{archive.name}" -C "$aot"',
+            f'python3 -c {shlex.quote(_UNPACK)} "$here/{archive.name}" "$aot" '
+            f"|| {_stop(f'{archive.name} could not be unpacked')}",
             "export FLASHINFER_DISABLE_JIT=1",
         ]
     lines = [
         "# Source this in the root of the repository: . DIR/enter.sh",
         'here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"',
-        'site="${CHORUS_SITE:-/tmp/chorus-site}"; mkdir -p "$site"',
-        f'python3 -m pip install {_INSTALL} --target "$site" "$here/{WHEELS}"/*.whl',
+        'site="${CHORUS_SITE:-/tmp/chorus-site}"',
+        f"""mkdir -p "$site" || {_stop("the folder for packages could not be made; set CHORUS_SITE")}""",
+        f'python3 -m pip install {_INSTALL} --target "$site" "$here/{WHEELS}"/*.whl '
+        f"|| {_stop('pip could not install the wheels')}",
         *unpack,
+        f'for library in "$here/{NATIVE}"/*.so; do [ ! -e "$library" ] || cp "$library" ops/ '
+        f"|| {_stop('the native library could not be copied into ops/')}; done",
         'ln -sfn "$PWD" "$site/chorus"',
         'export PYTHONPATH="$site${PYTHONPATH:+:$PYTHONPATH}"',
         f"export {COMMIT_VARIABLE}={shlex.quote(revision)}",
@@ -106,6 +117,19 @@ def write_script(out: Path, archive: Path | None, tree: dict[str, object]) -> Pa
     path = out / SCRIPT
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path
+
+
+def _stop(cause: str) -> str:
+    """Shell code that leaves the sourced script with an error."""
+    return f"{{ echo {shlex.quote(f'enter.sh: {cause}; nothing is set')} >&2; return 1; }}"
+
+
+def take_native(out: Path, built: Path = _ROOT / "ops") -> list[Path]:
+    """Copy the native library that was built here, which needs no Python of one version; none where none was built."""
+    folder = out / NATIVE
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    return [Path(shutil.copyfile(path, folder / path.name)) for path in sorted(built.glob("_native*.so"))]
 
 
 def take_archive(archive: Path, out: Path) -> Path:
@@ -126,6 +150,8 @@ def main(argv: list[str] | None = None) -> int:
     shutil.rmtree(wheels, ignore_errors=True)  # two versions of a package would stop pip there
     wheels.mkdir(parents=True)
     archive = take_archive(args.flashinfer_aot, args.out) if args.flashinfer_aot else None
+    if not take_native(args.out):
+        print("no native library is built here: adapters will be read by torch there, which is slower", file=sys.stderr)
     left_out = {_name(each) for each in (*args.without, *args.also)}  # a package of --also replaces ours
     wanted = [*(name for name in PACKAGES if _name(name) not in left_out), *args.also]
     try:

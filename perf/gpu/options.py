@@ -35,6 +35,7 @@ class Options:
     redo: tuple[str, ...]
     budget: float
     section_timeout: float
+    archive: Path | None = None
 
     @classmethod
     def parse(cls, argv: list[str] | None) -> Options:
@@ -46,6 +47,7 @@ class Options:
             tuple(args.sections or SECTIONS), tuple(SECTIONS if "all" in args.redo else args.redo),
             args.budget or (QUICK_SECONDS if args.quick else math.inf),
             args.section_timeout or (QUICK_SECTION_SECONDS if args.quick else math.inf),
+            args.archive and args.archive.resolve(),
         )  # fmt: skip
 
     def argv(self) -> list[str]:
@@ -98,5 +100,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
+    add(
+        "--archive", type=Path, metavar="FILE",
+        help="a .tar.gz of all results and logs, written after every section; where it is there already it is unpacked "
+        "first, so that a second call goes on from it",
+    )  # fmt: skip
     add("--seed", type=int, default=0)
     return parser

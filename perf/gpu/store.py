@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import tarfile
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -93,6 +94,23 @@ class ResultStore:
         found["one_commit"] = bool(commits) and all(each == commits[0] for each in commits) and not commits[0]["dirty"]
         self._write(self.directory / RESULT, found)
         return found
+
+    def pack(self, archive: Path) -> None:
+        """Put every result, report and log into one file, whole or not at all."""
+        draft = archive.with_name(f".{archive.name}-draft")
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tarfile.open(draft, "w:gz") as tar:
+            for path in sorted(self.directory.iterdir()):
+                if path.is_file() and not path.name.startswith("."):
+                    tar.add(path, path.name)
+        os.replace(draft, archive)
+
+    def unpack(self, archive: Path) -> None:
+        """Take the results of an archive that `pack` made, but not in place of newer ones that are here."""
+        with tarfile.open(archive) as tar:
+            for member in tar.getmembers():
+                if not (self.directory / member.name).exists():
+                    tar.extract(member, self.directory, filter="data")
 
     def _write(self, path: Path, value: Any) -> None:
         """Whole or not at all: a reader never sees half a file, and a killed run leaves none."""

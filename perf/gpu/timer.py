@@ -73,7 +73,6 @@ class CudaTimer:
         self._min_count = min_count
         self._max_count = max_count
         self._side: torch.cuda.Stream | None = None
-        self._pool: Any = None
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
         graph = self._capture(work) if capture else None
@@ -91,15 +90,17 @@ class CudaTimer:
         """A graph of one call, after a call that compiles and allocates; both on a stream beside the default one.
 
         Not by `torch.cuda.graph`, which collects garbage first: hundreds of small cases would spend their time there.
+        Every graph has a memory pool of its own: torch forgets a pool when its last graph is gone, and the graph of
+        the measurement before is gone by now.
         """
         if self._side is None:
-            self._side, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+            self._side = torch.cuda.Stream()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._side):
             work()
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
             try:
                 work()
             except BaseException:

@@ -39,7 +39,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Case:
-    """A step: parts of adapters, and segments (tokens, adapter) of which -1 is the base model."""
+    """A step: parts of adapters, and segments (tokens, adapter) of which -1 is the base model.
+
+    minus: the adapter that is taken off all tokens that have one, -1 for none.
+    """
 
     seed: int
     ranks: tuple[int, ...]
@@ -49,6 +52,7 @@ class Case:
     segments: tuple[tuple[int, int], ...]
     page_vectors: int
     group: int
+    minus: int = -1
 
 
 def small(schedule: Schedule) -> Schedule:
@@ -84,7 +88,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
         yield Case(
             seed=draw(0, 1 << 30), ranks=ranks, targets=targets, layers=layers,
             skipped=tuple(draw(0, 6) for _ in ranks), segments=tuple(segments),
-            page_vectors=(1, 3, 5, 16, 64, 301)[draw(0, 5)], group=group,
+            page_vectors=(1, 3, 5, 16, 64, 301)[draw(0, 5)], group=group, minus=index % 4 - 1,
         )  # fmt: skip
 
 
@@ -97,8 +101,9 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, tables: SgmvTables
     modules = [(index, sum(widths[:index]), width) for index, width in enumerate(widths)]
     arena, adapters = _adapters(case, d_in, widths, page_elems, vector, dtype, generator)
     segments, tokens = Segments(), 0
+    minus = [replace(rows, scale=-0.5 * rows.scale) for rows in adapters[case.minus]] if case.minus >= 0 else []
     for length, adapter in case.segments:
-        for rows in adapters[adapter] if adapter >= 0 else ():
+        for rows in adapters[adapter] + minus if adapter >= 0 else ():
             segments.add(tokens, tokens + length, rows)
         tokens += length
     x = torch.randn(tokens, d_in, generator=generator).to(dtype)
@@ -106,7 +111,7 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, tables: SgmvTables
     got, want = before.clone(), before.clone()
     tables.h.fill_(math.nan)
     num_tiles = tables.plan(segments, schedule.tile_tokens)
-    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2)
+    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
     sgmv_ref(want, x, arena, segments, 1, modules)
     if not torch.equal(got[want == before], before[want == before]) and dtype is torch.float32:
         return math.inf, "an output without an adapter changed"
@@ -178,7 +183,7 @@ def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tup
 
 def make_tables() -> SgmvTables:
     scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=256)
-    return SgmvTables(slots=7, layers=LAYERS, max_pages=1 << 15, max_rank=256, max_tiles=64, scratch=scratch)
+    return SgmvTables(slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=256, max_tiles=64, scratch=scratch)
 
 
 def run_grid(seed: int, count: int) -> list[Row]:

@@ -49,8 +49,8 @@ class Replica:
         self.index = index
         self.clock = VirtualClock()
         self.engine, self.executor = simulated_engine(
-            profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False), self.clock, stream=stream,
-            mix=mix, max_repeat=max_repeat, read_threads=read_threads,
+            profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
+            stream=stream, mix=mix, max_repeat=max_repeat, read_threads=read_threads,
         )  # fmt: skip
         self.wake = math.inf
         self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))

@@ -83,7 +83,7 @@ class _Adapters:
 
     def __init__(self, profile: Profile, setup: Setup) -> None:
         try:
-            self.config = EngineConfig(model=MODEL, prefix_cache=False, **setup.engine)
+            self.config = EngineConfig(model=MODEL, **{"prefix_cache": False, "max_waiting": None, **setup.engine})
         except ValidationError as error:
             first_error = error.errors(include_url=False)[0]
             place = ".".join(map(str, first_error["loc"]))

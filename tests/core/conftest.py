@@ -14,6 +14,7 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.output_lengths import OutputLengths
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
 from chorus.core.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
@@ -131,6 +132,12 @@ def ticking(seconds: float = 1e-3) -> Callable[[], float]:
 def kernels(request: pytest.FixtureRequest) -> str:
     """Every engine test runs with each; a test may choose by parametrising `kernels` itself."""
     return request.param
+
+
+@pytest.fixture
+def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that admit requests without a thought for how far they will grow: some are preempted."""
+    monkeypatch.setattr(OutputLengths, "final_length", lambda self, request: 0)
 
 
 @pytest.fixture

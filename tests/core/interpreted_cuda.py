@@ -6,6 +6,8 @@ launch, so everything is tiny.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -325,9 +327,9 @@ def test_a_table_of_the_device_is_taken(tiny, tmp_path, monkeypatch):
 
 
 def spy(sgmv, used):
-    def call(y, x, arena, tables, layer, modules, schedule, num_tiles):
+    def call(y, x, arena, tables, layer, modules, schedule, num_tiles, passes):
         used.append(schedule)
-        sgmv(y, x, arena, tables, layer, modules, schedule, num_tiles)
+        sgmv(y, x, arena, tables, layer, modules, schedule, num_tiles, passes)
 
     return call
 
@@ -337,3 +339,17 @@ def test_the_arena_takes_what_there_is(tiny):
     assert executor.num_pages == (4 << 20) // executor.layout.page_bytes
     executor.close()
     assert not hasattr(executor, "_arena")
+
+
+def test_a_closed_executor_frees_its_arena_at_once(tiny):
+    """By reference counts alone: on a GPU the next engine needs the memory before the collector runs."""
+    executor = CudaExecutor(make_config(tiny), LateDevice())
+    arena = weakref.ref(executor._arena.pages)
+    assert executor.captured
+    gc.collect()
+    gc.disable()
+    try:
+        executor.close()
+        assert arena() is None
+    finally:
+        gc.enable()

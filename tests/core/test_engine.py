@@ -15,6 +15,9 @@ from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import FinishReason
 from chorus.memory.adapter_format import WEIGHTS_FILE, AdapterFormatError
 from chorus.memory.adapter_store import UnknownAdapter
+from chorus.memory.pages import IntegrityError, PageKind
+
+from .conftest import Answer
 
 
 @pytest.fixture
@@ -86,6 +89,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(gqa, drive, sampled_alone):
     assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
 
 
+@pytest.mark.usefixtures("crowded")
 def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone):
     adapters = {name: gqa.adapters[name] for name in ("r8-attention", "r1-all")}
     driver = drive(gqa, num_pages=24, adapters=adapters)
@@ -203,6 +207,21 @@ def test_the_models_own_context_can_be_filled(gqa, drive):
     answer = drive(gqa).run("a", "r2-qv", prompt, max_tokens=50)
     assert len(answer.tokens) == 6
     assert answer.finish_reason is FinishReason.LENGTH
+
+
+# -- books
+
+
+def test_books_that_do_not_match_cost_nobody_an_answer(gqa, drive):
+    """The step that makes the engine idle gives its outputs; whoever drives it asks for the check after that."""
+    driver = drive(gqa)
+    driver.add("last", None, [5] * 9, max_tokens=1)
+    driver.engine._pool.allocate(1, PageKind.KV)  # nobody's
+    (output,) = driver.engine.step()
+    assert output.token_ids == (gqa.greedy(None, [5] * 9, 1)[0],)
+    with pytest.raises(IntegrityError):
+        driver.engine.check_when_idle()
+    driver.engine.check_when_idle()  # at most once a second
 
 
 # -- abort
@@ -337,9 +356,40 @@ def test_a_request_that_just_fits_is_served(gqa, drive):
     """The largest request that is not refused comes to its end."""
     driver = drive(gqa, adapters={"r1-all": gqa.adapters["r1-all"]}, num_pages=4)
     size = driver.executor.layout.block_tokens * (3 - driver.engine.store.get("r1-all").num_pages)
+    size += 1  # nothing is computed from the last token that is drawn, so its KV takes no room
     with pytest.raises(InvalidRequest):
         driver.add("a", "r1-all", [5] * 8, max_tokens=size - 7)
     assert len(driver.run("a", "r1-all", [5] * 8, max_tokens=size - 8).tokens) == size - 8
+
+
+@pytest.mark.parametrize("adapter", [None, "r1-all"])
+def test_a_limit_that_nobody_asked_for_is_what_model_and_arena_allow(gqa, drive, adapter):
+    adapters = {"r1-all": gqa.adapters["r1-all"]}
+    driver = drive(gqa, adapters=adapters, num_pages=6)
+    pages = 5 - (driver.engine.store.get("r1-all").num_pages if adapter else 0)
+    in_arena = driver.executor.layout.block_tokens * pages + 1
+    assert in_arena < driver.engine.model.max_model_len
+    assert len(driver.run("small", adapter, [5] * 8, max_tokens=None).tokens) == in_arena - 8
+    roomy = drive(gqa, adapters=adapters)
+    assert len(roomy.run("large", adapter, [5] * 8, max_tokens=None).tokens) == roomy.engine.model.max_model_len - 8
+
+
+def test_a_limit_that_nobody_asked_for_fits_a_step_where_prompts_are_not_split(gqa, drive):
+    driver = drive(gqa, chunked_prefill=False, max_num_batched_tokens=40)
+    assert len(driver.run("a", None, [5] * 8, max_tokens=None).tokens) == 33
+    with pytest.raises(InvalidRequest, match="42 tokens") as caught:
+        driver.add("b", None, [5] * 41, max_tokens=None)
+    assert caught.value.field == "prompt"
+
+
+def test_a_prompt_that_the_arena_cannot_hold_is_refused_without_a_limit_too(gqa, drive):
+    driver = drive(gqa, num_pages=3, adapters={})
+    with pytest.raises(InvalidRequest, match="shorten the prompt") as caught:
+        driver.add("a", None, [5] * 40, max_tokens=None)
+    assert caught.value.field == "prompt"
+    with pytest.raises(InvalidRequest) as caught:
+        driver.add("b", None, [5] * 30, max_tokens=None, min_tokens=10)
+    assert caught.value.field == "min_tokens"
 
 
 def test_config_budget_must_cover_the_batch(gqa):
@@ -589,6 +639,7 @@ def test_reload_while_a_request_waits(gqa, drive, two_versions):
     assert all_pages_are_free(driver)
 
 
+@pytest.mark.usefixtures("crowded")
 def test_files_replaced_in_place_never_change_a_running_request(gqa, drive, two_versions):
     """Preempted after its adapter's files were overwritten, a request fails or goes on as before, never a mixture."""
     old, _, _ = two_versions
@@ -663,12 +714,41 @@ def test_stats_follow_the_work(gqa, drive):
     assert (stats.num_generated_tokens, stats.num_steps) == (6, 3)
 
 
-def test_idle_engine_checks_its_books(gqa, drive):
-    """A page that leaks is noticed as soon as there is nothing to do."""
-    driver = drive(gqa)
+def test_books_that_do_not_match_cost_nobody_the_last_output(gqa, drive):
+    """A page that leaks is noticed as soon as there is nothing to do, after what was drawn has been handed out."""
+    driver = drive(gqa, prefix_cache=False)
     request = Request("a", [5] * 8, SamplingParams(2, temperature=0, ignore_eos=True))
     driver.engine.add_request(request)
     driver.engine.step()
-    request.block_table.pages.append(request.block_table.pages[0])
-    with pytest.raises(AssertionError, match="released while free"):
-        driver.engine.step()
+    driver.engine._pool.allocate(1, PageKind.KV)  # nobody's
+    outputs = driver.engine.step()
+    assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH]
+    with pytest.raises(IntegrityError, match="1 references but 0 holders"):
+        driver.engine.check_when_idle()
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "share", "hit"),
+    [
+        (("a", ""), ("a", ""), False, True),
+        (("a", ""), ("b", ""), False, False),
+        (("a", ""), ("b", ""), True, True),
+        (("a", "x"), ("a", "y"), False, False),
+        (("a", "x"), ("a", "y"), True, False),
+        (("a", "x"), ("a", "x"), False, True),
+        (("a", "b"), ("ab", ""), False, False),
+        (("", ""), ("a", ""), False, False),
+    ],
+)
+def test_cached_kv_is_shared_within_a_tenant_and_a_salt(gqa, drive, first, second, share, hit):
+    """Else the count of cached tokens would tell one client what another has asked."""
+    driver = drive(gqa, share_prefix_cache=share)
+    prompt = list(range(5, 45))
+    for name, (tenant, salt) in zip("12", (first, second), strict=True):
+        params = SamplingParams(3, temperature=0, ignore_eos=True)
+        driver.engine.add_request(Request(name, prompt, params, "r1-all", tenant=tenant, cache_salt=salt))
+        driver.answers[name] = Answer()
+        driver.drain()
+    assert driver.answers["1"].num_cached_tokens == 0
+    assert driver.answers["2"].num_cached_tokens == (32 if hit else 0)
+    assert driver.answers["1"].tokens == driver.answers["2"].tokens

@@ -160,6 +160,7 @@ def test_small_batch_in_a_large_bucket_after_a_full_one(subject, drive, rows):
     assert set(buckets) == {min(size for size in (1, 2, 4, 8, 16, 24, 31) if size >= rows)}
 
 
+@pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
 def test_small_arena_preempts_requests_and_evicts_adapters(subject, drive, chunked):
     it = subject("gqa")
@@ -412,6 +413,7 @@ class TestStories:
         ],
         ids=["chunked", "whole", "small arena"],
     )
+    @pytest.mark.usefixtures("crowded")
     def test_32_concurrent_requests(self, stories, drive, cases, config):
         driver = drive(stories, **config)
         add_all(driver, cases)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -11,43 +10,52 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.queue_order import queue_order
+from chorus.core.queue_order import QueueOrder
+from chorus.core.queue_policy import EvenShares
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
+from chorus.core.waiting import WaitingQueue
 from chorus.memory.adapter import Tier
 from chorus.memory.host_images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected
 
-RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1}
+RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 
 
-@dataclass
 class FakeAdapter:
-    where: Tier
-    pages: list[int] = field(default_factory=list)
-
-    def __post_init__(self):
-        self.pages = [1] if self.where is Tier.DEVICE else []
+    def __init__(self, where: Tier) -> None:
+        self.where = where
+        self.pages = [1] if where is Tier.DEVICE else []
 
 
 class FakeStore:
     def is_requested(self, adapter):
-        return adapter.where in (Tier.LOADING, Tier.HOST)
+        return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
-def waiting(*tiers):
-    """Requests in order of arrival, one a second from 0 on; None: the base model."""
-    requests = []
+def waiting(*tiers, tenants=None):
+    """Requests in order of arrival, one a second from 0 on, each with an adapter of its own; None: the base model."""
+    queue = WaitingQueue()
     for second, tier in enumerate(tiers):
-        request = Request(str(second), [5], SamplingParams(), arrival_time=float(second))
+        tenant = "" if tenants is None else tenants[second]
+        request = Request(str(second), [5] * 10, SamplingParams(), arrival_time=float(second), tenant=tenant)
         request.adapter = None if tier is None else FakeAdapter(tier)
-        requests.append(request)
-    return requests
+        queue.append(request)
+    return queue
 
 
-def order(requests, overdue_before=0.0):
-    return [int(request.id) for request in queue_order(requests, FakeStore(), overdue_before)]
+def order(queue, overdue_before=0.0, policy=None, charge=0):
+    """Ids as they are considered when each can be admitted at once."""
+    policy = policy or EvenShares()
+    found, candidates = [], QueueOrder(queue, policy, FakeStore(), overdue_before)
+    while (request := candidates.next()) is not None:
+        found.append(int(request.id))
+        queue.remove(request)
+        candidates.go_on()
+        if charge:
+            policy.charge(request, charge)
+    return found
 
 
 def test_resident_then_on_their_way_without_the_cold():
@@ -57,7 +65,7 @@ def test_resident_then_on_their_way_without_the_cold():
 
 @pytest.mark.parametrize(
     ("overdue_before", "want"),
-    [(0.0, [2, 3, 1]), (0.5, [0, 2, 3, 1]), (1.5, [0, 1, 2, 3]), (9.0, [0, 1, 2, 3])],
+    [(0.0, [2, 3, 1]), (0.5, [2, 3, 1]), (1.5, [1, 2, 3]), (9.0, [1, 2, 3])],
 )
 def test_overdue_requests_go_first_in_order_of_arrival(overdue_before, want):
     assert order(waiting(Tier.DISK, Tier.HOST, Tier.DEVICE, None), overdue_before) == want
@@ -65,13 +73,79 @@ def test_overdue_requests_go_first_in_order_of_arrival(overdue_before, want):
 
 @given(st.lists(st.none() | st.sampled_from(list(Tier)), max_size=12), st.floats(-1, 13))
 def test_order_is_a_stable_sort_by_class(tiers, overdue_before):
-    requests = waiting(*tiers)
-
     def key(index):
         return -1 if index < overdue_before else RANK[tiers[index]]
 
-    may = [index for index, tier in enumerate(tiers) if index < overdue_before or tier is not Tier.DISK]
-    assert order(requests, overdue_before) == sorted(may, key=key)
+    may = [index for index, tier in enumerate(tiers) if tier is not Tier.DISK]
+    assert order(waiting(*tiers), overdue_before) == sorted(may, key=key)
+
+
+def test_tenants_take_turns_by_the_work_that_each_was_given():
+    queue = waiting(*[None] * 8, tenants=["many"] * 6 + ["few"] * 2)
+    assert order(queue, charge=10) == [0, 6, 1, 7, 2, 3, 4, 5]
+
+
+def test_a_tenant_that_comes_anew_is_next_but_has_saved_nothing_up():
+    policy = EvenShares()
+    for _ in range(5):
+        policy.charge(Request("x", [1], SamplingParams(), tenant="many"), 100)
+    policy.arrive("new")
+    assert policy.order(["many", "new"]) == "new"
+    policy.charge(Request("y", [1], SamplingParams(), tenant="new"), 150)
+    assert policy.order(["many", "new"]) == "many", "it has no claim to the time before it came"
+
+
+def test_what_was_charged_and_not_done_is_given_back():
+    policy = EvenShares()
+    one, other = (Request(name, [1], SamplingParams(), tenant=name) for name in ("one", "other"))
+    policy.charge(one, 100)
+    policy.charge(other, 60)
+    assert policy.order(["one", "other"]) == "other"
+    policy.refund(one, 90)
+    assert policy.order(["one", "other"]) == "one"
+
+
+def test_a_group_that_cannot_run_is_passed_over_whole():
+    queue = waiting(Tier.HOST, None, Tier.HOST)
+    candidates = QueueOrder(queue, EvenShares(), FakeStore(), 0.0)
+    assert candidates.next().id == "1"
+    candidates.pass_over()
+    assert candidates.next().id == "0"
+    candidates.pass_over()
+    assert candidates.next().id == "2"
+    candidates.pass_over()
+    assert candidates.next() is None
+
+
+@given(st.lists(st.tuples(st.sampled_from("+-^<>"), st.integers(0, 9), st.sampled_from("ab")), max_size=60))
+def test_the_queue_is_that_of_its_changes(changes):
+    """Requests come, leave, come back before all others, are held back and let go."""
+    queue, model, held, known = WaitingQueue(), [], [], 0
+    for what, index, tenant in changes:
+        if what == "+":
+            known += 1
+            request = Request(str(known), [1], SamplingParams(), tenant=tenant)
+            queue.append(request)
+            model.append(request)
+        elif model and what in "-^":
+            request = model.pop(index % len(model))
+            queue.remove(request)
+            held = [other for other in held if other is not request]
+            if what == "^":
+                queue.append_first(request)
+                model.insert(0, request)
+        elif model and what == "<":
+            request = model[index % len(model)]
+            queue.hold_back(request)
+            held = [other for other in held if other is not request] + [request]
+        elif held:
+            queue.release(held.pop(index % len(held)))
+        assert list(queue) == model
+        assert len(queue) == len(model)
+        groups = [group for groups in queue.tenants.values() for group in groups.values()]
+        shown = [request for group in groups for request in group.requests]
+        assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
+        assert all(group.requests for group in groups)
 
 
 class TestEngine:
@@ -142,8 +216,8 @@ class TestEngine:
     host_pages=st.sampled_from([0, 2, 100]),
 )
 def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake, host_pages):
-    """Requests of a resident adapter come faster than they are served: once its time is up, nobody who came later
-    starts before a cold one."""
+    """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
+    nobody who came later starts before a cold one."""
     config = EngineConfig(
         model=Path("fake"), num_pages=60, block_tokens=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=40,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,
@@ -163,6 +237,7 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
         expected[name] = Expected(request.adapter, [3, 4, 5], request.params, request)
 
     started: dict[str, float] = {}
+    here: dict[str, float] = {}  # since when each one's adapter has been in memory
     for step in range(1000):
         if step < len(popular):
             add(f"popular-{step}", "0", popular[step])
@@ -170,6 +245,11 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
             if when == step:
                 add(f"rare-{index}", str(adapter), 2)
         scheduled = clock.now
+        for name, it in expected.items():
+            if engine.store.tier(it.adapter) in (Tier.DEVICE, Tier.HOST):
+                here.setdefault(name, scheduled)
+            elif name not in started:
+                here.pop(name, None)
         for output in engine.step():
             expected[output.request_id].output += output.token_ids
         for request in engine._scheduler._running:
@@ -183,6 +263,7 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     assert started.keys() == expected.keys()
     for name, it in expected.items():
         arrival = it.request.arrival_time
+        since = max(arrival + max_overtake, here[name])
         overtakers = [other for other, e in expected.items() if e.request.arrival_time > arrival and
-                      arrival + max_overtake < started[other] < started[name]]  # fmt: skip
+                      since < started[other] < started[name]]  # fmt: skip
         assert not overtakers, name

@@ -14,9 +14,11 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from chorus.core.sampler import draw
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import BASE_SLOT, FinishReason, ScheduledRow
+from chorus.core import sampler
+from chorus.core.sampler import ALL_BANNED, needs_logits, score_prompts
+from chorus.core.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
+from chorus.ops.sampling import TorchSampling, greedy
 
 VOCAB = 12
 EOS = (0, 1)
@@ -37,8 +39,14 @@ def logits_of(seed, rows=1, vocab=VOCAB):
     return torch.randn(rows, vocab, generator=torch.Generator().manual_seed(seed)) * 3
 
 
+def draw(rows, logits):
+    """What an executor without a native decoder does with a row of logits for each row."""
+    asking = [index for index, it in enumerate(rows) if needs_logits(it)]
+    return sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
+
+
 def tokens_of(rows, logits):
-    result = draw(rows, logits, EOS)
+    result = draw(rows, logits)
     assert not result.errors
     return [result.tokens[row.request_id] for row in rows]
 
@@ -142,7 +150,7 @@ def test_only_rows_that_ask_draw_and_padding_is_ignored():
     rows = [row("a", [2, 3], [4]), row("chunk", [2, 3, 4], samples=False), row("b", [2, 3], [5])]
     logits = logits_of(1, 5)
     logits[3:] = torch.nan
-    result = draw(rows, logits, EOS)
+    result = draw(rows, logits)
     assert result.tokens == {"a": int(logits[0].argmax()), "b": int(logits[2].argmax())}
     assert not result.errors
 
@@ -154,7 +162,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(bad, params):
     logits = logits_of(2, 3)
     healthy = tokens_of([rows[0], rows[2]], logits[[0, 2]])
     logits[1] = bad
-    result = draw(rows, logits, EOS)
+    result = draw(rows, logits)
     assert result.errors == {"sick": "the model produced logits that are not finite"}
     assert [result.tokens["a"], result.tokens["b"]] == healthy
 
@@ -164,7 +172,7 @@ def test_logprobs_are_of_the_raw_distribution(seed, count):
     """Whatever bends the choice: temperature, penalties and bias are not in it."""
     logits = logits_of(seed)
     asking = row("a", [2], [3], logprobs=count, temperature=2.0, seed=seed, logit_bias={3: 5.0}, presence_penalty=1.0)
-    result = draw([asking, row("quiet", [2])], logits.expand(2, -1), EOS)
+    result = draw([asking, row("quiet", [2])], logits.repeat(2, 1))
     assert set(result.logprobs) == {"a"}
     found, want = result.logprobs["a"], logits[0].log_softmax(-1)
     assert found.token_id == result.tokens["a"]
@@ -174,19 +182,132 @@ def test_logprobs_are_of_the_raw_distribution(seed, count):
     assert [value for _, value in found.top] == pytest.approx(want[order].tolist(), abs=1e-5)
 
 
-def test_prompt_tokens_are_scored_by_the_logits_before_them():
+def test_prompt_tokens_are_scored_by_the_logits_before_them(monkeypatch):
+    """In slices, whatever the rows that they belong to; a row that asks for none has none."""
+    monkeypatch.setattr(sampler, "score_rows", lambda vocab: 3)
     prompt = [2, 7, 3, 9, 4]
-    logits = logits_of(3, 6)
-    middle = row("a", prompt, tokens=5, prompt_logprobs=2, samples=True)
-    quiet = row("b", prompt)
-    result = draw([middle, quiet], logits, EOS)
+    logits = logits_of(3, 7)  # of four tokens of the first row, then of three of the last
+    rows = [
+        row("a", prompt, tokens=5, prompt_logprobs=2),
+        row("b", prompt),
+        row("c", [*prompt, 8, 8], tokens=3, prompt_logprobs=0),
+    ]
+    rows[2].start, rows[2].tokens = 2, prompt[2:5]
+    result, asked = StepResult(), []
+
+    def slice_of(begin, end):
+        asked.append((begin, end))
+        return logits[begin:end]
+
+    score_prompts(rows, slice_of, TorchSampling(), VOCAB, result)
+    assert asked == [(0, 3), (3, 6), (6, 7)]
     want = logits.log_softmax(-1)
-    scored = result.prompt_logprobs["a"]
-    assert [it.token_id for it in scored] == prompt[1:]
-    own = [float(want[i, token]) for i, token in enumerate(prompt[1:])]
-    assert [it.logprob for it in scored] == pytest.approx(own, abs=1e-5)
-    assert all([t for t, _ in it.top] == want[i].topk(2).indices.tolist() for i, it in enumerate(scored))
-    assert result.tokens == {"a": int(logits[4].argmax()), "b": int(logits[5].argmax())}
+    assert set(result.prompt_logprobs) == {"a", "c"}
+    for name, first, following, count in (("a", 0, prompt[1:], 2), ("c", 4, [9, 4, 8], 0)):
+        scored = result.prompt_logprobs[name]
+        assert [it.token_id for it in scored] == following
+        own = [float(want[first + i, token]) for i, token in enumerate(following)]
+        assert [it.logprob for it in scored] == pytest.approx(own, abs=1e-5)
+        tops = [[t for t, _ in it.top] for it in scored]
+        assert tops == [want[first + i].topk(count).indices.tolist() for i in range(len(scored))]
+
+
+def test_prompt_scores_that_are_not_finite_fail_their_row_alone():
+    logits = logits_of(4, 4)
+    logits[1, 3] = torch.nan
+    rows = [row(name, [2, 3, 4], tokens=3, prompt_logprobs=2) for name in ("sick", "well")]
+    result = StepResult(tokens={"sick": 3, "well": 4})
+    score_prompts(rows, lambda begin, end: logits[begin:end], TorchSampling(), VOCAB, result)
+    assert result.errors == {"sick": sampler.NOT_FINITE}
+    assert result.tokens == {"well": 4}
+    assert set(result.prompt_logprobs) == {"well"}
+
+
+BANS = [
+    {"allowed_token_ids": (3, 4), "bad_words": ((3,), (4,))},
+    {"allowed_token_ids": EOS, "min_tokens": 5},
+    {"bad_words": tuple((token,) for token in range(VOCAB))},
+    {"bad_words": (*((token,) for token in range(VOCAB - 1)), (4, VOCAB - 1))},  # the last after a 4 only
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("params", BANS)
+def test_when_every_token_is_banned_the_row_fails_alone(params, temperature):
+    rows = [row("a", [2]), row("none", [2], [4], temperature=temperature, **params), row("b", [2], temperature=1.0)]
+    logits = logits_of(6, 3)
+    result = draw(rows, logits)
+    assert result.errors == {"none": ALL_BANNED}
+    assert set(result.tokens) == {"a", "b"}
+
+
+@given(
+    seed=st.integers(0, 1000), allowed=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=5), prompt=prompts,
+    output=outputs, temperature=st.sampled_from([0.0, 1.0]),
+)  # fmt: skip
+def test_only_allowed_tokens_are_drawn(seed, allowed, prompt, output, temperature):
+    """As if the model knew no others: all else that is asked for applies to what is left."""
+    logits = logits_of(seed)
+    params = {"temperature": temperature, "seed": seed, "logit_bias": {3: 2.0}, "presence_penalty": 1.0, "top_p": 0.9}
+    found = tokens_of([row("a", prompt, output, allowed_token_ids=tuple(allowed), **params)], logits.clone())
+    assert found[0] in allowed
+    masked = torch.full_like(logits, -torch.inf)
+    masked[0, allowed] = logits[0, allowed]
+    assert found == tokens_of([row("a", prompt, output, **params)], masked)
+
+
+@given(
+    steps=st.lists(st.integers(2, VOCAB - 1), min_size=1, max_size=40), prompt=prompts, seed=st.integers(0, 99),
+    repetition=st.sampled_from([1.0, 1.4]), presence=st.sampled_from([0.0, 0.8]), frequency=st.sampled_from([0.0, 0.3]),
+    bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-9, 9), max_size=4),
+)  # fmt: skip
+def test_counts_that_are_kept_are_those_of_all_tokens(steps, prompt, seed, repetition, presence, frequency, bias):
+    """A row that goes on from step to step draws what a new one of the same tokens does."""
+    params = {
+        "repetition_penalty": repetition, "presence_penalty": presence, "frequency_penalty": frequency,
+        "logit_bias": bias, "bad_words": ((2, 3), (5, 6, 7), (5, 6, 8), (9,)), "temperature": 1.0,
+    }  # fmt: skip
+    going = row("a", prompt, **params)
+    going.token_ids = list(prompt)
+    for index, token in enumerate(steps):
+        logits = logits_of(seed + index)
+        going.start, going.tokens = len(going.token_ids) - 1, going.token_ids[-1:]
+        fresh = row("b", prompt, going.token_ids[len(prompt) :], **params)
+        assert tokens_of([going], logits) == tokens_of([fresh], logits)
+        going.token_ids.append(token)
+
+
+def test_a_row_of_another_request_has_counts_of_its_own():
+    """Engines use the objects of rows anew."""
+    params = {"frequency_penalty": 2.0, "temperature": 0.0}
+    one = row("a", [2], [3] * 5, **params)
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 3] = 1.0
+    assert tokens_of([one], logits) == [0]
+    one.token_ids, one.start = [2, 4], 1
+    assert tokens_of([one], logits) == [3]
+
+
+def test_repetition_penalty_next_to_nothing_is_no_overflow():
+    logits = torch.tensor([[1.0, 2.0, 3.0] + [0.0] * (VOCAB - 3)])
+    for temperature in (0.0, 1.0):
+        assert tokens_of([row("a", [1], repetition_penalty=1e-44, temperature=temperature)], logits) == [1]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("logit_bias", dict.fromkeys(range(1025), 1.0), "has 1025 entries; at most 1024"),
+        ("bad_words", ((1,) * 16000, (2,) * 1000), "has 17000 tokens in all; at most 16384"),
+        ("allowed_token_ids", tuple(range(16385)), "has 16385 entries; at most 16384"),
+        ("allowed_token_ids", (), "one token id at least"),
+        ("allowed_token_ids", (4, -1), "-1 among others"),
+    ],
+)
+def test_what_changes_logits_is_bounded(field, value, message):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        SamplingParams(**{field: value})
+    assert refused.value.field == field
 
 
 class TestEngine:
@@ -205,8 +326,9 @@ class TestEngine:
     ]
 
     @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache"])
-    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config):
-        """Prompts share beginnings, which the cache knows: scores must come all the same."""
+    def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config, monkeypatch):
+        """Prompts share beginnings, which the cache knows: scores must come all the same, in slices of few rows."""
+        monkeypatch.setattr(sampler, "score_rows", lambda vocab: 7)
         driver = drive(gqa, adapters={name: gqa.adapters[name] for name in ("r1-all", "r8-attention")}, **config)
         stem = torch.randint(3, 160, (40,), generator=torch.Generator().manual_seed(1)).tolist()
         asked = {}
@@ -281,6 +403,23 @@ class TestEngine:
             )  # fmt: skip
         answers = driver.drain()
         assert {name: answer.tokens for name, answer in answers.items()} == want
+
+    def test_a_request_that_bans_every_token_ends_with_an_error_and_no_other_does(self, gqa, drive):
+        prompt = gqa.prompt(None, 10, 12, seed=2)
+        driver = drive(gqa)
+        driver.add("none", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
+        driver.add("some", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), temperature=1.0, seed=3)
+        driver.add("all", None, prompt, max_tokens=12)
+        answers = driver.drain()
+        assert answers["none"].finish_reason is FinishReason.ERROR
+        assert answers["none"].error == ALL_BANNED
+        assert set(answers["some"].tokens) <= {5, 6}
+        assert answers["all"].tokens == gqa.greedy(None, prompt, 12)
+
+    def test_allowed_tokens_must_be_in_the_vocabulary(self, gqa, drive):
+        with pytest.raises(InvalidRequest, match="token id 999999 is outside the vocabulary") as refused:
+            drive(gqa).add("a", None, [5], max_tokens=2, allowed_token_ids=(5, 999999))
+        assert refused.value.field == "allowed_token_ids"
 
     def test_min_tokens_holds_back_every_end(self, gqa, drive):
         prompt = gqa.prompt(None, 10, 12, seed=2)

@@ -26,11 +26,12 @@ from hypothesis.stateful import (
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.base import ModelInfo
-from chorus.core.request import Request
+from chorus.core.overload import Overloaded
+from chorus.core.request import Request, RequestState
 from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from chorus.graphs.buckets import DecodeBuckets
-from chorus.memory.adapter import Adapter
+from chorus.memory.adapter import Adapter, Tier
 from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
 from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.adapter_store import UnknownAdapter
@@ -46,6 +47,10 @@ VOCAB = 48
 EOS = (0, 1)
 MAX_MODEL_LEN = 40
 NAMES = ("alto", "bass", "tenor")
+
+
+class Nobody:
+    requests = ()
 
 
 #: How often what the machine is for came about, over all of its runs.
@@ -103,6 +108,10 @@ class LazyReads(Reads):
         self._reads.append(self.Read(read))
         return self._reads[-1]
 
+    def wait(self, pending: list[Future], timeout: float) -> None:
+        for read in pending:
+            read.finish()
+
     def shutdown(self) -> None:
         pass
 
@@ -144,6 +153,13 @@ class FakeAdapters:
         transfer = FakeTransfer(image, layout, write)
         reached["streamed"] += not transfer.is_done()
         return None if transfer.is_done() else transfer
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = [self._memory[page, 0] for page in pages]
+        image.publish(layout.num_layers)
+        reached["saved"] += 1
+        return image
 
 
 class CheckingExecutor:
@@ -274,7 +290,6 @@ class CheckingExecutor:
 
     def _score(self, row: ScheduledRow, expected: Expected) -> list[TokenLogprobs]:
         """Every prompt token after one of the row's is scored by its position."""
-        assert row.num_logits == len(row.tokens)
         positions = range(row.start + 1, min(row.kv_len + 1, len(expected.prompt)))
         return [TokenLogprobs(expected.prompt[position], -float(position)) for position in positions]
 
@@ -336,10 +351,15 @@ class EngineMachine(RuleBasedStateMachine):
         lookahead=st.sampled_from([1, 2, 8]),
         max_adapters=st.sampled_from([None, None, 1, 2]),
         max_overtake=st.sampled_from([0.0, 0.05, 0.5, 1000.0]),
+        prefetch=st.sampled_from([0, 0, 1, 3]),
+        eviction=st.sampled_from(["cost", "lru"]),
+        max_load_stall=st.sampled_from([0.0, 0.02, 0.02]),
+        max_waiting=st.sampled_from([None, None, 3, 12]),
+        share=st.booleans(),
     )
     def build(
         self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
-        host_pages, lookahead, max_adapters, max_overtake,
+        host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, max_waiting, share,
     ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
@@ -354,6 +374,12 @@ class EngineMachine(RuleBasedStateMachine):
             lookahead=lookahead,
             max_adapters_per_step=max_adapters,
             max_overtake_seconds=max_overtake,
+            adapter_read_seconds=1e9,  # reads wait for the machine, which lets time go by in leaps
+            prefetch=prefetch,
+            eviction=eviction,
+            max_load_stall_seconds=max_load_stall,
+            max_waiting=max_waiting,
+            share_prefix_cache=share,
             seed=5,
         )
         self.requests: dict[str, Expected] = {}
@@ -399,8 +425,11 @@ class EngineMachine(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         stop=st.sets(st.integers(0, VOCAB - 1), max_size=1),
         scored=st.sampled_from([False, False, True]),
+        tenants=st.lists(st.sampled_from(["", "a", "b"]), min_size=6, max_size=6),
+        salts=st.lists(st.sampled_from(["", "", "", "x"]), min_size=6, max_size=6),
+        twins=st.booleans(),
     )
-    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored):
+    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins):
         """A few requests of similar length, whose prompts begin with the same `shared` tokens."""
         for index, name in enumerate(names):
             params = SamplingParams(
@@ -411,9 +440,14 @@ class EngineMachine(RuleBasedStateMachine):
                 ignore_eos=ignore_eos,
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
             )
-            self._add(name, length + index, shared, params)
+            size, same = (length, length) if twins else (length + index, shared)
+            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index])
 
-    @rule(name=st.sampled_from([None, *NAMES]), length=st.integers(0, MAX_MODEL_LEN + 1), max_tokens=st.integers(1, 60))
+    @rule(
+        name=st.sampled_from([None, *NAMES]),
+        length=st.integers(0, MAX_MODEL_LEN + 1),
+        max_tokens=st.none() | st.integers(1, 60),
+    )
     def add_what_may_not_fit(self, name, length, max_tokens):
         self._add(name, length, 0, SamplingParams(max_tokens, temperature=0.0, ignore_eos=True))
 
@@ -424,15 +458,21 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))].tokens
         self._add(name, len(before) + more, len(before), SamplingParams(8, temperature=0.0), before)
 
-    def _add(self, name, length, shared, params, stem=None):
+    def _add(self, name, length, shared, params, stem=None, tenant="", salt=""):
         request_id = f"r{next(self.ids)}"
         stem = [zlib.crc32(f"stem {i}".encode()) % VOCAB for i in range(MAX_MODEL_LEN + 1)] if stem is None else stem
         prompt = stem[: min(shared, length)]
         prompt = prompt + [zlib.crc32(f"{request_id} {i}".encode()) % VOCAB for i in range(length - len(prompt))]
-        request = Request(request_id, prompt, params, name)
+        request = Request(request_id, prompt, params, name, tenant=tenant, cache_salt=salt)
         refusal = self._refusal(name, length, params.max_tokens)
         try:
             self.engine.add_request(request)
+        except Overloaded as error:
+            assert refusal is None
+            assert self.scheduler.num_waiting >= self.config.max_waiting // 2
+            assert 1 <= error.retry_after <= 60
+            reached["overloaded"] += 1
+            return
         except InvalidRequest as error:
             assert refusal == error.field
             return
@@ -441,14 +481,15 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _refusal(self, name, length, max_tokens):
         """The field that a request must be refused for."""
-        total = min(MAX_MODEL_LEN, length + max_tokens)
+        total = min(MAX_MODEL_LEN, length + (max_tokens or 1))
         if not 0 < length < MAX_MODEL_LEN:
             return "prompt"
-        if not self.config.chunked_prefill and total > self.config.max_num_batched_tokens:
+        if not self.config.chunked_prefill and total - 1 > self.config.max_num_batched_tokens:
             return "prompt"
         if name is not None and name not in self.current:
             return "model"
-        return None if self._could_fit(self.current.get(name), total) else "max_tokens"
+        fits = self._could_fit(self.current.get(name), total - 1)
+        return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter, num_tokens):
         """Whether adapter and tokens fit beside pinned adapters when nothing else is there."""
@@ -493,6 +534,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.running_before = {request.id for request in self.scheduler._running}
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions
+        here = (Tier.DEVICE, Tier.HOST)
+        self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
@@ -517,14 +560,30 @@ class EngineMachine(RuleBasedStateMachine):
     def _check_order(self, plan):
         """No request starts while an older one still waits that has been overtaken for long enough."""
         started = [r for r in self.scheduler._running if r.id not in self.running_before]
-        fresh = [r.arrival_time for r in started if not self.requests[r.id].preempted]
+        first = [r for r in started if not self.requests[r.id].preempted]
+        fresh = [r.arrival_time for r in first]
+        using = {r.adapter for r in self.scheduler._running} - {None}
+        for request in started:
+            reached[f"state {request.state}"] += 1
         for waiting in self.scheduler._waiting:
-            if waiting.arrival_time < self.overdue_before and waiting.id not in self.running_before:
-                assert all(arrival <= waiting.arrival_time for arrival in fresh), f"{waiting} was overtaken too long"
+            if waiting.arrival_time >= self.overdue_before or waiting.id in self.running_before:
+                continue
+            adapter = waiting.adapter
+            if adapter is not None and adapter not in self.here_before:
+                reached["overdue, its adapter not here"] += any(arrival > waiting.arrival_time for arrival in fresh)
+                continue
+            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, Nobody).requests:
+                continue  # held back until its prompt has been computed for another
+            barred = adapter not in using and len(using) >= (self.config.max_adapters_per_step or 100)
+            for other in first:
+                if other.tenant == waiting.tenant and not (barred and other.adapter is None):
+                    assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
         oldest = min((r.arrival_time for r in self.scheduler._waiting), default=float("inf"))
         reached["overtaken"] += any(arrival > oldest for arrival in fresh)
         for request in started:
             reached["prefix hit"] += request.num_cached_tokens > 0
+            others = [w for w in self.scheduler._waiting if w.tenant != request.tenant]
+            reached["a tenant's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
     def _check_output(self, expected, output: RequestOutput):
@@ -676,6 +735,13 @@ class EngineMachine(RuleBasedStateMachine):
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
         assert stats.num_free_pages + held == self.usable
         assert stats.num_kv_pages == 0 or stats.num_running > 0
+        for request_id in self._active():
+            request = self.requests[request_id].request
+            runs = request in self.scheduler._running
+            assert request.is_running == (request.block_table is not None) == runs
+            assert runs != (request in self.scheduler._waiting)
+            assert request.state is not RequestState.LOADING or request.adapter is not None
+            reached[f"state {request.state}"] += 1
         idle = [a for a in self._adapters() if a.pages and not a.references and a.transfer is None]
         assert self.engine.store.num_idle_pages == sum(adapter.num_pages for adapter in idle)
         assert all(adapter.pages for adapter in self.pinned), "a pinned adapter was evicted"
@@ -690,7 +756,8 @@ class EngineMachine(RuleBasedStateMachine):
         prefix, pool = self.engine._prefix, self.engine._pool
         assert set(prefix._roots) <= {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
         pages = set()
-        for version, root in prefix._roots.items():
+        for root in prefix.roots():
+            version = root.version
             stack = [(child, child.tokens) for child in root.children.values()]
             while stack:
                 block, tokens = stack.pop()
@@ -709,8 +776,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def host_images_are_counted(self):
         images = self.engine.store._images
-        entries = [(future.done(), size) for future, size, _ in images._entries.values()]
-        assert images.num_bytes == sum(size for _, size in entries)
+        assert images.num_bytes == sum(entry.num_bytes for entry in images._entries.values())
 
     def teardown(self):
         if not hasattr(self, "engine"):
@@ -744,5 +810,6 @@ def test_the_machine_went_everywhere():
         run_state_machine_as_test(EngineMachine, settings=TestEngineMachine.settings)
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
-    assert reached.keys() >= {"streamed", "computed in vain"}
+    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn"}
+    assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached

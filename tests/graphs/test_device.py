@@ -7,6 +7,8 @@ import torch
 
 from chorus.graphs.device import CudaDevice, DeviceError, HostDevice
 
+from .fake_graphs import fake_graphs
+
 
 def test_the_cpu_is_a_device_that_is_always_done():
     device, calls = HostDevice(memory_bytes=123), []
@@ -37,3 +39,39 @@ def test_says_how_many_gpus_there_are(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with pytest.raises(DeviceError, match="'cuda:2', but there are 2 GPUs, the last is 'cuda:1'"):
         CudaDevice(2)
+
+
+def capture_fails(device):
+    calls = iter([None, ZeroDivisionError()])
+
+    def work():
+        if (error := next(calls)) is not None:
+            raise error
+
+    with pytest.raises(ZeroDivisionError):
+        device.capture(work)
+
+
+def test_graphs_share_a_pool_while_one_of_them_lives(monkeypatch):
+    pools = fake_graphs(monkeypatch)
+    device = CudaDevice(0)
+    first, second = device.capture(lambda: None), device.capture(lambda: None)
+    assert first.__self__.pool == second.__self__.pool
+    pool = first.__self__.pool
+    del first
+    third = device.capture(lambda: None)
+    assert third.__self__.pool == pool
+    del second, third
+    assert pools.uses(pool) == 0
+    assert device.capture(lambda: None).__self__.pool != pool, "a pool without graphs can't be captured into"
+
+
+def test_a_first_capture_that_fails_spoils_no_other(monkeypatch):
+    fake_graphs(monkeypatch)
+    device = CudaDevice(0)
+    capture_fails(device)
+    kept = device.capture(lambda: None)
+    capture_fails(device)
+    assert device.capture(lambda: None).__self__.pool == kept.__self__.pool
+    device.release()
+    assert device.capture(lambda: None).__self__.pool != kept.__self__.pool

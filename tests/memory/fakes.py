@@ -23,6 +23,7 @@ class FakeBackend:
         self.stuck: set[str] = set()
         self.reads: list[str] = []
         self.placed: list[tuple[str, list[int]]] = []
+        self.saved: list[str] = []
 
     def inspect(self, path: Path) -> AdapterManifest:
         if path.name not in self.SIZES:
@@ -44,6 +45,13 @@ class FakeBackend:
             raise RuntimeError("no copy")
         transfer = FakeTransfer(image, layout, lambda: self.placed.append((image.data, list(pages))))
         return None if transfer.is_done() else transfer
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
+        image = HostImage()
+        image.data = next(data for data, placed in reversed(self.placed) if placed == pages)
+        image.publish(layout.num_layers)
+        self.saved.append(image.data)
+        return image
 
 
 class FakeTransfer:

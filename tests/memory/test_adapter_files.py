@@ -17,7 +17,7 @@ from chorus.memory.adapter_image import read_image
 from chorus.memory.adapter_layout import AdapterLayout
 from chorus.memory.host_buffers import HostBuffers
 from chorus.memory.host_image import HostImage
-from chorus.memory.tensor_file import TensorFile
+from chorus.memory.tensor_file import FileIdentity, TensorFile
 
 PAGE_ELEMS = 1024
 LAYERS = 3
@@ -75,6 +75,13 @@ def twice(path):
     put_header(path, json.dumps(header)[:-1] + f', "{Q0_A}": {entry}}}', data)
 
 
+def long_sizes(path, digits):
+    """Multiplied with each other they would keep the interpreter for a minute."""
+    header, data = header_of(path)
+    header[Q0_A]["shape"] = ["N", "N"]
+    put_header(path, json.dumps(header).replace('"N"', "9" * digits), data)
+
+
 def cut(path):
     file = path / WEIGHTS
     os.truncate(file, file.stat().st_size - 5)
@@ -123,6 +130,17 @@ CORRUPT = {
     "negative size": (edited(lambda h: h[Q0_A].update(shape=[-4, -16])), WEIGHTS, Q0_A, "shape"),
     "float size": (edited(lambda h: h[Q0_A].update(shape=[4.0, 16])), WEIGHTS, Q0_A, "shape"),
     "huge size": (edited(lambda h: h[Q0_A].update(shape=[2**62, 2**62])), WEIGHTS, Q0_A, "corrupt"),
+    "sizes of 4,290 digits": (lambda path: long_sizes(path, 4290), WEIGHTS, Q0_A, "[inf, inf]"),
+    "sizes of 4,301 digits": (lambda path: long_sizes(path, 4301), WEIGHTS, "not JSON", "4301 digits"),
+    "many dimensions": (edited(lambda h: h[Q0_A].update(shape=[1] * 9)), WEIGHTS, Q0_A, "shape"),
+    "many tensors": (
+        edited(lambda h: {str(n): {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(8193)}),
+        WEIGHTS, "8193 tensors",
+    ),
+    "header of two MiB": (lambda path: put_header(path, "{" + " " * (2 << 20) + "}", b""), WEIGHTS, "at most 1048576"),
+    "weights a device": (made(WEIGHTS, lambda file: file.symlink_to("/dev/zero")), WEIGHTS, "not a regular file"),
+    "config a device": (made(CONFIG, lambda file: file.symlink_to("/dev/zero")), CONFIG, "not a regular file"),
+    "config float": (replaced(CONFIG, b'{"lora_alpha": 0.' + b"9" * 9000 + b"}"), CONFIG, "not JSON", "characters"),
     "three places": (edited(lambda h: h[Q0_A].update(data_offsets=[0, 1, 2])), WEIGHTS, Q0_A, "data_offsets"),
     "overlap": (edited(lambda h: h[Q0_A].update(data_offsets=h[Q0_B]["data_offsets"])), WEIGHTS, "begins at byte"),
     "backwards": (edited(lambda h: h[Q0_A]["data_offsets"].reverse()), WEIGHTS, Q0_A, "needs"),
@@ -143,7 +161,7 @@ CORRUPT = {
     "config null": (replaced(CONFIG, b"null"), CONFIG, "object"),
     "config nested": (replaced(CONFIG, b"[" * 100_000), CONFIG, "nested"),
     "config endless": (replaced(CONFIG, b" " * (2 << 20)), CONFIG, "longer"),
-    "config long number": (replaced(CONFIG, b'{"r": ' + b"9" * 5000 + b"}"), CONFIG, "not JSON"),
+    "config long number": (replaced(CONFIG, b'{"r": ' + b"9" * 5000 + b"}"), CONFIG, "not JSON", "5000 digits"),
     "config key twice": (replaced(CONFIG, b'{"r": 4, "r": 8}'), CONFIG, "'r'", "twice"),
     "config a directory": (made(CONFIG, Path.mkdir), CONFIG, "not a regular file"),
     "config a pipe": (made(CONFIG, os.mkfifo), CONFIG, "not a regular file"),
@@ -200,14 +218,16 @@ def test_a_file_that_changed_since_registration_is_refused(adapter_draft, tmp_pa
     with pytest.raises(AdapterFormatError, match=r"changed on disk since .* register the adapter again"):
         read()
     os.utime(path / WEIGHTS, ns=(0, manifest.mtime_ns))
-    read()  # the same size at the same time passes for the same file, and is a good adapter still
+    with pytest.raises(AdapterFormatError, match="changed on disk"):
+        read()  # of the same size and time, and a good adapter; but not the one that was registered
     save_file({**load_file(path / WEIGHTS), "x": torch.ones(1)}, path / WEIGHTS)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
         read()
     adapter_draft(rank=8, targets=("q_proj",)).write(path)
     status = (path / WEIGHTS).stat()
+    identity = FileIdentity(status.st_dev, status.st_ino, status.st_ctime_ns)
     with pytest.raises(AdapterFormatError, match="changed on disk"):
-        read(replace(manifest, file_size=status.st_size, mtime_ns=status.st_mtime_ns))
+        read(replace(manifest, file_size=status.st_size, mtime_ns=status.st_mtime_ns, identity=identity))
     (path / WEIGHTS).unlink()
     with pytest.raises(AdapterFormatError, match="not found"):
         read()

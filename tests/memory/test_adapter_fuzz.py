@@ -1,4 +1,4 @@
-"""A thousand damaged adapters: each is served as PEFT would apply it, or refused with the cause, and that is all."""
+"""Fifteen hundred damaged adapters: each is served as PEFT would apply it, or refused with the cause, and no more."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from chorus.memory.adapter_format import AdapterFormatError
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")
 
-EXAMPLES = 1000
+EXAMPLES = 1500
 BATCHES = 4
 LAYERS = 3
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -177,7 +177,7 @@ def replace_file(path, rng):
     file = path / rng.choice([CONFIG, WEIGHTS])
     content = file.read_bytes()
     file.unlink()
-    kind = rng.randrange(6)
+    kind = rng.randrange(8)
     if kind == 0:
         file.mkdir()
     elif kind == 1:
@@ -186,6 +186,11 @@ def replace_file(path, rng):
         os.mkfifo(file)
     elif kind == 3:
         file.write_bytes(rng.randbytes(rng.choice([0, 8, 300, 5000])))
+    elif kind == 5:
+        file.symlink_to(rng.choice(["/dev/zero", "/dev/null", "/proc/self/mem", "/", "nowhere", "/dev/tty"]))
+    elif kind == 6:
+        file.write_bytes(content)
+        os.truncate(file, rng.choice([1 << 20, 1 << 40]))  # no blocks on the disk
     elif kind == 4:
         file.with_name("moved").write_bytes(content)
         file.symlink_to(file.with_name("moved"))  # a good link
@@ -198,9 +203,65 @@ def swap_files(path, rng):
     shutil.copy(other / name, path / name)
 
 
+PIECES = [
+    "q", "v", "k", "up", "_proj", "_proj", "(q|v)", "(?:q|k)", "[qkv]", "[^v]", r"\.", ".", ".*", ".*", "layers", r"\d",
+    "self_attn", "mlp", "?", "+", "|", "^", "$", r"\b", "(?!mlp)", "(?=q)", "{2}", "(", ")", "[", "\\", "*", "é", "",
+]  # fmt: skip
+
+
+def edit_pattern(path, rng):
+    """What is taken must match what `re` matches; none of these keeps `re` for long."""
+    config = json.loads((path / CONFIG).read_text())
+    for _ in range(rng.choice([1, 1, 2])):
+        pattern = "".join(rng.choices(PIECES, k=rng.randrange(1, 7)))
+        field = rng.choice(["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern", "layers_pattern"])
+        if field == "target_modules" and rng.random() < 0.7:
+            pattern = rng.choice([".*({})_proj", ".*({}).*", r".*\.(q_proj|{})"]).replace("{}", pattern)
+        config[field] = {pattern: config.get("r", 4)} if field in ("rank_pattern", "alpha_pattern") else pattern
+        if field == "layers_pattern":
+            config["layers_to_transform"] = [0, 1, 2]
+    (path / CONFIG).write_text(json.dumps(config))
+
+
+def long_numbers(path, rng):
+    digits = rng.choice("129") * rng.choice([19, 20, 310, 4290, 4301, 100_000])
+    raw = (path / WEIGHTS).read_bytes()
+    length = header_length(path)
+    if rng.random() < 0.3:
+        config = json.loads((path / CONFIG).read_text()) | {rng.choice(FIELDS): "N"}
+        (path / CONFIG).write_text(json.dumps(config).replace('"N"', digits + rng.choice(["", ".5", "e9"])))
+        return
+    header = json.loads(raw[8 : 8 + length])
+    entry = header[rng.choice([name for name in header if name != "__metadata__"])]
+    entry[rng.choice(["shape", "data_offsets"])][rng.randrange(2)] = "N"
+    text = json.dumps(header).replace('"N"', digits).encode()
+    (path / WEIGHTS).write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+
+def wrap(path, rng):
+    """As trained inside of a larger model: some names, all of them, or in several ways."""
+    tensors, stems = load_file(path / WEIGHTS), rng.choice([STEMS[:1], STEMS[:1], STEMS[1:2], STEMS])
+    share = rng.choice([1.0, 1.0, 0.5])
+    renamed = {
+        name.replace(PREFIX, f"base_model.model.{rng.choice(stems)}.") if rng.random() < share else name: tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, path / WEIGHTS)
+
+
+def zero(path, rng):
+    """Served as it is, though it may change nothing."""
+    tensors = load_file(path / WEIGHTS)
+    side = rng.choice(["lora_A", "lora_B", "lora"])
+    save_file({name: tensor * 0 if side in name else tensor for name, tensor in tensors.items()}, path / WEIGHTS)
+
+
+PREFIX = "base_model.model.model."
+STEMS = ["model.language_model", "language_model.model", "model.text_model"]
+
 DAMAGE = [
     flip_header, flip_data, flip_config, resize, edit_header, edit_tensors, edit_config, edit_config, replace_file,
-    swap_files,
+    swap_files, edit_pattern, edit_pattern, long_numbers, wrap, zero,
 ]  # fmt: skip
 
 
@@ -224,9 +285,10 @@ def read_with_peft(path: Path) -> dict[tuple[int, str], tuple[torch.Tensor, torc
     ranks, alphas = raw.get("rank_pattern") or {}, raw.get("alpha_pattern") or {}
     tensors = load_file(path / WEIGHTS)
     found = {}
+    stem = next((stem for stem in STEMS if any(f"base_model.model.{stem}.layers" in name for name in tensors)), "model")
     for layer in range(LAYERS):
         for module in MODULES:
-            key = f"model.layers.{layer}.{'mlp' if module in MODULES[4:] else 'self_attn'}.{module}"
+            key = f"{stem}.layers.{layer}.{'mlp' if module in MODULES[4:] else 'self_attn'}.{module}"
             match = peft_utils.check_target_module_exists(config, key)
             if not match or isinstance(match, peft_utils._ExcludedModule):
                 continue

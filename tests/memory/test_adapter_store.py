@@ -339,7 +339,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
     backend.broken.add("two")
     store.read_ahead([a])
     slow.reads.finish()
-    assert store.tier(a) is Tier.HOST, "the read has ended, badly"
+    assert store.tier(a) is Tier.FAILED
     with pytest.raises(AdapterFormatError, match="cannot be read"):
         store.acquire(a)
     assert store.tier(a) is Tier.DISK
@@ -411,7 +411,11 @@ def test_a_read_that_fails_on_the_way_is_told_once_with_its_cause(slow, streamin
     slow.store.release(streaming)
     slow.store.evict(streaming)
     assert slow.store.poll() == []
-    assert (slow.store.tier(streaming), pool.num_free) == (Tier.DISK, 10)
+    assert (slow.store.tier(streaming), pool.num_free) == (Tier.FAILED, 10)
+    slow.store.watch_reads()
+    assert "cannot be read" in str(slow.store.unreadable(streaming)), "others may wait for it"
+    slow.store.forget_unreadable()
+    assert slow.store.tier(streaming) is Tier.DISK
     check(slow.store, pool)
 
 
@@ -604,3 +608,74 @@ def test_describe_is_sorted_and_complete(store):
     assert a.target_modules == ("q_proj",)
     assert b.path == Path("adapters/two")
     assert store.names() == ["a", "b"]
+
+
+# -- versions that requests hold
+
+
+def test_bytes_of_a_held_version_are_saved_before_its_pages_are_given_up(memory, store, backend, pool):
+    """Its directory was overwritten in place: it could not be read again."""
+    (old,) = register(store, a="four")
+    store.hold(old)
+    store.acquire(old)
+    memory.images.drop(old.version)
+    register(store, a="two")
+    backend.broken.add("four")
+    store.release(old)
+    assert memory.reclaimer.make_room(10)
+    assert (old.pages, backend.saved) == ([], ["four"])
+    assert store.tier(old) is Tier.HOST
+    store.acquire(old)
+    assert backend.placed[-1] == ("four", old.pages)
+    store.release(old)
+    store.let_go(old)
+    assert memory.images.num_bytes == 0
+    check(store, pool)
+
+
+def test_nothing_is_saved_that_nobody_holds_or_that_is_on_the_host(memory, store, backend, use):
+    a, b = register(store, a="four", b="two")
+    use(a)
+    memory.images.drop(a.version)
+    store.hold(b)
+    store.acquire(b)
+    store.release(b)
+    assert memory.reclaimer.make_room(10)
+    assert backend.saved == []
+
+
+def test_a_version_that_cannot_be_saved_gives_up_its_pages_all_the_same(memory, store, backend, pool):
+    (a,) = register(store, a="four")
+    store.hold(a)
+    store.acquire(a)
+    memory.images.drop(a.version)
+    store.release(a)
+    backend.save = lambda layout, pages: (_ for _ in ()).throw(MemoryError("no memory"))
+    assert memory.reclaimer.make_room(10)
+    assert store.tier(a) is Tier.DISK
+    check(store, pool)
+
+
+def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
+    store = slow.store
+    a, b, c = register(store, a="four", b="two", c="two")
+    store.hold(a)
+    store.read_ahead([a])
+    slow.reads.finish()
+    store.read_ahead([b, c])
+    assert [store.tier(x) for x in (a, b, c)] == [Tier.HOST, Tier.LOADING, Tier.DISK], "one always goes on"
+    store.let_go(a)
+    slow.reads.finish()
+    store.read_ahead([b, c])
+    assert [store.tier(x) for x in (a, b, c)] == [Tier.DISK, Tier.HOST, Tier.LOADING]
+
+
+def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backend):
+    (a,) = register(slow.store, a="two")
+    backend.broken.add("two")
+    slow.store.read_ahead([a])
+    slow.reads.finish()
+    assert slow.store.tier(a) is Tier.FAILED
+    backend.broken.clear()
+    slow.store.hold(a)
+    assert slow.store.tier(a) is Tier.DISK

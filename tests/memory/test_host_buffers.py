@@ -1,8 +1,10 @@
 import gc
+import threading
 
 import pytest
 import torch
 
+from chorus.memory import hugepages
 from chorus.memory.host_buffers import HostBuffers
 
 
@@ -54,3 +56,37 @@ def test_what_idles_longest_goes_beyond_the_limit():
     again = [buffers.take((1 << 19,), torch.uint8) for _ in range(2)]
     assert last in {taken.data_ptr() for taken in again}
     assert buffers.num_idle_bytes == 0
+
+
+class CollectingList(list):
+    """Runs the garbage collector whenever somebody goes through it."""
+
+    def __iter__(self):
+        gc.collect()
+        return super().__iter__()
+
+
+def test_the_garbage_collector_may_run_while_a_buffer_is_looked_for():
+    """It frees what is in cycles inside any line; a finalizer that waited for a lock held there would wait for good."""
+    buffers = HostBuffers()
+    cycle = [buffers.take((1 << 20,), torch.uint8)]
+    cycle.append(cycle)
+    buffers._idle = CollectingList([hugepages.map_memory(1 << 20)])
+    gc.disable()
+    try:
+        del cycle
+        taken = []
+        thread = threading.Thread(target=lambda: taken.append(buffers.take((1 << 20,), torch.uint8)), daemon=True)
+        thread.start()
+        thread.join(30)
+        assert taken, "it hangs"
+    finally:
+        gc.enable()
+    assert buffers.num_idle_bytes == 1 << 20
+
+
+def test_what_is_dropped_keeps_to_the_limit_without_anybody_asking():
+    buffers = HostBuffers(max_idle_bytes=1 << 20)
+    held = [buffers.take((1 << 19,), torch.uint8) for _ in range(8)]
+    held.clear()
+    assert sum(map(len, buffers._idle)) == 1 << 20

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
 import pytest
+import torch
 
+from chorus.memory.adapter_error import AdapterFormatError
+from chorus.memory.host_buffers import HostBuffers
+from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import HostImages, InlineReads, ThreadReads
+from chorus.memory.read_watch import ReadStalled
 
 from .fakes import SlowReads
 
@@ -202,4 +208,231 @@ def test_take_waits_for_a_thread():
     images.request("a", 10, lambda image: go.wait(10) and brings("A")(image))
     threading.Timer(0.02, go.set).start()
     assert images.take("a").data == "A"
+    images.close()
+
+
+# -- reads that bring nothing
+
+
+class Watched:
+    """Images under a clock that the test turns, read by threads; a read goes on when its event is set."""
+
+    def __init__(self):
+        self.now = 0.0
+        self.reads = ThreadReads(threads=1)
+        self.images = HostImages(1000, self.reads, lambda: self.now, stall_seconds=30.0)
+        self.steps: dict[str, threading.Semaphore] = {}
+        self.began: dict[str, threading.Event] = {}
+
+    def request(self, key, layers=4, num_bytes=10):
+        step, began = threading.Semaphore(0), threading.Event()
+        self.steps[key], self.began[key] = step, began
+
+        def read(image):
+            began.set()
+            image.data = key
+            for layer in range(layers):
+                assert step.acquire(timeout=60)
+                image.publish(layer + 1)
+
+        self.images.request(key, num_bytes, read, label=f"/adapters/{key}")
+
+    def wait(self, seconds, count=40):
+        for _ in range(count):
+            self.now += seconds / count
+            self.images.watch()
+
+    def until(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+
+
+@pytest.fixture
+def watched():
+    made = Watched()
+    yield made
+    for step in made.steps.values():
+        step.release(100)
+    made.images.close()
+
+
+def test_a_read_that_brings_nothing_is_given_up_and_others_go_on(watched):
+    watched.request("hung")
+    assert watched.began["hung"].wait(60)
+    image = watched.images.peek("hung")
+    told = []
+    image.follow(lambda: told.append(image.stream.num_ready))
+    watched.request("next")
+    assert not watched.began["next"].is_set(), "there is one thread"
+    watched.wait(2)
+    assert watched.images.is_slow("hung")
+    assert watched.began["next"].wait(60), "nobody reads beside it"
+    watched.steps["next"].release(4)
+    watched.until(lambda: watched.images.is_ready("next"))
+    assert watched.images.counts().oldest_seconds == pytest.approx(2, abs=0.2)
+    watched.wait(31)
+    error = watched.images.error("hung")
+    assert "/adapters/hung: its read brought nothing for 31 s" in str(error)
+    assert "adapter_read_seconds" in str(error)
+    assert told == [image.stream.FAILED]
+    assert image.data is None
+    counts = watched.images.counts()
+    assert (counts.num_given_up, counts.num_failed, counts.num_under_way) == (1, 0, 0)
+    with pytest.raises(ReadStalled):
+        watched.images.take("hung")
+
+
+def test_a_read_that_was_given_up_changes_nothing_when_it_goes_on(watched):
+    watched.request("hung")
+    assert watched.began["hung"].wait(60)
+    image = watched.images.peek("hung")
+    watched.wait(40)
+    assert watched.images.error("hung") is not None
+    assert watched.images.num_bytes == 10, "its thread may still have the buffer"
+    watched.images.drop("hung")
+    watched.images.request("hung", 10, brings("again"), label="/adapters/hung")
+    assert "an earlier read of it still hangs" in str(watched.images.error("hung"))
+    watched.images.drop("hung")
+    assert watched.images.num_bytes == 10
+    watched.steps["hung"].release(4)
+    watched.until(lambda: not watched.reads._running)
+    assert (image.stream.num_ready, image.data) == (image.stream.FAILED, None)
+    watched.images.request("hung", 10, brings("again"))
+    assert watched.images.take("hung").data == "again"
+    assert watched.images.num_bytes == 10
+
+
+def test_a_slow_read_that_goes_on_may_take_its_time(watched):
+    watched.request("slow", layers=5)
+    image = watched.images.peek("slow")
+    for layer in range(4):
+        watched.steps["slow"].release()
+        watched.until(lambda layer=layer: image.stream.num_ready == layer + 1)
+        watched.wait(29)
+    watched.steps["slow"].release()
+    assert watched.images.take("slow").data == "slow"
+
+
+def test_large_layers_may_take_longer(watched):
+    watched.request("large", num_bytes=16 << 20)
+    assert watched.began["large"].wait(60)
+    watched.wait(60)
+    assert watched.images.error("large") is None
+    watched.wait(5)
+    assert watched.images.error("large") is not None
+
+
+def test_what_waits_behind_others_that_go_on_is_not_given_up(watched):
+    watched.reads.set_aside = lambda future: False
+    watched.request("slow", layers=5)
+    image = watched.images.peek("slow")
+    watched.request("behind")
+    for layer in range(4):
+        watched.steps["slow"].release()
+        watched.until(lambda layer=layer: image.stream.num_ready == layer + 1)
+        watched.wait(25)
+    assert watched.images.error("behind") is None
+    watched.wait(80)
+    assert watched.images.error("slow") is not None
+    assert "could not begin" in str(watched.images.error("behind"))
+
+
+def test_taking_a_read_that_hangs_ends(watched):
+    watched.request("hung")
+    assert watched.began["hung"].wait(60)
+    watched.images._clock = lambda: watched.__dict__.__setitem__("now", watched.now + 5) or watched.now
+    with pytest.raises(ReadStalled):
+        watched.images.take("hung")
+
+
+def test_closing_does_not_wait_for_a_read_that_hangs(watched):
+    watched.request("hung")
+    assert watched.began["hung"].wait(60)
+    watched.wait(2)
+    watched.images.close()
+    assert not watched.reads._running.isdisjoint(watched.reads._aside)
+
+
+def test_a_read_that_nobody_wants_any_more_ends_with_its_next_layer(watched):
+    watched.request("a")
+    assert watched.began["a"].wait(60)
+    image = watched.images.peek("a")
+    watched.images.drop("a")
+    watched.steps["a"].release()
+    watched.until(lambda: not watched.reads._running)
+    assert image.stream.num_ready == image.stream.FAILED
+    watched.request("b")
+    assert watched.began["b"].wait(60)
+
+
+def test_a_thread_that_cannot_be_started_fails_the_image_only(monkeypatch):
+    images = HostImages(100, ThreadReads())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        images.request("a", 10, brings("A"))
+    assert str(images.error("a")) == "no thread"
+    images.drop("a")
+    images.request("a", 10, brings("A"))
+    assert images.take("a").data == "A"
+    images.close()
+
+
+# -- what may be dropped
+
+
+def test_what_is_held_is_not_dropped_for_others(images, reads):
+    held_keys = {"a"}
+    for key in "ab":
+        images.request(key, 40, brings(key), may_drop=lambda key=key: key not in held_keys)
+        reads.finish()
+    assert images.has_room(60)
+    assert not images.has_room(61)
+    images.request("c", 90, brings("c"))
+    assert held(images) == ["a", "c"]
+    held_keys.clear()
+    reads.finish()
+    images.request("d", 100, brings("d"))
+    assert held(images) == ["d"]
+
+
+def test_an_image_may_be_put_in_place_of_a_failed_one(images, reads):
+    images.request("a", 10, fails)
+    reads.finish()
+    image = HostImage()
+    image.data = "A"
+    image.publish(1)
+    images.put("a", 10, image)
+    assert images.take("a") is image
+    assert (images.num_bytes, images.error("a")) == (10, None)
+
+
+@pytest.mark.parametrize("threads", [False, True])
+def test_a_failed_read_leaves_nothing_behind(threads):
+    """Its error has frames that hold the buffer, and the image holds the error: no collector is needed all the same."""
+    buffers = HostBuffers()
+    images = HostImages(1 << 30, ThreadReads() if threads else InlineReads())
+
+    def read(image):
+        part = image.data = buffers.take((1 << 20,), torch.uint8)
+        image.publish(1)
+        try:
+            raise OSError("no disk")
+        except OSError as error:
+            raise AdapterFormatError(f"{len(part)} bytes wanted") from error
+
+    gc.collect()
+    gc.disable()
+    try:
+        images.request("a", 1 << 20, read)
+        image = images.peek("a")
+        with pytest.raises(AdapterFormatError, match="bytes wanted") as caught:
+            images.take("a")
+        deadline = time.monotonic() + 60
+        while buffers.num_idle_bytes == 0:
+            assert time.monotonic() < deadline, f"{caught.value} and {image} keep its buffer"
+            time.sleep(0.002)
+    finally:
+        gc.enable()
     images.close()

@@ -1,49 +1,140 @@
+"""Patterns of untrusted files: they match what `re` matches, in a number of steps that is known beforehand."""
+
 from __future__ import annotations
 
 import json
+import random
+import re
+import warnings
 
 import pytest
 
-from chorus.memory.adapter_config import CONFIG_FILE, AdapterConfig
+from chorus.memory.adapter_config import CONFIG_FILE, MAX_PATTERNS, AdapterConfig
+from chorus.memory.adapter_directory import AdapterDirectory
 from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.name_pattern import MAX_CHARACTERS, MatchTime, NamePattern
+from chorus.memory.module_names import ModuleNames
+from chorus.memory.name_pattern import MAX_CHARACTERS, MAX_STEPS, NamePattern, Steps
 
-ENDLESS = r"(a|a)*(a|a)*(a|a)*\d"
-NAME = "a" * 60 + "!"
+KEYS = [
+    f"model.layers.{layer}.{block}_proj" for layer in range(3) for block in ("self_attn.q", "self_attn.k", "mlp.up")
+] + ["lm_head", "model", "model.layers.0", "a", "ab", "model.embed_tokens"]
+NAMES = ModuleNames(KEYS)
+
+#: As they are in files that PEFT, ms-swift and unsloth have written.
+REAL = [
+    r".*\.(q|v)_proj",
+    r"^model\.layers\.[01]\.self_attn\.(q|k)_proj$",
+    r"^(?!.*visual).*(?:q_proj|up_proj)$",
+    r"^(model(?=\.layers).*\.(q_proj|up_proj))$",
+    r"(?:.*?(?:layers|text).*?(?:self_attn|mlp).*?(?:q_proj|up_proj).*?)"
+    r"|(?:\bmodel\.layers\.[\d]{1,}\.(?:self_attn|mlp)\.(?:(?:q_proj|up_proj)))",
+    "model.layers.1.self_attn.q_proj",
+    "self_attn.q_proj|up_proj",
+    r"layers\.\d+\.mlp\..*",
+    "",
+]
+
+PIECES = [
+    "a", "b", "q", "_", "proj", "q_proj", "model", "layers", r"\.", ".", r"\d", r"\w", r"\b", r"\B", r"\-", "[a-z]",
+    "[^.]", "[qk]", r"[\d]", "[]a]", "(", "(?:", "(?=", "(?!", ")", ")", "|", "*", "+", "?", "*?", "{1,2}", "{2}",
+    "{0,}", "{,3}", "^", "$", "self_attn", "mlp", "0", "1", ".*", ".*", "]", "}", "-", "++", "[", "{", "\\", "(?i)",
+    "(?P<x>", "\\1", "\\Z", "(?<=a)", "é",
+]  # fmt: skip
 
 
-def test_a_match_is_what_the_standard_library_finds():
-    pattern = NamePattern(r"layers\.(?P<idx>\d+)", ValueError, MatchTime(), r"(.*\.)?({})\.")
-    assert pattern.match("model.layers.12.mlp")["idx"] == "12"
-    assert pattern.match("model.layers.x.mlp") is None
-    assert NamePattern("ab", ValueError, MatchTime()).fullmatch("abc") is None
+def pattern(text, steps=MAX_STEPS):
+    return NamePattern(text, ValueError, Steps(steps))
 
 
-def test_an_endless_match_is_given_up():
-    left = MatchTime(0.05)
-    with pytest.raises(ValueError, match="takes too long"):
-        NamePattern(ENDLESS, ValueError, left).fullmatch(NAME)
-    with pytest.raises(ValueError, match="takes too long"):  # the file's time is used up
-        NamePattern("a", ValueError, left).match("a")
+def assert_as_re(text):
+    it = pattern(text)
+    by_re = re.compile(text)
+    assert NAMES.at(it.whole(NAMES)) == [key for key in KEYS if by_re.fullmatch(key)], text
+    assert NAMES.at(it.tail(NAMES)) == [key for key in KEYS if re.match(rf"(.*\.)?({text})$", key)], text
+    numbered = re.compile(rf"(?:^|.*?\.)(?:{text})\.(?P<idx>\d+)\.")
+    assert NAMES.at(it.before_number(NAMES, anywhere=True)) == [key for key in KEYS if numbered.match(key)], text
 
 
-@pytest.mark.parametrize("bad", ["(", "a{2}{3}++", r"\p{L}", "a" * (MAX_CHARACTERS + 1)])
-def test_what_python_takes_for_no_expression_is_refused(bad):
-    with pytest.raises(ValueError, match=r"is no regular expression|characters, at most"):
-        NamePattern(bad, ValueError, MatchTime())
+@pytest.mark.parametrize("text", REAL)
+def test_patterns_of_real_files(text):
+    assert_as_re(text)
+
+
+def test_any_pattern_that_is_taken_matches_what_re_matches():
+    rng = random.Random(5)
+    taken = 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # `re` warns of what it may read otherwise one day
+        for _ in range(8000):
+            text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
+            try:
+                pattern(text)
+            except ValueError:
+                continue
+            assert_as_re(text)
+            taken += 1
+    assert taken > 1500
 
 
 @pytest.mark.parametrize(
-    "field, value",
-    [("target_modules", ENDLESS), ("rank_pattern", {ENDLESS: 4}), ("alpha_pattern", {ENDLESS: 4}),
-     ("exclude_modules", ENDLESS)],
+    ("bad", "word"),
+    [
+        ("(", "unterminated"), ("a)", "unbalanced"), ("a)|(b", "unbalanced"), ("[0-9", "unterminated"),
+        ("a{2}{3}", "repeat of a repeat"), ("a*+", "repeat of a repeat"), ("*a", "nothing to repeat"),
+        ("^*", "nothing to repeat"), (r"\p{L}", "not served"), (r"\1", "not served"), ("(?i)a", "not served"),
+        ("(?P<x>a)", "not served"), ("(?<=a)b", "not served"), ("[z-a]", "bad character range"),
+        ("a{4294967294}", "begins no repeat"), ("a{999}", "255"), ("a{3,2}", "more to less"),
+        ("a{,}", "begins no repeat"),
+        ("[[a]", "with a backslash"), ("(" * 30 + ")" * 30, "20 deep"), ("a" * (MAX_CHARACTERS + 1), "2001 characters"),
+    ],
 )  # fmt: skip
-def test_an_adapter_with_one_is_refused_by_the_field(tmp_path, monkeypatch, field, value):
-    monkeypatch.setattr("chorus.memory.adapter_config.MatchTime", lambda: MatchTime(0.05))
+def test_what_is_not_served_is_refused_by_name(bad, word):
+    with pytest.raises(ValueError, match=re.escape(word)):
+        pattern(bad)
+
+
+ENDLESS = ["(" * 15 + "a" + ")*" * 15, r"(a|a)*(a|a)*(a|a)*\d" * 50, "(.*){200}" * 90, "((.{200}){200}){200}"]
+
+
+@pytest.mark.parametrize("text", ENDLESS)
+def test_the_steps_of_a_match_are_bounded(text):
+    """By the number of steps, not by a clock: the same pattern is always taken or always refused."""
+    steps = Steps()
+    try:
+        NamePattern(text, ValueError, steps).tail(NAMES)
+    except ValueError as error:
+        assert "too many steps" in str(error)
+    assert -1 <= steps.left < MAX_STEPS
+
+
+@pytest.mark.parametrize("field", ["target_modules", "exclude_modules", "rank_pattern", "alpha_pattern"])
+def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, field):
+    deep = "((((((a?b?){9}){9}){9}){9}){9}){9}"
+    value = {f"{deep}{number}": 4 for number in range(9)} if field.endswith("n") else deep
     (tmp_path / CONFIG_FILE).write_text(
-        json.dumps({"peft_type": "LORA", "r": 8, "target_modules": [NAME]} | {field: value})
+        json.dumps({"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]} | {field: value})
     )
-    config = AdapterConfig.read(tmp_path)
-    with pytest.raises(AdapterFormatError, match=rf"{field} is .*takes too long"):
-        config.is_target(NAME)
-        config.rank_and_scale(NAME)
+    with (
+        AdapterDirectory(tmp_path) as directory,
+        pytest.raises(AdapterFormatError, match=rf"{field} is .*too many steps"),
+    ):
+        AdapterConfig.read(directory).targets(ModuleNames(["ab" * 200 + ".q_proj", *KEYS]))
+
+
+@pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])
+def test_the_number_of_patterns_is_bounded(tmp_path, field):
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"]}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {field: {f"q{n}": 4 for n in range(MAX_PATTERNS + 1)}}))
+    with AdapterDirectory(tmp_path) as directory, pytest.raises(AdapterFormatError, match=f"{field}.* at most 4096"):
+        AdapterConfig.read(directory)
+
+
+def test_a_pattern_for_each_module_of_a_large_model(tmp_path):
+    blocks = ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.up_proj"]
+    keys = [f"model.layers.{layer}.{block}" for layer in range(126) for block in blocks]
+    patterns = {key: 1 + number % 64 for number, key in enumerate(keys)}
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"]}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config | {"rank_pattern": patterns, "alpha_pattern": patterns}))
+    with AdapterDirectory(tmp_path) as directory:
+        found = AdapterConfig.read(directory).targets(ModuleNames(keys))
+    assert found == {key: (rank, 1.0) for key, rank in patterns.items()}

@@ -94,6 +94,20 @@ def test_only_equal_tokens_of_the_same_version_match(memory):
     assert memory.matched(1, [*tokens[4:], 0, 0]) == [], "a block matched after other tokens than its own"
 
 
+def test_scopes_share_nothing_and_leave_nothing_behind(memory):
+    tokens = tuple(range(STEP))
+    pages = memory.pool.allocate(2, PageKind.KV)
+    assert memory.prefix.insert(1, None, tokens, pages[0], ("a", "")) is not None
+    assert memory.prefix.insert(1, None, tokens, pages[1], ("b", "")) is not None
+    assert [block.page for block in memory.prefix.match(1, (*tokens, 9), ("b", ""))] == [pages[1]]
+    assert memory.prefix.match(1, (*tokens, 9), ("", "")) == memory.prefix.match(1, (*tokens, 9)) == []
+    memory.prefix.release(pages)
+    memory.evict_one()
+    assert [root.scope for root in memory.prefix.roots()] == [("b", "")]
+    memory.evict_one()
+    assert list(memory.prefix.roots()) == []
+
+
 def test_block_that_is_known_is_not_made_known_twice(memory):
     """Two requests compute the same block at once: the second one's page stays its own."""
     first = memory.pool.allocate(1, PageKind.KV)

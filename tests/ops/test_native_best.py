@@ -30,11 +30,15 @@ class Head:
         self.rows.plan(range(count + 1), torch.zeros(count, 1, dtype=torch.long), [1] * count)
         self.count = count
 
-    def forward(self, keep):
+    def forward(self, keep, logit_tokens=None, score_tokens=None):
+        """keep: all logits, none, or those of a list."""
         zeros = torch.zeros(self.count, dtype=torch.long)
         every = torch.arange(self.count)
-        self.decoder.keeps_logits = keep
-        return self.decoder.forward(every, zeros, zeros, zeros, self.rows, every, Segments())
+        self.decoder.kept = None if keep is True else keep or ()
+        wanted = every if logit_tokens is None else logit_tokens
+        return self.decoder.forward(
+            every, zeros, zeros, zeros, self.rows, wanted, Segments(), score_tokens=score_tokens
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -90,3 +94,46 @@ def test_minus_infinity_is_no_harm_unless_all_are():
     model = Head(head, torch.rand(3, HIDDEN), torch.float32, 2)
     model.forward(keep=False)
     assert model.decoder.best == [-1] * 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (33, 8), (1000, 13), (257, 50), (640, 300)])
+def test_rows_whose_logits_are_kept_have_them_in_order(dtype, threads, vocab, rows):
+    """The same bits as when all are kept; nothing is written for the others."""
+    generator = torch.Generator().manual_seed(vocab)
+    head = torch.randn(vocab, HIDDEN, generator=generator)
+    model = Head(head, torch.randn(rows, HIDDEN, generator=generator), dtype, threads)
+    every = model.forward(keep=True).clone()
+    best = model.decoder.best
+    for kept in ([], [0], [rows - 1], list(range(0, rows, 3)), list(range(rows))):
+        assert torch.equal(model.forward(kept), every[kept])
+        assert model.decoder.best == best
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2])
+def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
+    """Beside the step's own, however many, and without room for all of them at once."""
+    vocab, rows = 257, 60
+    generator = torch.Generator().manual_seed(3)
+    head = torch.randn(vocab, HIDDEN, generator=generator)
+    model = Head(head, torch.randn(rows, HIDDEN, generator=generator), dtype, threads)
+    every = model.forward(keep=True).clone()
+    best = model.decoder.best
+    scored = torch.arange(1, rows)
+    own = model.forward([0], torch.tensor([59, 3]), scored)
+    assert torch.equal(own, every[[59]])
+    assert model.decoder.best == [best[59], best[3]]
+    for begin, end in ((0, 7), (7, 8), (8, 59), (0, 59)):
+        torch.testing.assert_close(model.decoder.score_logits(begin, end), every[scored[begin:end]], rtol=0, atol=0)
+
+
+def test_room_for_logits_is_that_of_the_rows_that_are_kept():
+    """A long prompt's scores take a slice, greedy steps nothing."""
+    model = Head(torch.rand(100, HIDDEN), torch.rand(50, HIDDEN), torch.float32, 1)
+    model.forward(keep=False, logit_tokens=torch.tensor([49]), score_tokens=torch.arange(49))
+    assert model.decoder._logits.untyped_storage().nbytes() == 0
+    for begin in range(0, 49, 7):
+        model.decoder.score_logits(begin, begin + 7)
+    assert model.decoder._scores.untyped_storage().nbytes() == 7 * 100 * 4

@@ -10,9 +10,9 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 
 import pytest
@@ -152,6 +152,11 @@ class Step:
             )  # fmt: skip
             self.segments.add(begin, end, rows)
 
+    def take_off(self, begin: int, end: int, which: int, factor: float = -1.0) -> None:
+        """Let tokens begin … end-1 use the rows of segment `which` as well, with another scale."""
+        rows = self.segments.rows[which]
+        self.segments.add(begin, end, replace(rows, scale=factor * rows.scale, _blocks={}))
+
     def logits(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> torch.Tensor:
         """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
         executor = self.base.executor(dtype, kernels, threads)
@@ -178,7 +183,7 @@ class Step:
         offset = positions % self.layout.block_tokens
         batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
         with torch.inference_mode():
-            return executor._model.forward(batch)
+            return executor._model.forward(batch).clone()  # the next step overwrites them
 
 
 def random_step(seed: int, base: Base, lengths: list[int]) -> Step:
@@ -236,6 +241,45 @@ def test_native_and_torch_agree_in_bf16(base, seed, lengths):
     by_torch = distance(step.logits(torch.bfloat16, "torch"), expected)
     by_native = distance(step.logits(torch.bfloat16, "native"), expected)
     assert by_native < min(BF16_BOUND, BF16_OVER_TORCH * by_torch)
+
+
+def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
+    """Every token has two adapters on all modules, the second taken off; the last row only that."""
+    step = random_step(sum(lengths), base, lengths)
+    own, merged = (AdapterPart(rank, 1.0, tuple(range(LAYERS)), MODULES) for rank in ranks)
+    indptr = [0, *accumulate(step.lengths)]
+    step.add_adapter(indptr[-2], indptr[-1], [merged])
+    step.take_off(0, indptr[-2], 0)
+    step.segments.rows[0] = replace(step.segments.rows[0], scale=-step.segments.rows[0].scale)
+    for begin, end in pairwise(indptr[:-1]):
+        step.add_adapter(begin, end, [own])
+    return step
+
+
+@needs_native
+@pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
+@pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)
+def test_entries_of_a_token_may_share_a_module(base, lengths, ranks):
+    step = twice_step(base("usual"), lengths, ranks)
+    assert max(step.segments.level) == 1
+    expected = step.logits(torch.float32, "torch")
+    assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
+    assert distance(step.logits(torch.bfloat16, "native"), expected) < BF16_BOUND
+    for threads in (2, 3):
+        assert torch.equal(step.logits(torch.bfloat16, "native", threads), step.logits(torch.bfloat16, "native"))
+
+
+@needs_native
+def test_an_adapter_taken_off_itself_leaves_the_base_model(base):
+    step = random_step(1, base("usual"), [4, 1])
+    expected = step.logits(torch.float32, "native")
+    step.segments = Segments()  # a step's segments don't change once it has run
+    step.add_adapter(0, 5, [AdapterPart(16, 1.0, tuple(range(LAYERS)), MODULES)])
+    with_adapter = replace(step.segments)
+    assert distance(step.logits(torch.float32, "native"), expected) > 0.05
+    step.segments = with_adapter
+    step.take_off(0, 5, 0)
+    assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
 
 
 @needs_native

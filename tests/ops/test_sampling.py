@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from hypothesis import strategies as st
 from transformers import (
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
-from chorus.ops.sampling import apply_penalties, sample, uniform
+from chorus.ops import native
+from chorus.ops.sampling import Chances, TorchSampling, sample, uniform
 
 #: A grid of draws that reaches every token of a share above 1/4000.
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
@@ -197,32 +198,187 @@ def test_min_p_of_one_row_does_not_touch_another():
     assert tokens[len(GRID) :].tolist() == draw(logits[0], GRID).tolist()
 
 
-TOKENS = st.lists(st.integers(0, 9), max_size=12)
+# -- every implementation against plain float64 arithmetic
+
+VOCABS = [1, 2, 7, 16, 33, 600, 9001]
 
 
-@given(seed=st.integers(0, 1000), seen=st.lists(st.integers(0, 9), min_size=1, max_size=12), penalty=st.floats(0.3, 3))
-def test_repetition_penalty_is_that_of_transformers(seed, seen, penalty):
-    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed)) * 3
-    want = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([seen]), logits[None].clone())[0]
-    apply_penalties(logits, torch.tensor(seen), torch.tensor([], dtype=torch.long), penalty, 0.0, 0.0)
-    torch.testing.assert_close(logits, want)
+def native_sampling(vocab, threads):
+    """The sampling of a decoder of that vocabulary, which is never run."""
+    if not native.available(torch.float32):
+        pytest.skip("the native library is not built, or the processor is too old")
+    size = 32
+    model = native.NativeModel(
+        hidden=size, ffn=size, heads=1, kv_heads=1, head_dim=size, vocab=vocab, block_tokens=4, eps=1e-6, layers=[],
+        embed=torch.zeros(2, size), lm_head=native.pack(torch.zeros(vocab, size)), norm=torch.ones(size),
+        cos=torch.ones(1, size), sin=torch.zeros(1, size), arena=torch.zeros(2, 64),
+    )  # fmt: skip
+    decoder = native.NativeDecoder(model, threads)
+    decoder.sampling.keeps = decoder  # as long as what uses its threads
+    return decoder.sampling
 
 
-@given(seed=st.integers(0, 1000), output=TOKENS, presence=st.floats(-2, 2), frequency=st.floats(-2, 2))
-def test_presence_and_frequency_penalties_follow_openais_formula(seed, output, presence, frequency):
-    """mu[j] → mu[j] − c[j]·frequency − [c[j] > 0]·presence, c counting generated tokens only."""
-    logits = torch.randn(10, generator=torch.Generator().manual_seed(seed))
-    want = [
-        mu - output.count(token) * frequency - (output.count(token) > 0) * presence
-        for token, mu in enumerate(logits.tolist())
+@pytest.fixture(params=["torch", "native"], scope="module")
+def implementations(request):
+    """By size of the vocabulary."""
+    if request.param == "torch":
+        return dict.fromkeys(VOCABS, TorchSampling())
+    return {vocab: native_sampling(vocab, 2) for vocab in VOCABS}
+
+
+def reference(logits, chance):
+    """Masses of the tokens that may be drawn, by a full stable sort in float64."""
+    x = logits.astype(np.float64)
+    inverse = min(1 / chance.temperature, 1e300)
+    scaled = (x - x.max()) * inverse
+    scaled[scaled < -700] = -np.inf
+    with np.errstate(divide="ignore"):
+        scaled[scaled < np.log(chance.min_p)] = -np.inf
+    order = np.argsort(-scaled, kind="stable")
+    # temperatures near 0 make different logits equally hopeless, and their order does not matter
+    if 0 < chance.top_k < len(x):
+        order = np.argsort(-np.where(np.isfinite(scaled), x, -np.inf), kind="stable")
+        scaled[order[chance.top_k :]] = -np.inf
+    mass = np.exp(scaled)
+    if chance.top_p < 1:
+        before = np.concatenate(([0.0], mass[order].cumsum()[:-1]))
+        mass[order[before >= chance.top_p * mass.sum()]] = 0.0
+    return mass
+
+
+def may_be_drawn(token, mass, u):
+    """Whether the number u falls into the token's share, up to rounding."""
+    upto = mass.cumsum()
+    low, high = upto[token] - mass[token], upto[token]
+    return mass[token] > 0 and low - 1e-11 * upto[-1] <= u * upto[-1] <= high + 1e-11 * upto[-1]
+
+
+logits_strategy = st.tuples(
+    st.sampled_from(VOCABS), st.integers(0, 10_000), st.sampled_from([0.0, 0.1, 1.0, 5.0, 1000.0]),
+    st.sampled_from(["plain", "ties", "holes", "one"]),
+)  # fmt: skip
+chances_strategy = st.builds(
+    Chances,
+    temperature=st.sampled_from([0.0, 1e-300, 1e-40, 1e-3, 0.3, 1.0, 2.0, 100.0]),
+    u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 0.5, 1 - 2**-20])),
+    top_k=st.sampled_from([0, 0, 1, 2, 5, 50, 700, 10_000]),
+    top_p=st.sampled_from([1.0, 1.0, 1e-12, 0.1, 0.5, 0.9, 0.999]),
+    min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 1.0]),
+)
+
+
+def make_logits(vocab, seed, spread, kind, rows):
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(rows, vocab, generator=generator) * spread
+    if kind == "ties":
+        logits = logits.mul(2).round().div(2)
+    if kind == "holes":
+        logits[torch.rand(rows, vocab, generator=generator) < 0.6] = -torch.inf
+    if kind == "one":
+        logits[:, 1:] = -torch.inf
+    logits[:, seed % vocab] = logits[:, seed % vocab].nan_to_num(neginf=0.25)
+    return logits
+
+
+@given(shape=logits_strategy, chances=st.lists(chances_strategy, min_size=1, max_size=5))
+@example((9001, 1, 0.0, "plain"), [Chances(1.0, 0.7, top_p=0.5), Chances(1.0, 0.3, top_k=50, top_p=0.5)])
+@example((600, 3, 1.0, "ties"), [Chances(1.0, 0.999, top_k=5), Chances(0.5, 0.99, top_p=0.9, min_p=0.05)])
+def test_draws_are_those_of_float64_arithmetic(implementations, shape, chances):
+    """Over ties, missing tokens, extreme temperatures and cuts, and vocabularies that fill no vector."""
+    logits = make_logits(*shape, len(chances))
+    before = logits.clone()
+    tokens = implementations[shape[0]].sample(logits, range(len(chances)), chances)
+    assert torch.equal(logits, before)
+    for row, token, chance in zip(logits.numpy(), tokens, chances, strict=True):
+        if chance.temperature == 0:
+            assert token == row.argmax()
+        else:
+            assert may_be_drawn(token, reference(row, chance), chance.u)
+
+
+@given(shape=logits_strategy, counts=st.lists(st.sampled_from([0, 1, 5, 20, 100]), min_size=1, max_size=5))
+def test_scores_are_those_of_float64_arithmetic(implementations, shape, counts):
+    """Of equal tokens the first are reported first."""
+    vocab, rows = shape[0], len(counts)
+    logits = make_logits(*shape, rows)
+    tokens = [(shape[1] + index) % vocab for index in range(rows)]
+    scores = implementations[vocab].score(logits, range(rows), tokens, counts)
+    x = logits.double().numpy()
+    most = x.max(1, keepdims=True)
+    want = x - most - np.log(np.exp(x - most).sum(1, keepdims=True))
+    for index, count in enumerate(counts):
+        order = np.argsort(-x[index], kind="stable")[:count]
+        assert scores.ids[index][: len(order)] == order.tolist()
+        np.testing.assert_allclose(scores.values[index][: len(order)], want[index][order], rtol=1e-12, atol=1e-12)
+        assert scores.own[index] == pytest.approx(want[index][tokens[index]], rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+def test_a_row_that_is_not_finite_is_told_and_spoils_no_other(implementations, bad):
+    vocab = 600
+    logits = make_logits(vocab, 1, 1.0, "plain", 4)
+    chances = [
+        Chances(1.0, 0.4),
+        Chances(1.0, 0.4, top_k=20, top_p=0.9),
+        Chances(1.0, 0.4, top_p=0.9),
+        Chances(0.0, 0.0),
     ]
-    apply_penalties(logits, torch.tensor([1, 2, 3, *output]), torch.tensor(output, dtype=torch.long), 1.0, presence,
-                    frequency)  # fmt: skip
-    torch.testing.assert_close(logits, torch.tensor(want), rtol=1e-5, atol=1e-5)
+    for chance in chances:
+        want = implementations[vocab].sample(logits, [0, 2, 3], [chance] * 3)
+        sick = logits.clone()
+        sick[1, 77] = bad
+        found = implementations[vocab].sample(sick, range(4), [chance] * 4)
+        assert found == [want[0], -1, *want[1:]]
+    banned = torch.full((1, vocab), -torch.inf)
+    assert [implementations[vocab].sample(banned, [0], [chance]) for chance in chances] == [[-1]] * 4
+    scores = implementations[vocab].score(sick, range(4), [3] * 4, [5] * 4)
+    assert math.isnan(scores.own[1])
+    assert not any(math.isnan(scores.own[index]) for index in (0, 2, 3))
 
 
-def test_penalties_leave_a_forbidden_token_forbidden():
-    logits = torch.tensor([-torch.inf, 1.0])
-    apply_penalties(logits, torch.tensor([0, 1]), torch.tensor([0, 1]), 0.5, -2.0, -2.0)
-    assert logits[0] == -torch.inf
-    assert logits[1] == 2.0 + 4.0
+@pytest.mark.parametrize("vocab", [600, 33_001])
+def test_draws_do_not_depend_on_company_nor_on_threads(vocab):
+    """The same bits: numbers next to a border would tell."""
+    logits = make_logits(vocab, 5, 3.0, "plain", 12)
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 50.0, "top_p": 0.99}]
+    chances = [Chances(**{"temperature": 1.0, "u": uniform(3, i), **ways[i % len(ways)]}) for i in range(12)]
+    alone = native_sampling(vocab, 1)
+    want = [alone.sample(logits, [i], [chances[i]])[0] for i in range(12)]
+    for threads in (1, 2, 3):
+        together = native_sampling(vocab, threads)
+        assert together.sample(logits, range(12), chances) == want
+        assert together.sample(logits, [7, 2, 11], [chances[i] for i in (7, 2, 11)]) == [want[i] for i in (7, 2, 11)]
+    assert TorchSampling().sample(logits, range(12), chances) == want
+
+
+def test_the_torch_draw_works_in_slices(monkeypatch):
+    """However few rows fit one."""
+    logits = make_logits(600, 5, 3.0, "plain", 7)
+    chances = [Chances(1.0, uniform(1, i), top_p=0.9 if i % 2 else 1.0) for i in range(7)]
+    implementation = TorchSampling()
+    want = implementation.sample(logits, range(7), chances), implementation.score(logits, range(7), range(7), [3] * 7)
+    for size in (1, 2 * 600 * 16, 3 * 600 * 16):
+        monkeypatch.setattr("chorus.ops.sampling.SLICE_BYTES", size)
+        assert (implementation.sample(logits, range(7), chances)) == want[0]
+        assert implementation.score(logits, range(7), range(7), [3] * 7) == want[1]
+
+
+def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
+    """A row that keeps all tokens pays for no selection, nor does it for a neighbour's."""
+    seen = []
+    topk = torch.Tensor.topk
+
+    def noted(self, *args, **kwargs):
+        seen.append(tuple(self.shape))
+        return topk(self, *args, **kwargs)
+
+    def refused(*args, **kwargs):
+        raise AssertionError("a row was sorted")
+
+    monkeypatch.setattr(torch.Tensor, "topk", noted)
+    monkeypatch.setattr(torch.Tensor, "sort", refused)
+    logits = make_logits(9001, 5, 3.0, "plain", 8)
+    TorchSampling().sample(logits, range(8), [Chances(1.0, 0.3)] * 8)
+    assert seen == []
+    TorchSampling().sample(logits, range(8), [*[Chances(1.0, 0.3)] * 7, Chances(1.0, 0.3, top_p=0.5)])
+    assert seen == [(1, 9001)]

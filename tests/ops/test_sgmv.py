@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -90,6 +91,26 @@ def test_dtypes(dtype):
     adapter = build_adapter(iter(range(40)), 4096, 24, {0: (128, 64)}, [0])
     x = torch.randn(9, 128, generator=generator).to(dtype)
     compare(arena, make_segments([0, 3, 9], [None, adapter]), 1, [(0, 0, 64)], x, 64, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_a_token_has_twice_on_a_module_is_summed_in_order(dtype):
+    generator = torch.Generator().manual_seed(7)
+    arena = torch.randn(60, 256, generator=generator).to(dtype) / 4
+    free = iter(range(60))
+    own, merged = (build_adapter(free, 256, rank, {0: (16, 12), 1: (16, 5)}, [0, 1]) for rank in (5, 8))
+    minus = replace(merged, scale=-merged.scale)
+    segments = make_segments([0, 3, 4], [own, None])
+    segments.add(0, 3, minus)
+    segments.add(3, 4, minus)
+    assert segments.level == [0, 1, 0]
+    x = torch.randn(4, 16, generator=generator).to(dtype)
+    modules = [(0, 0, 12), (1, 12, 5)]
+    y, got = compare(arena, segments, 1, modules, x, 17, dtype)
+    one_by_one = y.clone()
+    for first, last, rows in segments:
+        sgmv(one_by_one, x, arena, make_segments([0, first, last], [None, rows]), 1, modules)
+    assert torch.equal(got, one_by_one)
 
 
 def test_page_that_is_not_the_adapters_is_never_read():

@@ -30,11 +30,11 @@ def make_segments(*entries):
 def test_segments_are_cut_into_tiles():
     tables, one, two = make_tables(), make_rows(), make_rows(rank=2)
     assert tables.plan(make_segments((0, 5, one), (6, 6, two), (7, 8, two)), tile_tokens=2) == 4
-    tiles = tables.tiles.tolist()
+    tiles = tables.tiles[0].tolist()
     assert [tile[:2] for tile in tiles[:4]] == [[0, 2], [2, 4], [4, 5], [7, 8]]
     slots = [slot for _, _, slot in tiles]
     assert slots[0] == slots[1] == slots[2] != slots[3]
-    assert slots[4:] == [-1, -1]
+    assert slots[4:] == [-1] * 4
     slot = slots[3]
     assert tables.meta[slot, [META_RANK, META_SLAB, META_A, META_A + 1]].tolist() == [2, 48, 0, -1]
     assert tables.scale[slot] == 0.5
@@ -46,9 +46,49 @@ def test_nothing_is_left_of_a_step_with_more_tiles():
     tables, rows = make_tables(), make_rows()
     tables.plan(make_segments((0, 5, rows)), tile_tokens=1)
     assert tables.plan(make_segments((2, 3, rows)), tile_tokens=1) == 1
-    assert tables.tiles[:, 2].tolist() == [0, -1, -1, -1, -1, -1]
+    assert tables.tiles[0, :, 2].tolist() == [0, *[-1] * 7]
     assert tables.plan(Segments(), tile_tokens=1) == 0
-    assert tables.tiles[:, 2].tolist() == [-1] * 6
+    assert (tables.tiles[..., 2] == -1).all()
+
+
+def test_entries_of_a_token_that_share_a_module_are_in_passes():
+    tables = make_tables(slots=4)
+    one, two, three, other = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3), make_rows(modules=(1,))
+    tables.plan(make_segments((0, 2, one), (0, 2, other), (2, 3, two), (0, 2, three)), tile_tokens=2)
+    assert tables.passes == 2
+    ranks = [
+        [int(tables.meta[slot, META_RANK]) for _, _, slot in tiles if slot >= 0] for tiles in tables.tiles.tolist()
+    ]
+    assert ranks == [[1, 4, 2], [3]], "a pass has no two entries of a token on one module"
+    tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2)
+    assert tables.passes == 1
+    assert (tables.tiles[1, :, 2] == -1).all(), "a launch of two passes does nothing in the second"
+
+
+def test_every_pass_begins_where_wide_loads_may():
+    tables = make_tables(max_tiles=5)
+    assert [tiles.data_ptr() % 16 for tiles in tables.tiles_of_pass] == [tables.tiles.data_ptr() % 16] * 2
+
+
+def levels(*entries):
+    return make_segments(*entries).level
+
+
+def test_levels_are_those_of_the_entries_that_share_tokens_and_modules():
+    both, first, second, above = (
+        make_rows(modules=(0, 1)),
+        make_rows(),
+        make_rows(modules=(1,)),
+        make_rows(first=(-1, 3)),
+    )
+    assert levels((0, 4, first), (4, 9, first)) == [0, 0]
+    assert levels((0, 4, first), (0, 4, second), (0, 4, above)) == [0, 0, 0], "other modules, other layers"
+    assert levels((0, 4, first), (0, 4, first), (0, 4, second), (0, 4, both), (0, 4, above)) == [0, 1, 0, 2, 0]
+    assert levels((0, 4, first), (2, 6, first), (0, 2, first), (5, 7, first), (7, 9, first)) == [0, 1, 1, 2, 0]
+    assert levels((4, 6, first), (0, 4, first), (0, 6, first), (0, 6, first)) == [0, 0, 1, 2], "in any order"
+    assert levels((3, 3, first), (0, 4, first), (2, 2, first), (0, 4, first)) == [0, 0, 0, 1], (
+        "no tokens, nothing shared"
+    )
 
 
 def test_the_longest_unused_slot_is_given_up():
@@ -57,7 +97,7 @@ def test_the_longest_unused_slot_is_given_up():
     tables.plan(make_segments((0, 1, one), (1, 2, two)), tile_tokens=1)
     tables.plan(make_segments((0, 1, one)), tile_tokens=1)
     tables.plan(make_segments((0, 1, three), (1, 2, one)), tile_tokens=1)
-    used = tables.tiles[:2, 2]
+    used = tables.tiles[0, :2, 2]
     assert tables.meta[used, META_RANK].tolist() == [3, 1]
     assert used[1] == 0, "an adapter that is used stays where it is"
 
@@ -78,6 +118,7 @@ def test_buffers_never_move():
     [
         ([(0, 7, make_rows())], "7 tiles"),
         ([(i, i + 1, make_rows()) for i in range(3)], "3 adapter parts"),
+        ([(0, 1, make_rows()) for _ in range(3)], "3 entries"),
         ([(0, 1, make_rows(rank=9))], "rank 9"),
         ([(0, 1, make_rows(pages=(0, 1, 2, 3)))], "4 pages"),
     ],
@@ -89,7 +130,7 @@ def test_a_step_that_does_not_fit_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         tables.plan(make_segments(*entries), tile_tokens=1)
     assert tables.plan(make_segments((0, 1, kept)), tile_tokens=1) == 1
-    assert tables.meta[tables.tiles[0, 2], META_RANK] == kept.rank
+    assert tables.meta[tables.tiles[0, 0, 2], META_RANK] == kept.rank
 
 
 @pytest.mark.parametrize("make", [decode, prefill])

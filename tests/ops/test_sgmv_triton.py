@@ -39,6 +39,7 @@ def steps(draw: st.DrawFn) -> Case:
         segments=tuple(draw(st.lists(st.tuples(st.integers(0, 5), st.integers(-1, count - 1)), max_size=5))),
         page_vectors=draw(st.integers(1, 40)),
         group=group,
+        minus=draw(st.integers(-1, count - 1)),
     )
 
 

@@ -7,25 +7,29 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
-import uvicorn
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine import EngineStats
+from chorus.core.overload import Overloaded
 from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest
 from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from chorus.memory.adapter import Tier
+from chorus.memory.pages import IntegrityError
 from chorus.server.app import create_app
+from chorus.server.http_server import HttpServer
+from chorus.server.launch import bind, http_server, url_of
 from chorus.server.served_model import ServedModel
+from chorus.server.settings import Settings
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
 
@@ -42,13 +46,20 @@ CHAT_TEMPLATE = (
 class FakeStore:
     def __init__(self, names: list[str]) -> None:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
+        self.pinned: set[str] = set()
 
     def names(self) -> list[str]:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
-        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",))
-        return SimpleNamespace(name=name, version=1, rank=4, manifest=manifest, pages=[], references=0)
+        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model"}
+        manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
+        return SimpleNamespace(
+            name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
+        )
+
+    def is_pinned(self, adapter: SimpleNamespace) -> bool:
+        return adapter.name in self.pinned
 
     def tier(self, adapter: SimpleNamespace) -> Tier:
         return self.tiers[adapter.name]
@@ -59,19 +70,23 @@ class FakeEngine:
 
     The token is always the most likely one, at -0.5; the next ids follow at -1.5, -2.5, …; prompts score the same.
     `gate`, when cleared, holds up every step. `fail_steps` makes that many steps raise; a prompt with the token
-    `POISON` ends with an error output.
+    `POISON` ends with an error output. With `refuse_from` requests running, no more are taken.
     """
 
     POISON = 0
     config = SimpleNamespace(max_num_seqs=32, max_adapters_per_step=None)
+    block_tokens = 16
 
     def __init__(self, adapters: list[str], max_model_len: int = 512) -> None:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
+        self.quarantine: dict[str, Any] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0
+        self.refuse_from: int | None = None
         self.fail_aborts = False
+        self.books_match = True
         self.closed = False
         self.step_seconds = 0.0
         self.num_cached_tokens = 0
@@ -91,6 +106,11 @@ class FakeEngine:
             raise InvalidRequest("prompt", f"the prompt has {request.num_prompt_tokens} tokens")
         if any(not 0 <= token < self.model.vocab_size for token in request.token_ids):
             raise InvalidRequest("prompt", "a token id is outside the vocabulary")
+        if request.params.max_tokens is None:  # as the engine does
+            room = self.model.max_model_len - request.num_prompt_tokens
+            request.params = replace(request.params, max_tokens=room)
+        if self.refuse_from is not None and len(self._running) >= self.refuse_from:
+            raise Overloaded("too many requests wait", 2.5)
         self.asked.append(request)
         self._running[request.id] = (request, self.answer(request))
 
@@ -106,6 +126,10 @@ class FakeEngine:
 
     def has_work(self) -> bool:
         return bool(self._running)
+
+    def check_when_idle(self) -> None:
+        if not self.books_match and not self._running:
+            raise IntegrityError("page 7 has two owners")
 
     def step(self) -> list[RequestOutput]:
         self.threads.add(threading.get_ident())
@@ -134,7 +158,7 @@ class FakeEngine:
         reason = stop = None
         if token in request.params.stop_token_ids or (token == EOS and not request.params.ignore_eos):
             reason, stop = FinishReason.STOP, token
-        elif request.num_output_tokens >= request.params.max_tokens:
+        elif request.num_output_tokens >= self.limit(request):
             reason = FinishReason.LENGTH
         params = request.params
         prompt = None
@@ -152,6 +176,10 @@ class FakeEngine:
             logprobs=() if params.logprobs is None else (self.score(token, params.logprobs),),
             prompt_logprobs=prompt,
         )
+
+    def limit(self, request: Request) -> int:
+        room = self.model.max_model_len - request.num_prompt_tokens
+        return room if request.params.max_tokens is None else min(request.params.max_tokens, room)
 
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:
@@ -240,6 +268,7 @@ class Live:
     engine: FakeEngine
     worker: EngineWorker
     client: httpx.Client = field(repr=False)
+    server: HttpServer = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -253,25 +282,35 @@ class Live:
 
 @contextmanager
 def live_server(
-    engine: FakeEngine, tokenizer: Tokenizer, max_body_bytes: int = 1 << 20, adapter_roots: tuple[Path, ...] = ()
+    engine: FakeEngine,
+    tokenizer: Tokenizer,
+    max_body_bytes: int = 1 << 20,
+    adapter_roots: tuple[Path, ...] = (),
+    wrap: Callable[[Any], Any] = lambda app: app,
+    settings: dict[str, Any] | None = None,
+    **served: Any,
 ) -> Iterator[Live]:
+    """settings: those of the server that are not the default. served: what the API says of the model, too."""
     worker = EngineWorker(lambda: engine)
     worker.start()
-    app = create_app(worker, tokenizer, ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots))
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", timeout_graceful_shutdown=2))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.002)
-    url = f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    try:
-        with httpx.Client(base_url=url, timeout=20) as client:
-            yield Live(url, engine, worker, client)
-    finally:
-        if isinstance(engine, FakeEngine):
-            engine.gate.set()
-        server.should_exit = True
-        thread.join(10)
+    what = ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots, **served)
+    chosen = Settings(**{"grace_seconds": 2, **(settings or {})})
+    app = create_app(worker, tokenizer, what, chosen)
+    with bind("127.0.0.1", 0) as bound:
+        server = http_server(app, chosen)
+        server.config.app = wrap(app)
+        thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
+        thread.start()
+        while not server.started:
+            time.sleep(0.002)
+        try:
+            with httpx.Client(base_url=url_of(bound), timeout=20) as client:
+                yield Live(url_of(bound), engine, worker, client, server)
+        finally:
+            if isinstance(engine, FakeEngine):
+                engine.gate.set()
+            server.should_exit = True
+            thread.join(30)
 
 
 @pytest.fixture

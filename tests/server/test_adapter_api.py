@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import shutil
 import threading
 
@@ -70,7 +71,7 @@ def test_an_adapter_comes_and_goes_as_in_vllm(live, reference, root):
     assert response.text == "Success: LoRA adapter 'org/new' added successfully."
     assert says(live, "org/new", reference, "r3-mlp")
     assert [card["id"] for card in live.client.get("/v1/models").json()["data"]] == ["base", "first", "org/new"]
-    assert live.client.get("/v1/models/org/new").json()["root"] == str(root / "r3-mlp")
+    assert live.client.get("/v1/models/org/new").json()["root"] == "r3-mlp"
     response = live.post("/v1/unload_lora_adapter", lora_name="org/new", lora_int_id=3)
     assert response.text == "Success: LoRA adapter 'org/new' removed successfully." and response.status_code == 200
     assert live.post(model="org/new", prompt=[5]).status_code == 404
@@ -154,7 +155,11 @@ def test_our_own_routes(live, reference, root):
         "pages": body["pages"],
         "references": 0,
         "path": str(root / "r8-attention"),
+        "content_hash": body["content_hash"],
+        "no_effect": False,
+        "stem": None,
     }
+    assert re.fullmatch("[0-9a-f]{64}", body["content_hash"])
     assert body["pages"] > 0
     listed = live.client.get("/v1/adapters").json()
     assert listed["object"] == "list" and listed["data"][0] == body
@@ -198,10 +203,10 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
     checking, go_on = threading.Event(), threading.Event()
     check = live.engine.check_adapter
 
-    def slow(path):
+    def slow(path, roots):
         checking.set()
         assert go_on.wait(10)
-        return check(path)
+        return check(path, roots)
 
     monkeypatch.setattr(live.engine, "check_adapter", slow)
     loading = threading.Thread(target=load, args=(live, "new", root / "r3-mlp"))
@@ -217,8 +222,8 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
 def test_a_file_that_changes_while_it_is_checked(live, reference, root, monkeypatch):
     check = live.engine.check_adapter
 
-    def and_then_change(path):
-        manifest = check(path)
+    def and_then_change(path, roots):
+        manifest = check(path, roots)
         shutil.copy(reference.adapters["r8-attention"] / WEIGHTS, path / WEIGHTS)
         return manifest
 

@@ -11,8 +11,9 @@ import pytest
 
 from chorus import __version__
 from chorus.server import cli, launch
+from chorus.server.checks import LaunchError, check_model
 from chorus.server.cli import main
-from chorus.server.flags import Parser, add_settings, read_settings
+from chorus.server.flags import Parser, UsageError, add_settings, read_settings
 from chorus.server.settings import Settings
 from chorus.server.worker import EngineWorker
 
@@ -67,6 +68,21 @@ def test_version(capsys):
         ([], 2, "COMMAND"),
         (["sing"], 2, "sing"),
         (["serve", "--frobnicate"], 2, "--frobnicate"),
+        (
+            ["serve", "--max-num-seq", "3"],
+            2,
+            "chorus serve: error: unrecognized arguments: --max-num-seq; did you mean --max-num-seqs?",
+        ),
+        (["generate", "--prompt", "x", "--temprature=1"], 2, "did you mean --temperature?"),
+        (["serve", "/nowhere/model"], 1, "/nowhere/model"),
+        (["serve", "one", "--model", "two"], 2, "twice"),
+        (["serve", "--memory-bytes", "2 elephants"], 2, "2GiB"),
+        (["serve", "--lora-modules", "nameless"], 2, "NAME=DIR"),
+        (["serve", "--lora-modules", "../x=/tmp"], 2, "lora-modules"),
+        (["serve", "--lora-modules", "new=/nowhere/adapter"], 1, "/nowhere/adapter"),
+        (["serve", "--host", "0.0.0.0"], 1, "--allow-unauthenticated"),
+        (["serve", "--api-key", "short"], 2, "8 to 512 characters"),
+        (["serve", "--api-key-file", "/nowhere/keys"], 1, "/nowhere/keys"),
         (["serve", "--port"], 2, "--port"),
         (["serve", "--port", "many"], 2, "--port is 'many'"),
         (["serve", "--dtype", "int3"], 2, "float32"),
@@ -120,6 +136,76 @@ def test_a_port_in_use(capsys, model_dir):
         port = str(taken.getsockname()[1])
         assert main(["serve", "--model", str(model_dir), "--port", port]) == 1
     assert f"port {port}" in capsys.readouterr().err
+
+
+def test_adapters_named_on_the_command_line(tmp_path, monkeypatch, model_dir):
+    for name in ("a", "b", "c"):
+        (tmp_path / name).mkdir()
+    flags = [
+        "--lora-modules",
+        f"a={tmp_path}/a",
+        f"b={tmp_path}/b",
+        "--lora-modules",
+        f'{{"name": "c", "path": "{tmp_path}/c"}}',
+    ]
+    assert parse(*flags).lora_modules == [(name, tmp_path / name) for name in "abc"]
+    monkeypatch.setenv("CHORUS_LORA_MODULES", f"a={tmp_path}/a b={tmp_path}/b")
+    assert [name for name, _ in parse().lora_modules] == ["a", "b"]
+    (tmp_path / "c.toml").write_text(f'lora_modules = ["a={tmp_path}/a"]\n')
+    monkeypatch.delenv("CHORUS_LORA_MODULES")
+    assert parse("--config", str(tmp_path / "c.toml")).lora_modules == [("a", tmp_path / "a")]
+    twice = parse("--model", str(model_dir), "--lora-modules", f"a={tmp_path}/a", f"a={tmp_path}/b")
+    with pytest.raises(LaunchError, match="twice"):
+        check_model(twice)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("2GiB", 2 << 30),
+        ("512MB", 512_000_000),
+        ("1.5 gib", 3 << 29),
+        ("70k", 70_000),
+        ("65536", 65536),
+        ("1_000_000", 10**6),
+    ],
+)
+def test_sizes_have_units(text, size):
+    assert parse("--memory-bytes", text).memory_bytes == size
+
+
+@pytest.mark.parametrize("text", ["", "-1", "GiB", "1XB", "1e9", "9" * 30])
+def test_what_is_no_size(text):
+    with pytest.raises(UsageError, match="--memory-bytes"):
+        parse("--memory-bytes", text)
+
+
+def test_a_line_comes_before_anything_heavy(tmp_path):
+    """What takes seconds to import is only asked for once the user knows that something happens."""
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'transformers', 'uvicorn', 'numpy'): sys.modules[name] = None\n"
+        "from chorus.server.cli import main\n"
+        "sys.exit(main(['serve', '--port', '0']))"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert ended.stderr.startswith(f"chorus {__version__}: starting chorus-builtin"), ended.stderr
+
+
+def test_generate_asks_the_builtin_model_as_it_was_trained(capsys, monkeypatch, make_engine, tokenizer):
+    engine = make_engine(["reverse"])
+
+    def load(settings):
+        worker = EngineWorker(lambda: engine)
+        worker.start()
+        return worker, tokenizer
+
+    monkeypatch.setattr("chorus.server.generate.load", load)
+    for prompt in ("hello", "hello\n"):
+        assert main(["generate", "--adapter", "reverse", "--prompt", prompt]) == 0
+        assert engine.asked[-1].token_ids[1:7] == [*b"hello\n"]
+    assert main(["generate", "--chat", "--prompt", "hello"]) == 0
+    assert engine.asked[-1].token_ids[:13] == [*b"user: hello\na"], "a conversation has its own form"
 
 
 def test_generate_prints_the_answer(capsys, model_dir, monkeypatch, make_engine, tokenizer):
@@ -209,3 +295,8 @@ def test_every_declared_command_can_be_loaded():
         command = EntryPoint(name, module, cli.COMMANDS).load()
         assert command.HELP
         assert callable(command.run)
+
+
+def test_the_readmes_example_prints_what_it_says(capsys):
+    assert main(["generate", "--adapter", "reverse", "--prompt", "hello", "--threads", "1"]) == 0
+    assert capsys.readouterr().out.strip() == "olleh"

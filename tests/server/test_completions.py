@@ -8,7 +8,9 @@ BOS, EOS = 256, 257
 def test_completion_of_the_base_and_of_an_adapter(shared):
     body = shared.post(model="base", prompt="hello").json()
     assert body["object"] == "text_completion" and body["model"] == "base" and body["id"].startswith("cmpl-")
-    assert body["choices"] == [{"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop"}]
+    assert body["choices"] == [
+        {"index": 0, "text": "hello", "logprobs": None, "finish_reason": "stop", "stop_reason": None}
+    ]
     assert body["usage"] == {
         "prompt_tokens": 6,
         "completion_tokens": 6,
@@ -23,9 +25,9 @@ def test_max_tokens_defaults_to_16(shared):
     assert choice["text"] == "x" * 16 and choice["finish_reason"] == "length"
 
 
-def test_nulls_are_defaults_and_unknown_fields_are_ignored(shared):
+def test_nulls_are_defaults_and_harmless_fields_are_taken(shared):
     body = {"max_tokens": None, "stop": None, "logprobs": None, "n": 1, "user": "me", "frequency_penalty": 0.0}
-    response = shared.post(model="base", prompt="hi", surprise={"a": 1}, tools=[], logit_bias={}, **body)
+    response = shared.post(model="base", prompt="hi", metadata={"a": 1}, surprise=None, tools=[], logit_bias={}, **body)
     assert response.json()["choices"][0]["text"] == "hi"
 
 

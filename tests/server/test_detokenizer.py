@@ -7,6 +7,7 @@ from tokenizers import AddedToken, Regex, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from chorus.server.detokenizer import Detokenizer
 from chorus.server.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"
@@ -119,6 +120,93 @@ def test_pushing_many_at_once_is_pushing_one_by_one(any_tokenizer, data):
     assert text + text_stream.finish() == one_by_one
     assert (text_stream.stopped_by is not None) == stopped
     assert len(pieces) >= taken
+
+
+def nested_byte_level(tokenizer: Tokenizer) -> Tokenizer:
+    """A byte-level vocabulary whose decoder is wrapped, so that its tokens' bytes can't be told one by one."""
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
+    return wrap(backend)
+
+
+INVALID = [0x80, 0xBF, 0xC0, 0xE2, 0x82, 0xAC, 0xED, 0xA0, 0xF0, 0x9F, 0x98, 0xF4, 0xFF]
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_bytes_of_any_kind_stream_as_the_whole_text(tokenizer, data):
+    """Valid and invalid bytes, in runs of every length, in all three kinds of vocabulary that have bytes."""
+    kind = data.draw(st.sampled_from(["byte level", "nested", "fallback"]))
+    byte = st.one_of(st.sampled_from(INVALID), st.integers(0, 255))
+    part = st.one_of(
+        st.lists(byte, max_size=6).map(bytes),
+        st.text(alphabet="ab €😀é", max_size=20).map(str.encode),
+        st.builds(lambda piece, count: piece * count, st.sampled_from([b"\x80", b"\xe2\x82", b"a", "😀".encode()]),
+                  st.integers(0, 60)),
+    )  # fmt: skip
+    parts = data.draw(st.lists(part, max_size=5))
+    if kind == "fallback":
+        subject = wrap(byte_fallback())
+        ids = []
+        for spelt in parts:
+            ids += [3 + value for value in spelt] + data.draw(
+                st.lists(st.sampled_from([0, 259, 261, 263, 264]), max_size=2)
+            )
+    else:
+        subject = tokenizer if kind == "byte level" else nested_byte_level(tokenizer)
+        ids = [value for spelt in parts for value in spelt]
+    whole = subject.decode(ids)
+    text, _, _ = stream(subject, ids, [])
+    assert text == whole
+    stops = data.draw(st.lists(st.text(alphabet="ab €😀", min_size=1, max_size=3), max_size=2))
+    assert stream(subject, ids, stops)[::2] == reference(subject, ids, stops, True)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "nested", "fallback"])
+def test_endless_invalid_bytes_are_sent_as_they_come_from_a_bounded_window(tokenizer, kind, monkeypatch):
+    subject = {"byte level": lambda: tokenizer, "nested": lambda: nested_byte_level(tokenizer)}.get(
+        kind, lambda: wrap(byte_fallback())
+    )()
+    token = 0x80 + (3 if kind == "fallback" else 0)
+    longest = 0
+    decode = Detokenizer.__init__
+
+    def spy(self, how, *rest):
+        def counting(token_ids):
+            nonlocal longest
+            longest = max(longest, len(token_ids))
+            return how(token_ids)
+
+        decode(self, counting, *rest)
+
+    monkeypatch.setattr(Detokenizer, "__init__", spy)
+    text_stream = subject.text_stream()
+    pieces = [text_stream.push([token])[0] for _ in range(2000)]
+    assert longest <= 64, "every token decodes all those before it again"
+    assert len("".join(pieces)) >= 1999, "nothing is sent until the end"
+    assert "".join(pieces) + text_stream.finish() == REPLACEMENT * 2000
+
+
+def test_an_endless_run_of_valid_fallback_bytes_is_decoded_once(monkeypatch):
+    """What it says is open until it ends, as one invalid byte would spoil it; but no byte costs more than the first."""
+    subject = wrap(byte_fallback())
+    decoded = 0
+    init = Detokenizer.__init__
+
+    def spy(self, how, *rest):
+        def counting(token_ids):
+            nonlocal decoded
+            decoded += len(token_ids)
+            return how(token_ids)
+
+        init(self, counting, *rest)
+
+    monkeypatch.setattr(Detokenizer, "__init__", spy)
+    ids = [3 + value for value in "😀é".encode() * 300]
+    text_stream = subject.text_stream(["zzz"])
+    shown = "".join(text_stream.push([token])[0] for token in ids) + text_stream.finish()
+    assert shown == "😀é" * 300
+    assert decoded <= 3 * len(ids)
 
 
 def test_no_half_character_is_given_out(tokenizer):

@@ -6,12 +6,13 @@ import threading
 import httpx
 import pytest
 
+HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
 
 def raw_request(url: str, body: bytes) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
     connection = socket.create_connection((host, int(port)))
-    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    connection.sendall(HEAD + b"content-length: %d\r\n\r\n" % len(body) + body)
     return connection
 
 
@@ -62,7 +63,7 @@ def test_a_client_that_never_sends_its_body(start, fake_engine):
     live = start(fake_engine)
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port))) as connection:
-        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        connection.sendall(HEAD + b"content-length: 100\r\n\r\n{")
     assert live.post(model="base", prompt="ok").status_code == 200
 
 

@@ -2,15 +2,19 @@
 
 import pytest
 
+from chorus.server.errors import GenerationFailed, as_api_error
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
+JSON = {"content-type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 
 
 @pytest.mark.parametrize(
     ("path", "body", "status", "param"),
     [
-        (COMPLETIONS, {"prompt": "a"}, 400, "model"),
+        (COMPLETIONS, {"model": "", "prompt": "a"}, 400, "model"),
+        (COMPLETIONS, {"model": "x" * 257, "prompt": "a"}, 400, "model"),
         (COMPLETIONS, {"model": 3, "prompt": "a"}, 400, "model"),
         (COMPLETIONS, {"model": "base"}, 400, "prompt"),
         (COMPLETIONS, {"model": "nobody", "prompt": "a"}, 404, "model"),
@@ -39,6 +43,7 @@ USER = [{"role": "user", "content": "hi"}]
         (COMPLETIONS, {"model": "base", "prompt": "a", "stop": [1]}, 400, "stop[0]"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "stream": "perhaps"}, 400, "stream"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "stream_options": {}}, 400, "stream_options"),
+        (COMPLETIONS, {"prompt": "a", "stream": True, "stream_options": {"often": 1}}, 400, "stream_options.often"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "n": 0}, 400, "n"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "n": 9}, 400, "n"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "n": 10**15}, 400, "n"),
@@ -67,13 +72,23 @@ USER = [{"role": "user", "content": "hi"}]
         (COMPLETIONS, {"model": "base", "prompt": "a", "bad_words": [""]}, 400, "bad_words"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "bad_words": ["x" * 2000]}, 400, "bad_words"),
         (COMPLETIONS, {"model": "base", "prompt": "a", "bad_words": "x"}, 400, "bad_words"),
+        (COMPLETIONS, {"model": "base", "prompt": "a", "logprobs": 21}, 400, "logprobs"),
+        (COMPLETIONS, {"model": "base", "prompt": "a", "cache_salt": "x" * 257}, 400, "cache_salt"),
+        (COMPLETIONS, {"model": "base", "prompt": "a", "request_id": "a b"}, 400, "request_id"),
+        (COMPLETIONS, {"model": "base", "prompt": "a", "tempreature": 0}, 400, "tempreature"),
         (
-            COMPLETIONS,
-            {"model": "base", "prompt": "a", "return_tokens_as_token_ids": True},
+            CHAT,
+            {"model": "base", "messages": USER, "tools": [{"type": "function"}], "tool_choice": "auto"},
             400,
-            "return_tokens_as_token_ids",
+            "tools",
         ),
-        (COMPLETIONS, {"model": "base", "prompt": "a", "allowed_token_ids": [5]}, 400, "allowed_token_ids"),
+        (CHAT, {"model": "base", "messages": USER, "tool_choice": "required"}, 400, "tool_choice"),
+        (
+            CHAT,
+            {"model": "base", "messages": USER, "chat_template_kwargs": {"tokenize": True}},
+            400,
+            "chat_template_kwargs",
+        ),
         (CHAT, {"model": "base", "messages": USER, "echo": True}, 400, "echo"),
         (CHAT, {"model": "base", "messages": USER, "best_of": 2}, 400, "best_of"),
         (CHAT, {"model": "base", "messages": USER, "n": 9}, 400, "n"),
@@ -113,13 +128,15 @@ def test_wrong_input_is_named(shared, path, body, status, param):
     "body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "base", "prompt": "\\ud800"}']
 )
 def test_bodies_that_are_no_request(shared, body):
-    response = shared.client.post(COMPLETIONS, content=body)
+    response = shared.client.post(COMPLETIONS, content=body, headers=JSON)
     assert response.status_code == 400, response.text
     assert response.json()["error"]["type"] == "invalid_request_error"
 
 
 def test_numbers_json_does_not_have(shared):
-    response = shared.client.post(COMPLETIONS, content=b'{"model": "base", "prompt": "a", "temperature": NaN}')
+    response = shared.client.post(
+        COMPLETIONS, content=b'{"model": "base", "prompt": "a", "temperature": NaN}', headers=JSON
+    )
     assert response.status_code == 400
 
 
@@ -155,3 +172,64 @@ def test_unforeseen_errors_are_500_without_details(start, fake_engine):
     response = live.client.get("/v1/models")
     assert response.status_code == 500
     assert response.json()["error"]["type"] == "server_error" and "zero" not in response.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "what"),
+    [
+        (COMPLETIONS, {"prompt": "a" * 600}, "prompt"),
+        (COMPLETIONS, {"prompt": [97] * 512}, "prompt"),
+        (COMPLETIONS, {"prompt": ["a", "b" * 600]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "a" * 600}]}, "messages"),
+    ],
+)
+def test_a_prompt_beyond_the_context_is_told_in_openais_words(shared, path, body, what):
+    error = shared.post(path, **body).json()["error"]
+    assert error["code"] == "context_length_exceeded" and error["param"] == what
+    assert error["message"].startswith("This model's maximum context length is 512 tokens. However, ")
+    assert f"reduce the length of the {what}" in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "a", "model": "n" * 250}),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"k" * 5000: 1}}),
+        (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "much", "k" * 5000: "x"}}),
+        (COMPLETIONS, {"prompt": "a", "stream_options": {"k" * 5000: 1}, "stop": {"k" * 5000: 1}}),
+        (CHAT, {"messages": [{"role": "system", "content": "secret " * 500}]}),
+        (CHAT, {"messages": [{"role": "assistant", "content": "secret " * 50}], "continue_final_message": True}),
+        (CHAT, {"messages": USER, "chat_template_kwargs": {"k" * 5000: 1, "tokenize": 1}}),
+        ("/" + "p" * 5000, {}),
+    ],
+)
+def test_no_error_repeats_more_than_200_characters(shared, path, body):
+    response = shared.post(path, **body)
+    if response.status_code == 200:
+        return
+    error = response.json()["error"]
+    assert len(error["message"]) < 400 and len(error["param"] or "") <= 200
+    assert not any(run * 201 in response.text for run in "kpn")
+
+
+def test_where_files_are_is_not_told():
+    reason = "adapter 'a' changed: /srv/secret place/adapters/a/adapter_model.safetensors, see /var/log/x.log"
+    message = as_api_error(
+        GenerationFailed("can't read /srv/secret/adapters/a/adapter_model.safetensors: gone")
+    ).message
+    assert message == "can't read adapter_model.safetensors: gone"
+    assert "/srv" not in as_api_error(GenerationFailed(reason)).message
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_full_queue_is_a_429_that_says_when_to_come_back(start, fake_engine, stream):
+    fake_engine.refuse_from = 2
+    fake_engine.gate.clear()
+    live = start(fake_engine)
+    response = live.post(prompt="hi", n=4, stream=stream, max_tokens=4)
+    assert response.status_code == 429, response.text
+    assert response.headers["retry-after"] == "3"
+    assert response.json()["error"]["type"] == "rate_limit_error" and response.json()["error"]["code"] == "overloaded"
+    fake_engine.gate.set()
+    live.wait_until(lambda: not fake_engine._running)
+    assert len(fake_engine.asked) == 2 and {asked.id for asked in fake_engine.asked} <= set(fake_engine.aborted)

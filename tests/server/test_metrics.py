@@ -1,5 +1,6 @@
 """GET /metrics."""
 
+import json
 import time
 from dataclasses import replace
 
@@ -41,7 +42,8 @@ def test_adapters_by_tier(start, fake_engine, monkeypatch):
         'chorus_adapter_tier{adapter="carol",tier="host"} 1.0',
     ]
     assert [line for line in lines if line.startswith("chorus_adapters{")] == [
-        f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")
+        *(f'chorus_adapters{{tier="{tier}"}} 1.0' for tier in ("disk", "loading", "host", "device")),
+        'chorus_adapters{tier="failed"} 0.0',
     ]
     monkeypatch.setattr("chorus.server.engine_view.MAX_TIER_SERIES", 1)
     text = live.client.get("/metrics").text
@@ -82,6 +84,84 @@ def test_lora_requests_info_as_gateways_read_it(start, fake_engine):
         'vllm:lora_requests_info{max_lora="32",running_lora_adapters="alice,bob",waiting_lora_adapters="carol"}'
     )
     assert abs(float(value) - time.time()) < 60
+
+
+def test_a_comma_in_a_name_does_not_split_what_gateways_read(start, fake_engine):
+    names = ["a,b", "c=d", 'e"f', "g%h", "i\nj", "k\udce9"]
+    fake_engine.adapter_load = lambda: (names, [])
+    (line,) = (
+        one for one in start(fake_engine).client.get("/metrics").text.split("\n") if "lora_requests_info{" in one
+    )
+    value = line.partition('running_lora_adapters="')[2].partition('",waiting')[0]
+    assert len(value.split(",")) == len(names)
+    assert value.split(",")[0] == "a%2Cb" and value.split(",")[3] == "g%25h"
+
+
+def test_names_that_are_no_utf8_do_not_break_listings(start, fake_engine):
+    odd = "caf\udce9"
+    fake_engine.store.tiers[odd] = Tier.DEVICE
+    live = start(fake_engine)
+    assert live.client.get("/metrics").status_code == 200
+    assert odd in [card["id"] for card in json.loads(live.client.get("/v1/models").content)["data"]]
+
+
+def test_series_of_adapters_that_are_gone_go(start, fake_engine):
+    live = start(fake_engine)
+    live.post(model="alice", prompt="abc")
+    live.post(model="base", prompt="abc")
+    assert 'model="alice"' in live.client.get("/metrics").text
+    del fake_engine.store.tiers["alice"]
+    text = live.client.get("/metrics").text
+    assert "alice" not in text and 'chorus_prompt_tokens_total{model="base"}' in text
+
+
+def test_the_number_of_series_has_a_limit(start, fake_engine, monkeypatch):
+    monkeypatch.setattr("chorus.server.metrics.MAX_MODEL_SERIES", 1)
+    live = start(fake_engine)
+    for name in ("alice", "bob", "base"):
+        live.post(model=name, prompt="abc")
+    text = live.client.get("/metrics").text
+    assert 'chorus_requests_total{finish_reason="stop",model="alice"} 1.0' in text
+    assert 'chorus_requests_total{finish_reason="stop",model="(others)"} 1.0' in text
+    assert 'chorus_requests_total{finish_reason="stop",model="base"} 1.0' in text and 'model="bob"' not in text
+
+
+def test_what_gateways_made_for_vllm_read(start, fake_engine):
+    live = start(fake_engine)
+    live.post(model="alice", prompt="abc")
+    lines = live.client.get("/metrics").text.splitlines()
+    labels = '{engine="0",model_name="base"}'
+    for line in (
+        f"vllm:num_requests_running{labels} 0.0",
+        f"vllm:num_requests_waiting{labels} 0.0",
+        f"vllm:kv_cache_usage_perc{labels} 0.0",
+        f"vllm:time_to_first_token_seconds_count{labels} 1.0",
+        f"vllm:e2e_request_latency_seconds_count{labels} 1.0",
+        f"vllm:inter_token_latency_seconds_count{labels} 3.0",
+        f"vllm:prompt_tokens_total{labels} 4.0",
+        f"vllm:generation_tokens_total{labels} 4.0",
+        'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0',
+        'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="100"} 1.0',
+    ):
+        assert line in [_sorted_labels(one) for one in lines], line
+
+
+def _sorted_labels(line):
+    name, brace, rest = line.partition("{")
+    inside, _, value = rest.rpartition("}")
+    return f"{name}{{{','.join(sorted(inside.split(',')))}}}{value}" if brace else line
+
+
+def test_where_each_adapter_is_and_what_it_costs(start, fake_engine):
+    fake_engine.store.tiers["alice"] = Tier.DEVICE
+    fake_engine.store.pinned.add("alice")
+    lines = start(fake_engine).client.get("/metrics").text.splitlines()
+    for line in (
+        'chorus_adapter_rank{adapter="alice"} 4.0',
+        'chorus_adapter_pinned{adapter="alice"} 1.0',
+        'chorus_adapter_load_seconds{adapter="alice"} 0.25',
+    ):
+        assert line in lines
 
 
 def test_a_scrape_does_not_wait_for_a_stuck_engine(start, fake_engine, monkeypatch):

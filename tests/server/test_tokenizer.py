@@ -4,9 +4,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.sampling_params import InvalidRequest
+from chorus.server.conversation import Conversation
+from chorus.server.errors import ApiError
+from chorus.server.executors import DaemonPool
 from chorus.server.tokenizer import THREAD_CHARACTERS, Tokenizer
 
 BOS = 256
@@ -21,22 +25,22 @@ def test_encoding_and_decoding(tokenizer):
 
 def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
     used = []
-    to_thread = asyncio.to_thread
+    run = DaemonPool.run
 
-    async def spy(function, *args, **kwargs):
+    async def spy(self, function, *args):
         used.append(function.__name__)
-        return await to_thread(function, *args, **kwargs)
+        return await run(self, function, *args)
 
-    monkeypatch.setattr(asyncio, "to_thread", spy)
+    monkeypatch.setattr(DaemonPool, "run", spy)
 
     async def main():
         assert len((await tokenizer.encode(["a" * 10]))[0]) == 11
         assert used == []
         assert len((await tokenizer.encode(["a" * THREAD_CHARACTERS, "b"]))[0]) == THREAD_CHARACTERS + 1
-        await tokenizer.encode_chat([{"role": "user", "content": "a" * (THREAD_CHARACTERS + 1)}])
+        await tokenizer.encode_chat(Conversation([{"role": "user", "content": "a" * (THREAD_CHARACTERS + 1)}]))
 
     asyncio.run(main())
-    assert used == ["encode_now", "encode_chat_now"]
+    assert used == ["_encode_checked", "encode_chat_now"]
 
 
 def test_a_conversation_gets_no_second_begin_token(tokenizer):
@@ -60,8 +64,6 @@ def test_a_model_without_template(tokenizer):
 def test_saved_truncation_is_ignored(tokenizer, tmp_path):
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, bos_token="<bos>", eos_token="<eos>")
     wrapped.save_pretrained(tmp_path)
-    from tokenizers import Tokenizer as Backend
-
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_truncation(5)
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -71,3 +73,21 @@ def test_saved_truncation_is_ignored(tokenizer, tmp_path):
 def test_a_directory_without_fast_tokenizer(tmp_path):
     with pytest.raises(ValueError, match=r"tokenizer\.json"):
         Tokenizer.load(Path(tmp_path))
+
+
+def test_of_a_text_far_too_long_only_the_beginning_is_encoded(tokenizer, monkeypatch):
+    """A vocabulary with a long token says nothing about ordinary texts, so a part of them is looked at first."""
+    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend.add_tokens(["=" * 200])
+    wrapped = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
+    encoded = []
+    encode = wrapped._encode
+    monkeypatch.setattr(
+        wrapped, "_encode", lambda texts, special: encoded.append(len(texts[0])) or encode(texts, special)
+    )
+    with pytest.raises(ApiError) as caught:
+        wrapped.encode_now(["x" * 150_000], most=1000)
+    assert caught.value.code == "context_length_exceeded" and max(encoded) <= 8000
+    dense = "=" * 150_000
+    assert len(wrapped.encode_now([dense], most=1000)[0]) == 751, "few tokens: it fits, however long it is"
+    assert len(wrapped.encode_now(["x" * 9000], most=1000)[0]) == 9001, "the engine says how long it is"

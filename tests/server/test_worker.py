@@ -4,6 +4,7 @@ import asyncio
 import threading
 import time
 from concurrent.futures import Future
+from dataclasses import replace
 
 import pytest
 
@@ -11,6 +12,7 @@ from chorus.core.request import Request
 from chorus.core.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.types import FinishReason
 from chorus.server.errors import EngineUnavailable
+from chorus.server.watchdog import Watchdog
 from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker
 
 
@@ -217,6 +219,127 @@ def test_a_closed_loop_does_not_stop_the_worker(worker, fake_engine):
     worker.submit(request("orphan", ignore_eos=True, max_tokens=10**6), Receiver(), loop).result(5)
     assert run(worker, request()).outputs[-1].finish_reason is FinishReason.STOP
     assert worker.call(lambda engine: engine.has_work()).result(5) is False
+
+
+def test_books_that_do_not_match_cost_no_token_and_stop_the_worker(worker, fake_engine):
+    """The answer whose end made the engine idle is told first; then nothing more is promised."""
+    fake_engine.books_match = False
+    last = run(worker, request()).outputs[-1]
+    assert last.finish_reason is FinishReason.STOP and last.stop_token_id == 257
+    worker._thread.join(10)
+    assert not worker.healthy and "books" in worker.trouble
+    with pytest.raises(EngineUnavailable, match="books"):
+        worker.submit(request("late"), Receiver()).result(5)
+    assert fake_engine.closed
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def watched(fake_engine):
+    """A worker under a clock that the test sets, and its watchdog, which looks when the test says so."""
+    clock = Clock()
+    worker = EngineWorker(lambda: fake_engine, clock)
+    worker.start()
+    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30), clock
+    fake_engine.gate.set()
+    worker.stop()
+
+
+def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
+    worker, watchdog, clock = watched
+    fake_engine.gate.clear()
+    receiver = Receiver()
+    worker.submit(request(ignore_eos=True, max_tokens=10**6), receiver).result(5)
+    while worker.progress._turn_since is None:
+        time.sleep(0.001)
+    waiting = worker.call(lambda engine: 1)
+    clock.now = 7
+    watchdog.look()
+    assert worker.healthy and not receiver.outputs
+    clock.now = 9
+    watchdog.look()
+    assert not worker.healthy and "9 s" in worker.trouble
+    with pytest.raises(EngineUnavailable, match="has not finished a step"):
+        worker.call(lambda engine: 1).result(5)
+    clock.now = 31
+    watchdog.look()
+    output = receiver.done.result(5)
+    assert output.finish_reason is FinishReason.ERROR and "given up" in output.error
+    with pytest.raises(EngineUnavailable, match="given up"):
+        waiting.result(5)
+    fake_engine.gate.set()  # it answers after all
+    deadline = time.monotonic() + 30
+    while fake_engine._running or worker.progress.turn_seconds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    watchdog.look()
+    assert worker.healthy
+    assert run(worker, request("next")).outputs[-1].finish_reason is FinishReason.STOP
+    assert len(receiver.outputs) == 1, "what was given up is told once"
+
+
+def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeypatch):
+    """Steps that do nothing, as while a disk does not give an adapter: the thread is alive and gets nowhere."""
+    worker, watchdog, clock = watched
+    monkeypatch.setattr(fake_engine, "step", lambda: time.sleep(0.001) or [])
+    receiver = Receiver()
+    worker.submit(request(adapter="alice"), receiver).result(5)
+    while worker.progress._waits_since is None:
+        time.sleep(0.001)
+    clock.now = 9
+    watchdog.look()
+    assert not worker.healthy
+    clock.now = 31
+    watchdog.look()
+    assert receiver.done.result(5).finish_reason is FinishReason.ERROR
+    deadline = time.monotonic() + 30
+    while fake_engine._running or worker.progress.waiting_seconds():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    watchdog.look()
+    assert worker.healthy
+
+
+def test_a_load_that_hangs_is_seen(watched, fake_engine):
+    worker, watchdog, clock = watched
+    begun, release = threading.Event(), threading.Event()
+    fake_engine.check_adapter = lambda path: (begun.set(), release.wait(60))
+    loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
+    loading.start()
+    assert begun.wait(30)
+    clock.now = 9
+    watchdog.look()
+    assert not worker.healthy and "loading" in worker.trouble
+    release.set()
+    loading.join(30)
+    watchdog.look()
+    assert worker.healthy
+
+
+def test_a_read_that_hangs_is_seen_while_others_get_on(watched, fake_engine):
+    worker, watchdog, _ = watched
+    run(worker, request())
+    worker.stats = replace(worker.stats, num_running=1, num_waiting=1, oldest_read_seconds=9.0)
+    watchdog.look()
+    assert not worker.healthy and "loading" in worker.trouble
+    worker.stats = replace(worker.stats, oldest_read_seconds=0.0)
+    watchdog.look()
+    assert worker.healthy
+
+
+def test_an_engine_that_hangs_does_not_keep_its_requests_when_it_is_stopped(worker, fake_engine):
+    fake_engine.gate.clear()
+    receiver = Receiver()
+    worker.submit(request(), receiver).result(5)
+    worker.stop(timeout=0.05)
+    assert receiver.done.result(5).finish_reason is FinishReason.ABORT
 
 
 def test_health_is_503_once_the_engine_broke_down(start, fake_engine):

@@ -1,4 +1,4 @@
-"""The sections by name, in the order in which they run."""
+"""The sections by name, in the order in which they run: what others need, what is right, what the goals are about."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from types import ModuleType
 
 #: Name → what it measures. Each is a module here with `run(context)`, which gives plain values, and `tables(values)`.
 SECTIONS = {
-    "tests": "the tests that need a GPU",
     "limits": "(a) bandwidth and arithmetic of the device",
-    "sgmv": "(b) SGMV beside other ways",
-    "decode": "(c) decode steps against their byte floor",
-    "prefill": "(d) prefill against its floor",
-    "ttft": "(e) time to first token, adapter resident and not",
-    "mixes": "(f) output tokens per second, end to end",
     "equality": "(g) graph replay against eager steps, bit for bit",
+    "decode": "(c) decode steps against their byte floor",
+    "sgmv": "(b) SGMV beside other ways",
+    "ttft": "(e) time to first token, adapter resident and not",
+    "tests": "the tests that need a GPU",
+    "prefill": "(d) prefill against its floor",
+    "mixes": "(f) output tokens per second, end to end",
 }
 
 

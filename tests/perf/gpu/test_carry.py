@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import shutil
 import subprocess
 import sys
 import tarfile
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -53,29 +54,72 @@ def test_archives_that_are_refused(tmp_path, names, problem):
         carry.take_archive(archive(tmp_path / "a.tar.xz", *names), tmp_path)
 
 
-def test_sourcing_the_script_sets_everything_up(tmp_path, monkeypatch):
-    out, tree, site, tools = (tmp_path / name for name in ("out", "tree", "site", "tools"))
-    for folder in (out / carry.WHEELS, tree, tools):
+@pytest.fixture
+def machine(tmp_path):
+    """A folder that was carried to a machine with python3 and the system's simplest tools: no xz."""
+    out, tree, tools = (tmp_path / name for name in ("out", "tree", "tools"))
+    for folder in (out / carry.WHEELS, tree / "ops", tools):
         folder.mkdir(parents=True)
     wheel(out / carry.WHEELS, "flashinfer", "0.6.4")
     (tree / "__init__.py").write_text("here = True\n")
     (tools / "python3").write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
     (tools / "python3").chmod(0o755)
-    modules = carry.take_archive(archive(tmp_path / "built.tar.xz", "./norm/norm.so"), out)
+    for name in ("mkdir", "dirname", "ln", "cp", "sh"):
+        (tools / name).symlink_to(shutil.which(name))
+    return Machine(out, tree, tools, tmp_path / "site")
+
+
+@dataclass
+class Machine:
+    out: Path
+    tree: Path
+    tools: Path
+    site: Path
+
+    def source(self, script: Path, then: str) -> subprocess.CompletedProcess:
+        environment = {"PATH": str(self.tools), "HOME": str(self.tree), "CHORUS_SITE": str(self.site)}
+        return subprocess.run(
+            [shutil.which("bash"), "-c", f'. "{script}" || exit 3; cd /; {then}'],
+            cwd=self.tree, env=environment, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+
+
+def test_sourcing_the_script_sets_everything_up(tmp_path, machine):
+    modules = carry.take_archive(archive(tmp_path / "built.tar.xz", "./norm/norm.so"), machine.out)
     assert modules.name == "flashinfer-aot.tar.xz"
-    script = carry.write_script(out, modules, {"hash": "abc", "dirty": True})
+    (machine.tools / "_native.fake.so").write_bytes(b"library")
+    assert len(carry.take_native(machine.out, machine.tools)) == 1
+    script = carry.write_script(machine.out, modules, {"hash": "abc", "dirty": True})
     check = (
         "import flashinfer, chorus, os; print(flashinfer.version, chorus.here, os.environ['CHORUS_COMMIT'], "
         "os.environ['FLASHINFER_DISABLE_JIT'])"
     )
-    environment = {**os.environ, "PATH": f"{tools}:{os.environ['PATH']}", "CHORUS_SITE": str(site), "PYTHONPATH": ""}
-    done = subprocess.run(
-        ["bash", "-c", f'set -e; . "{script}"; cd /; python3 -c "{check}"'],
-        cwd=tree, env=environment, capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    done = machine.source(script, f'python3 -c "{check}"')
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["0.6.4", "True", "abc-dirty", "1"]
-    assert (site / "flashinfer/data/aot/norm/norm.so").is_file()
+    assert (machine.site / "flashinfer/data/aot/norm/norm.so").is_file()
+    assert (machine.tree / "ops/_native.fake.so").read_bytes() == b"library"
+
+
+def test_a_machine_without_a_native_library_is_set_up_too(machine):
+    assert carry.take_native(machine.out, machine.tools) == []
+    script = carry.write_script(machine.out, None, {"hash": None, "dirty": None})
+    assert machine.source(script, "python3 -c 'import chorus'").returncode == 0
+
+
+@pytest.mark.parametrize("broken", ["archive", "wheels"])
+def test_what_fails_stops_the_script_with_its_cause(tmp_path, machine, broken):
+    """With modules missing and compiling switched off, every later step would fail for no visible reason."""
+    modules = carry.take_archive(archive(tmp_path / "built.tar.xz", "./norm/norm.so"), machine.out)
+    script = carry.write_script(machine.out, modules, {"hash": "abc", "dirty": False})
+    if broken == "archive":
+        modules.write_bytes(modules.read_bytes()[:40])
+    else:
+        next((machine.out / carry.WHEELS).iterdir()).write_bytes(b"no wheel")
+    done = machine.source(script, 'echo "went on: $FLASHINFER_DISABLE_JIT"')
+    assert done.returncode == 3
+    assert "went on" not in done.stdout
+    assert f"enter.sh: {'flashinfer-aot.tar.xz' if broken == 'archive' else 'pip'} could not" in done.stderr
 
 
 def test_what_is_downloaded(tmp_path, monkeypatch, capsys):

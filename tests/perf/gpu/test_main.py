@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from chorus.perf.gpu import __main__ as command
+from chorus.perf.gpu.environment import describe_host
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.sections.registry import SECTIONS
 from chorus.perf.gpu.store import RESULT, ResultStore
@@ -125,3 +126,23 @@ def test_bad_arguments(argv, capsys):
     with pytest.raises(SystemExit):
         Options.parse(argv)
     assert "usage" in capsys.readouterr().err
+
+
+def test_an_archive_holds_everything_and_is_gone_on_from(tmp_path, sections):
+    """What comes back from a machine is one file; a second machine goes on from it."""
+    archive = tmp_path / "out" / "gpu.tar.gz"
+    done = "from pathlib import Path; import json; Path({!r}).write_text(json.dumps({}))"
+    record = {
+        "section": "tests", "status": "done", "seconds": 1.0, "values": {"passed": 1, "failed": 0, "skipped": 0},
+        "settings": Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).settings,
+        "environment": {**describe_host("cpu"), "commit": {"hash": "abc", "dirty": False}},
+    }  # fmt: skip
+    first, second = tmp_path / "first", tmp_path / "second"
+    sections["tests"] = f"print('said'); {done.format(str(first / 'tests.json'), record)}"
+    sections["equality"] = "import os; os.kill(os.getpid(), 9)"
+    call(first, "--sections", "tests", "equality", "--archive", str(archive))
+    assert sorted(path.name for path in archive.parent.iterdir()) == ["gpu.tar.gz"]
+    sections["tests"] = "raise SystemExit('it is done already')"
+    _, found = call(second, "--sections", "tests", "--archive", str(archive))
+    assert "tests" in found["sections"] and "equality" in found["failed"]
+    assert (second / "tests.log").read_text("utf-8") == "said\n"

@@ -189,7 +189,7 @@ def test_counts_of_a_test_report():
 def test_a_skipped_test_is_a_failed_one(context, monkeypatch, outcome):
     case = "" if outcome == "none" else f'<testcase classname="t" name="x"><{outcome}/></testcase>'
 
-    def write(report: Path, smoke: bool) -> list[str]:
+    def write(report: Path, file: str, smoke: bool) -> list[str]:
         text = f"<testsuites><testsuite>{case}</testsuite></testsuites>"
         return [sys.executable, "-c", f"open({str(report)!r}, 'w').write({text!r})"]
 
@@ -198,11 +198,37 @@ def test_a_skipped_test_is_a_failed_one(context, monkeypatch, outcome):
         gpu_tests.run(context)
 
 
+def test_files_are_processes_of_their_own(context, monkeypatch, capfd):
+    """One that hangs or dies costs only its own tests, and the log says which it was."""
+    good = "<testsuites><testsuite><testcase classname='t' name='x'/></testsuite></testsuites>"
+    programs = {"dies": "print('test_dies begins', flush=True); import os; os._exit(1)", "good": ""}
+
+    def command(report: Path, file: str, smoke: bool) -> list[str]:
+        write = f"open({str(report)!r}, 'w').write({good!r})"
+        return [sys.executable, "-S", "-c", programs[file] or write]
+
+    monkeypatch.setattr(gpu_tests, "command", command)
+    monkeypatch.setattr(gpu_tests, "chosen_files", lambda smoke: ["good", "dies", "good"])
+    with pytest.raises(gpu_tests.TestsFailed, match=r"2 passed, 1 failed.*\n.*dies: pytest ended with 1"):
+        gpu_tests.run(context)
+    assert "test_dies begins" in capfd.readouterr().err
+
+
+def test_a_test_that_hangs_is_ended_with_its_stack(tmp_path):
+    (tmp_path / "test_it.py").write_text("import time\ndef test_hangs():\n    time.sleep(1000)\n")
+    command = gpu_tests.command(tmp_path / "tests.xml", str(tmp_path / "test_it.py"), smoke=True)
+    command[command.index("--timeout=60")] = "--timeout=1"
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path, timeout=120)
+    assert done.returncode != 0
+    assert "test_hangs" in done.stdout
+    assert "time.sleep(1000)" in done.stdout + done.stderr
+
+
 def test_gpu_tests_are_chosen_by_their_mark(tmp_path):
-    command = gpu_tests.command(tmp_path / "tests.xml", smoke=False)
+    chosen = gpu_tests.chosen_files(smoke=False)
+    command = gpu_tests.command(tmp_path / "tests.xml", chosen[0], smoke=False)
     assert command[1:3] == ["-m", "pytest"]
     assert command[-2:] == ["-m", "gpu"]
-    chosen = [part for part in command if part.endswith(".py")]
     assert any(path.endswith("tests/ops/test_attention_gpu.py") for path in chosen)
     assert not any("/server/" in path for path in chosen), "those import what a GPU machine may lack"
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from itertools import accumulate
 
 import pytest
 import torch
 
 from chorus.perf.gpu.timer import CudaTimer, WallTimer
+
+from ...graphs.fake_graphs import fake_graphs
 
 
 def test_median_and_best_of_the_calls_after_a_warm_up():
@@ -18,23 +19,6 @@ def test_median_and_best_of_the_calls_after_a_warm_up():
     sample = WallTimer(repeats=3, clock=lambda: next(ticks)).time(lambda: calls.append(1))
     assert (sample.seconds, sample.best, sample.count, sample.captured) == (5.0, 1.0, 3, False)
     assert len(calls) == 4
-
-
-class FakeGraph:
-    """Counts what a CUDA graph would do."""
-
-    def __init__(self, log: list[str]) -> None:
-        self._log = log
-
-    def capture_begin(self, pool: object, capture_error_mode: str) -> None:
-        assert capture_error_mode == "thread_local"
-        self._log.append("begin")
-
-    def capture_end(self) -> None:
-        self._log.append("end")
-
-    def replay(self) -> None:
-        self._log.append("replay")
 
 
 class FakeEvent:
@@ -54,13 +38,9 @@ class FakeEvent:
 @pytest.fixture
 def cuda(monkeypatch) -> list[str]:
     """torch.cuda as far as the timer uses it; what it was asked."""
-    log: list[str] = []
-    for name, value in {
-        "Stream": object, "stream": lambda stream: nullcontext(), "synchronize": lambda: None,
-        "graph_pool_handle": lambda: 0, "CUDAGraph": lambda: FakeGraph(log), "Event": lambda enable_timing: FakeEvent(),
-    }.items():  # fmt: skip
-        monkeypatch.setattr(torch.cuda, name, value)
-    return log
+    pools = fake_graphs(monkeypatch)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: FakeEvent())
+    return pools.log
 
 
 def test_replays_are_timed(cuda):
@@ -88,3 +68,21 @@ def test_a_capture_that_fails_leaves_capture_mode(cuda):
     with pytest.raises(ZeroDivisionError):
         CudaTimer().time(work)
     assert cuda == ["work", "begin", "work", "end"]
+
+
+def test_measurements_follow_each_other_though_their_graphs_are_gone(cuda):
+    timer = CudaTimer(seconds=0.0, min_count=1)
+    for _ in range(3):
+        assert timer.time(lambda: cuda.append("work")).captured
+
+
+def test_a_capture_follows_one_that_failed(cuda):
+    timer = CudaTimer(seconds=0.0, min_count=1)
+
+    def work() -> None:
+        if "begin" in cuda:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        timer.time(work)
+    assert timer.time(lambda: None).captured

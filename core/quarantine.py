@@ -1,0 +1,129 @@
+"""Registering a directory of adapters: one that can't be served stops none of the others."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..memory.adapter_error import AdapterFormatError, shown
+from ..memory.adapter_format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
+from ..memory.adapter_name import check_name
+from ..memory.adapter_store import AdapterStore
+from ..memory.limited_threads import LimitedThreads, NoThreadLeft
+
+logger = logging.getLogger(__name__)
+
+MAX_STUCK = 8
+"""Directories that may hang at the start; as every one takes its time limit, no more are tried then."""
+
+#: What of a directory changes when somebody mends the adapter in it.
+Stamp = tuple[tuple[int, int, int, int] | None, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """An adapter that is not served, and why. stamp: the state of its directory then; None when it did not tell."""
+
+    name: str
+    path: Path
+    reason: str
+    stamp: Stamp | None = None
+
+
+def adapter_directories(directory: Path) -> list[Path]:
+    """Sub-directories that hold a PEFT adapter, sorted by name. NotADirectoryError when there is no such directory."""
+    if not directory.is_dir():
+        raise NotADirectoryError(f"adapters directory {directory} does not exist; create it or leave the flag out")
+    found, skipped = [], []
+    with os.scandir(directory) as entries:
+        for entry in entries:
+            path = directory / entry.name
+            if is_adapter_dir(path):
+                found.append(path)
+            elif _is_dir(entry):
+                skipped.append(entry.name)
+    for name in sorted(skipped):
+        logger.warning("skipped the directory %s in %s: it has no %s", shown(name), directory, CONFIG_FILE)
+    return sorted(found)
+
+
+def register_directories(
+    store: AdapterStore, inspect: Callable[[Path], AdapterManifest], directory: Path, *, strict: bool, seconds: float
+) -> dict[str, Quarantined]:
+    """Register what `adapter_directories` finds under the directories' names; returns what can't be served.
+
+    strict: raise AdapterFormatError for the first of these instead. seconds: how long a directory may take.
+    """
+    threads = LimitedThreads("adapter-inspect", MAX_STUCK)
+    quarantine: dict[str, Quarantined] = {}
+    for path in adapter_directories(directory):
+        stamp = None
+        try:
+            check_name(path.name)
+            stamp, manifest = threads.submit(partial(_inspect, inspect, path)).result(seconds)
+            if isinstance(manifest, AdapterFormatError):
+                raise manifest
+            store.register(path.name, manifest)
+            report(path.name, manifest)
+            continue
+        except AdapterFormatError as error:
+            if strict:
+                raise
+            reason = str(error)
+        except (FutureTimeout, NoThreadLeft) as error:
+            reason = str(error) or f"it did not answer within {seconds:g} seconds"
+            if strict:
+                raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
+        name = path.name if path.name.isprintable() else shown(path.name)
+        quarantine[name] = Quarantined(name, path, reason, stamp)
+        logger.warning("adapter %s is not served: %s", name, reason)
+    if quarantine:
+        logger.warning(
+            "%d adapters in %s are not served; GET /v1/adapters says why. They are tried again when they change",
+            len(quarantine), directory,
+        )  # fmt: skip
+    return quarantine
+
+
+def report(name: str, manifest: AdapterManifest) -> None:
+    """Log what may surprise whoever saved an adapter that was registered."""
+    if manifest.stem != STEM:
+        logger.info("adapter %s: its %s is served as the base model's %s", name, manifest.stem, STEM)
+    if manifest.no_effect:
+        logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
+
+
+def stamp_of(path: Path) -> Stamp:
+    """The state of a directory and of the two files in it."""
+    return tuple(_state(each) for each in (path, path / CONFIG_FILE, path / WEIGHTS_FILE))
+
+
+def _inspect(
+    inspect: Callable[[Path], AdapterManifest], path: Path
+) -> tuple[Stamp, AdapterManifest | AdapterFormatError]:
+    """The stamp from before, so that what changes meanwhile is seen later; and what was found, or is wrong."""
+    stamp = stamp_of(path)
+    try:
+        return stamp, inspect(path)
+    except AdapterFormatError as error:
+        return stamp, error
+
+
+def _state(path: Path) -> tuple[int, int, int, int] | None:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError):
+        return None
+    return status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
+def _is_dir(entry: os.DirEntry) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:
+        return False

@@ -1,0 +1,101 @@
+"""The waiting requests: in order of arrival, and by tenant and adapter, so that a step need not look at each."""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from ..memory.adapter import Adapter
+from .request import Request
+
+
+class Group:
+    """Waiting requests of one tenant for one adapter, in order."""
+
+    __slots__ = ("adapter", "noted", "requests")
+
+    def __init__(self, adapter: Adapter | None) -> None:
+        self.adapter = adapter
+        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.noted = -math.inf  # place up to which it has been noted that they wait for their adapter
+
+    @property
+    def head(self) -> Request:
+        return next(iter(self.requests))
+
+
+class WaitingQueue:
+    """Every change costs the same however many wait."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Request, None] = OrderedDict()
+        self._first = self._last = 0
+        self.tenants: dict[str, dict[Adapter | None, Group]] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._order)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._order
+
+    def count(self, tenant: str) -> int:
+        """How many of a tenant wait, those held back left out."""
+        return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
+
+    def append(self, request: Request) -> None:
+        """Add one that has just come."""
+        self._last += 1
+        request.place = self._last
+        self._order[request] = None
+        self._group(request).requests[request] = None
+
+    def append_first(self, request: Request) -> None:
+        """Add one that has run and is to go on before all others."""
+        self._first -= 1
+        request.place = self._first
+        self._order[request] = None
+        self._order.move_to_end(request, last=False)
+        self.release(request)
+
+    def remove(self, request: Request) -> None:
+        del self._order[request]
+        self._leave_group(request)
+
+    def hold_back(self, request: Request) -> None:
+        """Keep a request waiting without its being considered, until it is released."""
+        self._leave_group(request)
+
+    def release(self, request: Request) -> None:
+        """Consider a request that was held back, before the others of its group. Nothing happens if it has left."""
+        if request in self._order:
+            requests = self._group(request).requests
+            requests[request] = None
+            requests.move_to_end(request, last=False)
+
+    def adapters(self) -> set[Adapter]:
+        """Adapters of the requests that may be considered."""
+        return {adapter for groups in self.tenants.values() for adapter in groups if adapter is not None}
+
+    def _group(self, request: Request) -> Group:
+        groups = self.tenants.get(request.tenant)
+        if groups is None:
+            groups = self.tenants[request.tenant] = {}
+        group = groups.get(request.adapter)
+        if group is None:
+            group = groups[request.adapter] = Group(request.adapter)
+        return group
+
+    def _leave_group(self, request: Request) -> None:
+        groups = self.tenants.get(request.tenant)
+        group = None if groups is None else groups.get(request.adapter)
+        if groups is None or group is None or request not in group.requests:
+            return
+        del group.requests[request]
+        if not group.requests:
+            del groups[request.adapter]
+            if not groups:
+                del self.tenants[request.tenant]

@@ -1,0 +1,110 @@
+"""Whether an adapter's file still is what was registered, and what the adapter is wherever it lies."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+
+from .adapter_error import AdapterFormatError
+from .adapter_format import AdapterManifest, AdapterWeights, open_weights, tensor_names
+from .layout import MODULES
+from .tensor_file import ITEM_BYTES, TensorInfo
+from .tensor_places import digest_of
+
+STALE = "it changed on disk since the adapter was registered; register the adapter again"
+
+_CHUNK_BYTES = 1 << 20
+_GLANCE_BYTES = 4096
+
+
+def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
+    """The weights that were inspected, for a `with` block. AdapterFormatError when the file is another one by now.
+
+    A new mode, owner or link changes a file's time of change too: where it looks like another one for nothing but that,
+    or was copied, it is read once more if the hash of what was registered is known.
+    """
+    file = open_weights(manifest.path)
+    try:
+        same_size_and_time = (file.size, file.mtime_ns) == (manifest.file_size, manifest.mtime_ns)
+        if same_size_and_time and manifest.identity in (None, file.identity):
+            return file
+        if manifest.content_hash is None or not _is_copy(file, manifest):
+            raise AdapterFormatError(f"{file.path}: {STALE}")
+    except BaseException:
+        file.__exit__()
+        raise
+    return file
+
+
+def with_content(manifest: AdapterManifest) -> AdapterManifest:
+    """The manifest with the hash of what the adapter computes, and whether that is nothing.
+
+    The hash is one of every target's rank, scale and weights in the order of layers and modules: two adapters of one
+    hash answer alike, wherever they lie and in whatever order their tensors were saved. All weights are read for it.
+    """
+    with open_unchanged(manifest) as file:
+        reader = _Reader(file)
+        content_hash = reader.hash(manifest)
+        if not file.is_unchanged():
+            raise AdapterFormatError(f"{file.path}: {STALE}")
+        return replace(manifest, content_hash=content_hash, no_effect=not reader.has_effect)
+
+
+def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
+    """Whether the file has the bytes that were registered."""
+    return (
+        file.size == manifest.file_size
+        and manifest.places is not None
+        and digest_of(file.header) == manifest.places.digest
+        and _Reader(file).hash(manifest) == manifest.content_hash
+    )
+
+
+class _Reader:
+    """Reads a file's tensors through a buffer of its own. has_effect: whether any target changes anything."""
+
+    def __init__(self, file: AdapterWeights) -> None:
+        self._file = file
+        self._buffer = bytearray(_CHUNK_BYTES)
+        self.has_effect = False
+
+    def hash(self, manifest: AdapterManifest) -> str:
+        targets = {
+            (layer, MODULES.index(module)): part
+            for part in manifest.parts
+            for layer in part.layers
+            for module in part.targets
+        }
+        digest = hashlib.sha256(b"chorus adapter 1\n")
+        for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
+            a, b = (self._info(name) for name in tensor_names(layer, MODULES[index]))
+            head = f"{layer} {MODULES[index]} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
+            digest.update(head.encode())
+            found = [self._read(info, digest) for info in (a, b)]
+            self.has_effect = self.has_effect or (part.scale != 0 and all(found))
+        return digest.hexdigest()
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._file.tensors.get(name)
+        if info is None:
+            raise AdapterFormatError(f"{self._file.path}: {STALE}")
+        return info
+
+    def _read(self, info: TensorInfo, digest: hashlib._Hash) -> bool:
+        """Add a tensor to the hash; whether it has a value other than zero, as far as that is still asked."""
+        found = self.has_effect
+        for start in range(0, info.num_bytes, _CHUNK_BYTES):
+            chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
+            self._file.read_into(chunk, info.offset + start)
+            digest.update(chunk)
+            found = found or _any(chunk[:_GLANCE_BYTES], info.dtype) or _any(chunk, info.dtype)
+        return found
+
+
+def _any(chunk: memoryview, dtype: str) -> bool:
+    """Whether any value is not zero; minus zero is zero."""
+    wide = ITEM_BYTES[dtype] == 4
+    values = np.frombuffer(chunk, dtype=np.uint32 if wide else np.uint16)
+    return bool((values & (0x7FFFFFFF if wide else 0x7FFF)).any())

@@ -1,0 +1,86 @@
+"""The names that an adapter's patterns are matched with, all of them in one text, so that one pass matches them all."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+_MAX_RUNS = 64  # kept: files of one model mostly repeat the same few kinds of characters
+
+
+class ModuleNames:
+    """Module names one after another. A set of places between their characters is one number, a bit for each place.
+
+    starts, ends: the places before each name's first and behind its last character. Behind a name's end lies a place
+    that no character leads to, so that no match goes from one name on into the next.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.names = tuple(names)
+        self.text = "\n".join(names) + "\n"
+        self.longest = max(map(len, names), default=0)
+        self._end_of: dict[str, int] = {}
+        self._name_at: dict[int, str] = {}
+        starts, place = [], 0
+        for name in names:
+            starts.append(place)
+            place += len(name)
+            self._end_of[name], self._name_at[place] = place, name
+            place += 1
+        self.starts = _number(starts, place)
+        self.ends = _number(self._name_at, place)
+        self.everywhere = (1 << place) - 1
+        self._characters = {
+            character: _number([at for at, other in enumerate(self.text) if other == character], place)
+            for character in set(self.text) - {"\n"}
+        }
+        self.after_dots = self.character(".") << 1
+        word = self.where(re.compile(r"\w").match)
+        self.word_boundaries = word ^ (word << 1 & self.everywhere)
+        self._runs: dict[int, tuple[int, ...]] = {}
+
+    def character(self, character: str) -> int:
+        """The places that `character` follows."""
+        return self._characters.get(character, 0)
+
+    def where(self, is_taken: Callable[[str], object]) -> int:
+        """The places that a character follows which `is_taken` takes."""
+        found = 0
+        for character, places in self._characters.items():
+            if is_taken(character):
+                found |= places
+        return found
+
+    def runs(self, characters: int) -> tuple[int, ...]:
+        """The places that 1, 2, 4, … in a row of some characters follow. characters: the places that these follow."""
+        if characters not in self._runs:
+            found, run, count = [], characters, 1
+            while run:
+                found.append(run)
+                run &= run >> count
+                count *= 2
+            if len(self._runs) >= _MAX_RUNS:
+                self._runs.clear()
+            self._runs[characters] = tuple(found)
+        return self._runs[characters]
+
+    def places(self, names: Iterable[str]) -> int:
+        """The ends of some of the names."""
+        return _number([self._end_of[name] for name in names], len(self.text))
+
+    def at(self, ends: int) -> list[str]:
+        """The names whose ends are in a set of places, in their order."""
+        found = []
+        while ends:
+            lowest = ends & -ends
+            found.append(self._name_at[lowest.bit_length() - 1])
+            ends ^= lowest
+        return found
+
+
+def _number(places: Iterable[int], size: int) -> int:
+    """The number that has the bits of `places`, all below `size`."""
+    bits = bytearray(b"0") * size
+    for place in places:
+        bits[size - 1 - place] = ord("1")
+    return int(bits, 2) if size else 0

@@ -1,0 +1,131 @@
+"""A real server in a process of its own, watched while it is attacked: its health, its memory and a neighbour."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from ..serving.server_process import launched
+
+POLL_SECONDS = 0.02
+TIMEOUT = 60.0
+
+
+@dataclass(slots=True)
+class Watch:
+    """What was seen: health's answers as (sent, seconds), and when each of the neighbour's tokens came."""
+
+    health: list[tuple[float, float]] = field(default_factory=list)
+    tokens: list[float] = field(default_factory=list)
+    failures: int = 0
+
+    def worst_delay(self, begin: float, end: float) -> float:
+        """Seconds that /health took at most, of the polls that fell into the time."""
+        return max((took for sent, took in self.health if sent + took >= begin and sent <= end), default=0.0)
+
+    def rate(self, begin: float, end: float) -> float:
+        """The neighbour's tokens per second."""
+        return sum(begin <= at < end for at in self.tokens) / (end - begin)
+
+
+class AttackedServer:
+    """A launched server and the watch over it."""
+
+    def __init__(self, url: str, pid: int) -> None:
+        self.address = urlsplit(url).netloc
+        self.pid = pid
+        self.watch = Watch()
+        self._stopping = threading.Event()
+
+    def post(self, path: str, body: bytes, timeout: float = TIMEOUT) -> tuple[int, bytes]:
+        """Status and answer; status 0 when there was none in time."""
+        connection = HTTPConnection(self.address, timeout=timeout)
+        try:
+            connection.request("POST", path, body, {"content-type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        except (OSError, HTTPException):
+            return 0, b""
+        finally:
+            connection.close()
+
+    def rss(self) -> int:
+        return self._status("VmRSS")
+
+    def peak(self) -> int:
+        """Most bytes resident since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
+            if line.startswith(name + ":"):
+                return int(line.split()[1]) * 1024
+        raise RuntimeError(f"/proc/{self.pid}/status has no {name}")
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        threads = [threading.Thread(target=run, daemon=True) for run in (self._poll, self._stream)]
+        for thread in threads:
+            thread.start()
+        try:
+            yield
+        finally:
+            self._stopping.set()
+            for thread in threads:
+                thread.join(TIMEOUT)
+
+    def _poll(self) -> None:
+        connection = HTTPConnection(self.address, timeout=TIMEOUT)
+        while not self._stopping.is_set():
+            sent = time.monotonic()
+            try:
+                connection.request("GET", "/health")
+                connection.getresponse().read()
+            except (OSError, HTTPException):
+                self.watch.failures += 1
+                connection.close()
+            self.watch.health.append((sent, time.monotonic() - sent))
+            self._stopping.wait(POLL_SECONDS)
+
+    def _stream(self) -> None:
+        """The neighbour: one stream after another."""
+        body = json.dumps({"prompt": "neighbour", "max_tokens": 400, "ignore_eos": True, "stream": True,
+                           "temperature": 0, "return_token_ids": True}).encode()  # fmt: skip
+        while not self._stopping.is_set():
+            connection = HTTPConnection(self.address, timeout=TIMEOUT)
+            with suppress(OSError, HTTPException):
+                connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+                response = connection.getresponse()
+                while not self._stopping.is_set() and (line := response.readline()):
+                    if line.startswith(b"data: {"):
+                        self.watch.tokens.append(time.monotonic())
+            connection.close()
+
+
+@contextmanager
+def attacked_server(flags: list[str]) -> Iterator[AttackedServer]:
+    """Starts a server with these flags and watches it."""
+    before = _children()
+    with launched(flags) as url:
+        (pid,) = _children() - before
+        server = AttackedServer(url, pid)
+        with server.watched():
+            yield server
+
+
+def _children() -> set[int]:
+    found = set()
+    for task in os.listdir("/proc/self/task"):
+        found |= {int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split()}
+    return found

@@ -1,0 +1,278 @@
+"""Random life of the real engine on the CPU: `python -m chorus.perf.chaos.life --answers 30000 --seed 1`.
+
+The built-in model and its adapters, one engine after another under options drawn from all there are, with a small
+arena, tenants and salts, aborts, reloads, removals, pins, preemption, steps that fail and reads that are late or fail.
+The books are checked after every step. Every answer must be the one that a request gets alone in a calm engine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import random
+import shutil
+import sys
+import tempfile
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.overload import Overloaded
+from ...core.request import Request
+from ...core.sampling_params import InvalidRequest, SamplingParams
+from ...core.types import FinishReason, StepPlan, StepResult
+from ...memory.adapter_format import AdapterFormatError
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+
+MAX_TOKENS = 24
+TEXTS = 20
+ANSWERS_PER_ENGINE = 400
+FAULT = "an injected fault"
+
+
+class Calm:
+    """What a request gets when it is alone: answers of an engine that nothing else happens to, computed once."""
+
+    def __init__(self) -> None:
+        from tokenizers import Tokenizer
+
+        tokenizer = Tokenizer.from_file(str(BUILTIN_MODEL / "tokenizer.json"))
+        self._engine = Engine.from_config(_calm_config(adapters=BUILTIN_ADAPTERS))
+        self._known: dict[tuple[str | None, tuple[int, ...], float, int], list[int]] = {}
+        self.prompts = {
+            name: [tokenizer.encode(prompt(text)).ids for text in sample_inputs(skill, TEXTS, 0)]
+            for name, skill in {None: BASE, **SKILLS}.items()
+            if name is None or (BUILTIN_ADAPTERS / name).is_dir()
+        }
+
+    def answer(self, skill: str | None, tokens: list[int], params: SamplingParams) -> list[int]:
+        key = (skill, tuple(tokens), params.temperature, params.seed or 0)
+        found = self._known.get(key)
+        if found is None:
+            request = Request("calm", list(tokens), params, skill)
+            self._engine.add_request(request)
+            while self._engine.has_work():
+                self._engine.step()
+            found = self._known[key] = request.token_ids[request.num_prompt_tokens :]
+        return found
+
+
+class Faulty:
+    """An executor that fails when told to, as a whole or for one request."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.fail_once = False
+        self.guilty: set[str] = set()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if self.fail_once:
+            self.fail_once = False
+            raise RuntimeError(FAULT)
+        if any(row.request_id in self.guilty for row in plan.rows):
+            raise RuntimeError(FAULT)
+        return self._inner.execute(plan)
+
+
+class Life:
+    """One engine from its start to its end."""
+
+    def __init__(self, seed: int, calm: Calm, where: Path, reached: Counter[str]) -> None:
+        self.rng = random.Random(seed)
+        self.calm = calm
+        self.where = where
+        self.reached = reached
+        self.wrong: list[str] = []
+        self.asked: dict[str, tuple[Request, str | None]] = {}
+        self.count = self.num_answers = self.num_directories = 0
+        self.broken: set[Path] = set()
+        self.current: dict[str, Path] = {}
+        self.over = threading.Event()
+        self.engine = Engine.from_config(self._draw_config())
+        self.executor = self.engine._executor = Faulty(self.engine._executor)  # type: ignore[assignment]
+        self._inject_reads()
+        for name in self.calm.prompts:
+            if name is not None:
+                self._load(name)
+
+    def run(self) -> None:
+        try:
+            acts = [self._ask] * 8 + [self._step] * 24 + [self._disturb]
+            while self.num_answers < ANSWERS_PER_ENGINE and self.count < 3 * ANSWERS_PER_ENGINE:
+                self.rng.choice(acts)()
+            for _ in range(100_000):
+                if not self.engine.has_work():
+                    break
+                self._step()
+            if self.asked:
+                self.wrong.append(f"requests never end: {sorted(self.asked)[:5]}")
+            self.engine.reclaim_idle()
+            self.engine.check_integrity()
+        finally:
+            self.over.set()
+            self.engine.close()
+
+    def _draw_config(self) -> EngineConfig:
+        rng = self.rng
+        seats = rng.choice([1, 2, 4, 8, 16])
+        return _calm_config(
+            num_pages=rng.choice([40, 60, 90, 400]),
+            block_tokens=rng.choice([4, 8, 16]),
+            max_num_seqs=seats,
+            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
+            host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
+            eviction=rng.choice(["cost", "lru"]),
+            prefix_cache=rng.random() < 0.7,
+            share_prefix_cache=rng.random() < 0.3,
+            lookahead=rng.choice([1, 2, 8]),
+            prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 3]),
+            max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
+            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]),
+            max_waiting=rng.choice([None, 8, 64]),
+            cpu_kernels=rng.choice(["auto", "auto", "torch"]),
+            seed=rng.randrange(1 << 30),
+        )
+
+    def _inject_reads(self) -> None:
+        backend: Any = self.engine.executor.adapters
+        inner, rng = backend.read, random.Random(self.rng.random())
+
+        def read(manifest: Any, layout: Any, image: Any) -> None:
+            fate = rng.random()
+            if fate < 0.1:
+                self.over.wait(rng.uniform(0, 0.05))
+            if fate < 0.01 or manifest.path in self.broken:
+                self.broken.add(manifest.path)
+                raise AdapterFormatError(FAULT)
+            inner(manifest, layout, image)
+
+        backend.read = read
+
+    def _load(self, name: str) -> None:
+        """A new version of an adapter, equal to the one before it."""
+        self.num_directories += 1
+        path = Path(shutil.copytree(BUILTIN_ADAPTERS / name, self.where / f"{name}-{self.num_directories}"))
+        try:
+            self.engine.store.register(name, path)
+        except AdapterFormatError:
+            self.reached["an adapter too large for the arena"] += 1
+        else:
+            self.current[name] = path
+
+    def _ask(self) -> None:
+        rng = self.rng
+        if len(self.asked) > 4 * self.engine.config.max_num_seqs + 8:
+            return
+        skill = rng.choice([None, *self.current, *self.current])
+        tokens = rng.choice(self.calm.prompts[skill])
+        for _ in range(rng.choice([1, 1, 1, 4])):
+            params = SamplingParams(MAX_TOKENS, temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.randrange(3))
+            request = Request(
+                f"r{self.count}", list(tokens), params, skill, streams=rng.random() < 0.7,
+                tenant=rng.choice(["", "a", "b"]), cache_salt=rng.choice(["", "", "x"]),
+            )  # fmt: skip
+            self.count += 1
+            try:
+                self.engine.add_request(request)
+            except (InvalidRequest, Overloaded) as error:
+                self.reached[f"refused: {type(error).__name__}"] += 1
+            else:
+                self.asked[request.id] = request, skill
+
+    def _disturb(self) -> None:
+        rng, engine = self.rng, self.engine
+        what = rng.choice(["abort", "load", "load", "unload", "pin", "unpin", "glitch", "guilty", "preempt", "reclaim"])
+        self.reached[what] += 1
+        name = rng.choice(list(self.current)) if self.current else None
+        if what == "abort" and self.asked:
+            engine.abort(request_id := rng.choice(list(self.asked)))
+            del self.asked[request_id]
+        elif what == "load":
+            self._load(rng.choice([name for name in self.calm.prompts if name is not None]))
+        elif what == "unload" and name and rng.random() < 0.3:
+            engine.store.unregister(name)
+            del self.current[name]
+        elif what == "pin" and name:
+            try:
+                engine.pin_adapter(name)
+            except (InvalidRequest, AdapterFormatError):
+                self.reached["not pinned"] += 1
+        elif what == "unpin" and name:
+            engine.unpin_adapter(name)
+        elif what == "glitch":
+            self.executor.fail_once = True
+        elif what == "guilty" and self.asked:
+            self.executor.guilty.add(rng.choice(list(self.asked)))
+        elif what == "preempt" and engine._scheduler.num_running:
+            engine._scheduler._preempt(rng.choice(engine._scheduler._running))
+        elif what == "reclaim":
+            engine.reclaim_idle()
+
+    def _step(self) -> None:
+        outputs = self.engine.step()
+        self.engine.check_integrity()
+        self.reached["steps"] += 1
+        for output in outputs:
+            if output.finish_reason is None:
+                continue
+            request, skill = self.asked.pop(output.request_id)
+            drawn = request.token_ids[request.num_prompt_tokens :]
+            want = self.calm.answer(skill, request.token_ids[: request.num_prompt_tokens], request.params)
+            if output.finish_reason is FinishReason.ERROR:
+                self.reached["ended with an error"] += 1
+                adapter = request.adapter
+                excused = (adapter is not None and adapter.manifest.path in self.broken) or request.id in (
+                    self.executor.guilty
+                )
+                if drawn != want[: len(drawn)] or not (excused or "pinned adapters" in (output.error or "")):
+                    self.wrong.append(f"{request.id} ({skill}): {output.error}")
+                continue
+            self.num_answers += 1
+            if drawn != want:
+                self.wrong.append(f"{request.id} ({skill}): {drawn} instead of {want}")
+
+
+def _calm_config(**options: Any) -> EngineConfig:
+    return EngineConfig(**{"model": BUILTIN_MODEL, "device": "cpu", "dtype": "float32", "threads": 1, **options})
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.life", description=__doc__.split("\n")[0])
+    parser.add_argument("--answers", type=int, default=3000, help="answers to check (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0)
+    args = parser.parse_args(argv)
+    logging.disable(logging.CRITICAL)
+    calm, reached = Calm(), Counter[str]()
+    answers, engines, wrong = 0, 0, []
+    while answers < args.answers:
+        seed = args.seed * 1_000_000 + engines
+        with tempfile.TemporaryDirectory(prefix="chorus-life-") as where:
+            life = Life(seed, calm, Path(where), reached)
+            try:
+                life.run()
+            except Exception as error:
+                wrong.append(f"engine of seed {seed}: {type(error).__name__}: {error}")
+            answers += life.num_answers
+            wrong += [f"engine of seed {seed}: {each}" for each in life.wrong]
+        engines += 1
+        if len(wrong) > 20:
+            break
+    for name, count in sorted(reached.items()):
+        print(f"{name:40} {count:8}")
+    for each in wrong[:20]:
+        print(each)
+    print(json.dumps({"ok": not wrong, "answers": answers, "engines": engines, "wrong": len(wrong), "seed": args.seed}))
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

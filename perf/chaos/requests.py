@@ -1,0 +1,352 @@
+"""Attacks a real server with requests that ask much in few bytes, and measures what that costs the others.
+
+While each request is answered, a neighbour streams and /health is polled. No request may delay /health by more than
+250 ms, add more than 64 MB of memory, or halve the neighbour's tokens per second. That rate is shown as a share of the
+rate alone, and of the rate beside as many plain answers (`fair`): a step that more share takes longer for all, so the
+bar is missed where both are below a half. `alone` counts those below a half of the rate alone. Prints a row per shape,
+the worst of the random bodies, and a JSON line; exits with 1 if a bar is missed. Wants a machine of its own: whatever
+else runs shows in the neighbour's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...server.demo.builtin import BUILTIN_MODEL
+from .attacked_server import AttackedServer, attacked_server
+
+MAX_DELAY = 0.25
+MAX_GROWTH = 64 << 20
+LEAST_RATE = 0.5
+MAX_BODY = 64 << 10
+CONTEXT = 4096
+LEAST_WINDOW = 0.6
+COMPANY = (1, 8, 31)
+"""Plain answers beside which the neighbour's rate is measured, too: a step that more share takes longer for all."""
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+
+
+@dataclass(frozen=True, slots=True)
+class Attack:
+    name: str
+    path: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What an attack did.
+
+    rate: the neighbour's tokens per second, as a share of those before and after. fair: as a share of those beside as
+    many plain answers.
+    """
+
+    name: str
+    status: int
+    size: int
+    seconds: float
+    delay: float
+    growth: int
+    rate: float
+    fair: float = 1.0
+
+    @property
+    def missed(self) -> list[str]:
+        bars = (
+            ("delay", self.delay > MAX_DELAY),
+            ("memory", self.growth > MAX_GROWTH),
+            ("rate", self.rate < LEAST_RATE and self.fair < LEAST_RATE),
+        )
+        return [name for name, missed in bars if missed] + (["no answer"] if self.status in (0, 500) else [])
+
+
+def shapes() -> Iterator[Attack]:
+    """Requests made to cost much."""
+
+    def attack(name: str, path: str, **body: Any) -> Attack:
+        return Attack(name, path, json.dumps(body, separators=(",", ":")).encode())
+
+    user = [{"role": "user", "content": "hi"}]
+    prompts = ["a b " * 120] * 128
+    for count in (100, 20, 1):
+        yield attack(f"128 prompts, echo, prompt_logprobs={count}", COMPLETIONS, prompt=prompts, echo=True,
+                     prompt_logprobs=count, max_tokens=1)  # fmt: skip
+    yield attack("9 prompts, echo, logprobs=20", COMPLETIONS, prompt=prompts[:9], echo=True, logprobs=20, max_tokens=1)
+    yield attack("9 prompts, echo, logprobs=20, stream", COMPLETIONS, prompt=prompts[:9], echo=True, logprobs=20,
+                 max_tokens=1, stream=True)  # fmt: skip
+    for count in (100, 20):
+        yield attack(f"n=128, logprobs={count}", COMPLETIONS, prompt="x", n=128, logprobs=count, ignore_eos=True)
+        yield attack(f"chat n=128, top_logprobs={count}", CHAT, messages=user, n=128, logprobs=True, top_logprobs=count)
+    yield attack("n=128, logprobs=20, stream", COMPLETIONS, prompt="x", n=128, logprobs=20, max_tokens=30, stream=True,
+                 ignore_eos=True)  # fmt: skip
+    yield attack("1 answer of 1,500 tokens, logprobs=20", COMPLETIONS, prompt="x", logprobs=20, max_tokens=1500,
+                 ignore_eos=True)  # fmt: skip
+    words = [f"w{index}" for index in range(1024)]
+    yield attack("1,024 bad words, n=31", COMPLETIONS, prompt="x", bad_words=words, n=31, ignore_eos=True)
+    yield attack("256 bad words, n=31", COMPLETIONS, prompt="x", bad_words=words[:256], n=31, ignore_eos=True,
+                 max_tokens=64)  # fmt: skip
+    yield attack("logit_bias of 256, n=31", COMPLETIONS, prompt="x", n=31, ignore_eos=True, max_tokens=64,
+                 logit_bias={str(token): 1 for token in range(256)})  # fmt: skip
+    yield attack("16 stop strings of 1,024, n=31", COMPLETIONS, prompt="x", stop=["a" * 1023 + "b"] * 16, n=31,
+                 logit_bias={"97": 100}, max_tokens=400)  # fmt: skip
+    yield attack("16 stop strings of 500", COMPLETIONS, prompt="x", stop=["a" * 499 + chr(98 + i) for i in range(16)],
+                 logit_bias={"97": 100}, max_tokens=1000, ignore_eos=True)  # fmt: skip
+    yield attack("200,000 empty messages", CHAT, messages=[{}] * 200_000)
+    yield attack("200,000 messages", CHAT, messages=[{"role": "user", "content": ""}] * 200_000)
+    yield attack("2,000 messages", CHAT, messages=[{"role": "user", "content": ""}] * 2000, max_tokens=4)
+    yield attack("1,000 messages", CHAT, messages=[{"role": "user", "content": ""}] * 1000, max_tokens=4)
+    yield attack("8 MB prompt", COMPLETIONS, prompt="lorem ipsum " * 690_000)
+    yield attack("64 KB prompt", COMPLETIONS, prompt="lorem " * 10_900)
+    yield attack("64 KB conversation", CHAT, messages=[{"role": "user", "content": "lorem " * 10_900}])
+    yield attack("64 KB to tokenize", "/tokenize", prompt="lorem " * 10_900, return_token_strs=True)
+    yield attack("16,000 tokens to decode", "/detokenize", tokens=[128] * 16_000)
+    yield attack("32,000 token ids, n=128", COMPLETIONS, prompt=[1] * 32_000, n=128)
+    yield attack("4,000 token ids, n=128", COMPLETIONS, prompt=[1] * 4000, n=128, max_tokens=1)
+    yield attack("4,000 token ids, n=32", COMPLETIONS, prompt=[1] * 4000, n=32, max_tokens=1)
+    yield attack("8 prompts of 4,000 tokens", COMPLETIONS, prompt=[[1] * 4000] * 8, max_tokens=1)
+    yield attack("n=128, 100 tokens", COMPLETIONS, prompt="x", n=128, max_tokens=100, ignore_eos=True)
+    yield attack(
+        "n=31, 400 tokens, stream", COMPLETIONS, prompt="x", n=31, max_tokens=400, ignore_eos=True, stream=True
+    )
+    yield attack("endless invalid bytes", COMPLETIONS, prompt="x", logit_bias={"128": 100}, max_tokens=1500,
+                 ignore_eos=True)  # fmt: skip
+    yield attack("endless invalid bytes, n=8, stream", COMPLETIONS, prompt="x", logit_bias={"128": 100}, n=8,
+                 max_tokens=1000, ignore_eos=True, stream=True)  # fmt: skip
+    yield Attack("60,000 brackets", COMPLETIONS, b'{"prompt":' + b"[" * 60_000 + b"]" * 5000)
+    yield Attack("12,000 braces", COMPLETIONS, b'{"a":' * 12_000 + b"1" + b"}" * 3000)
+    yield attack("6,000 unknown fields", COMPLETIONS, prompt="x", **{f"f{index}": 1 for index in range(6000)})
+    yield attack("a name of 60,000 letters", COMPLETIONS, prompt="x", **{"f" * 60_000: 1})
+    yield attack("a model of 60,000 letters", COMPLETIONS, prompt="x", model="f" * 60_000)
+    yield attack("10,000 bad values", COMPLETIONS, prompt="x", stop_token_ids=["a"] * 10_000)
+    yield attack("5,000 biases", COMPLETIONS, prompt="x", logit_bias={f"k{index}": "x" for index in range(5000)})
+    yield attack("template variables", CHAT, messages=user, chat_template_kwargs={f"k{i}": [i] for i in range(4000)})
+    yield attack("3,000 tools", CHAT, messages=user, tool_choice="none", tools=[{"a": 1}] * 3000)
+    yield Attack("10,000 escapes", COMPLETIONS, b'{"prompt":"' + b"\\u0041" * 10_000 + b'"}')
+
+
+def mutations(seed: int, count: int) -> Iterator[Attack]:
+    """Random bodies under 64 KB: a request's fields with values that it may, or may not, have."""
+    draw = random.Random(seed)
+    numbers = [0, 1, -1, 2, 20, 31, 128, 1000, 4000, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, -1e-308, True, False]
+    texts = ["", "a", "\x00", "€😀", "{{ x }}", "a" * 1000, "b c " * 5000, "\\" * 300, "<bos>", "é" * 2000]
+    names = [
+        "n",
+        "max_tokens",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "echo",
+        "stream",
+        "stop",
+        "bad_words",
+        "logit_bias",
+        "stop_token_ids",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "seed",
+        "ignore_eos",
+        "min_tokens",
+        "presence_penalty",
+        "repetition_penalty",
+        "stream_options",
+        "model",
+        "lora_path",
+        "cache_salt",
+        "request_id",
+        "return_token_ids",
+        "return_tokens_as_token_ids",
+        "skip_special_tokens",
+        "best_of",
+        "tools",
+        "tool_choice",
+        "chat_template_kwargs",
+        "add_generation_prompt",
+        "continue_final_message",
+        "user",
+        "nonsense",
+    ]
+
+    def value(depth: int = 0) -> Any:
+        kind = draw.randrange(6 if depth < 3 else 3)
+        if kind == 0:
+            return draw.choice(numbers)
+        if kind == 1:
+            return draw.choice(texts)
+        if kind == 2:
+            return draw.choice([None, [], {}])
+        if kind == 3:
+            return [value(depth + 1)] * draw.choice([1, 2, 17, 300])
+        if kind == 4:
+            return [value(depth + 1) for _ in range(draw.randrange(5))]
+        return {
+            str(draw.choice([draw.randrange(300), draw.choice(texts)[:20]])): value(depth + 1)
+            for _ in range(draw.randrange(6))
+        }
+
+    likely = {
+        "n": lambda: draw.choice([1, 2, 8, 31, 128]), "max_tokens": lambda: draw.choice([1, 16, 64, 200]),
+        "logprobs": lambda: draw.choice([0, 1, 5, 20]), "prompt_logprobs": lambda: draw.choice([0, 1, 20]),
+        "stream": lambda: True, "echo": lambda: True, "stop": lambda: [draw.choice(texts[1:4])] * draw.randrange(5),
+        "bad_words": lambda: [f"w{i}" for i in range(draw.choice([1, 50, 256]))], "ignore_eos": lambda: True,
+        "logit_bias": lambda: {str(i): draw.choice([-100, 5, 100]) for i in range(draw.choice([1, 100]))},
+    }  # fmt: skip
+    made = 0
+    while made < count:
+        chat = draw.random() < 0.4
+        if chat:
+            body: dict[str, Any] = {
+                "messages": [{"role": "user", "content": draw.choice(texts)}] * draw.choice([1, 1, 20, 500])
+            }
+        else:
+            body = {
+                "prompt": draw.choice(
+                    [draw.choice(texts), [draw.choice(texts)] * draw.choice([1, 9, 128]), [97] * 3000]
+                )
+            }
+        body["max_tokens"] = draw.choice([1, 16, 64])
+        for name in draw.sample(names, draw.randrange(6)):
+            body[name] = likely[name]() if name in likely and draw.random() < 0.7 else value()
+        sent = json.dumps(body).encode()
+        if draw.random() < 0.1:
+            at = draw.randrange(len(sent))
+            sent = sent[:at] + bytes([draw.randrange(256)]) + sent[at + 1 :]
+        if len(sent) < MAX_BODY:
+            made += 1
+            yield Attack(f"random {made}", CHAT if chat else COMPLETIONS, sent)
+
+
+def num_answers(attack: Attack) -> int:
+    """Answers that a body asks for, as far as it can be read."""
+    try:
+        body = json.loads(attack.body)
+        prompt = body.get("prompt")
+        prompts = len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+        return max(1, prompts * int(body.get("n", 1) or 1))
+    except (ValueError, TypeError, AttributeError, RecursionError, OverflowError):
+        return 1
+
+
+def company(server: AttackedServer) -> dict[int, float]:
+    """The neighbour's tokens per second beside so many plain answers."""
+    rates = {}
+    for count in COMPANY:
+        body = {"prompt": "x", "n": count, "ignore_eos": True, "max_tokens": 300}
+        begin = time.monotonic()
+        server.post(COMPLETIONS, json.dumps(body).encode())
+        rates[count] = server.watch.rate(begin, time.monotonic())
+    return rates
+
+
+def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> Row:
+    """Sends one and looks at what it did."""
+    watch = server.watch
+    quiet = time.monotonic()
+    time.sleep(LEAST_WINDOW)
+    before, rss = watch.rate(quiet, time.monotonic()), server.rss()
+    server.forget_peak()
+    begin = time.monotonic()
+    status, _ = server.post(attack.path, attack.body)
+    took = time.monotonic() - begin
+    if took < LEAST_WINDOW:
+        time.sleep(LEAST_WINDOW - took)
+    end = time.monotonic()
+    growth = server.peak() - rss
+    time.sleep(LEAST_WINDOW)
+    alone = (before + watch.rate(end, time.monotonic())) / 2
+    plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
+    rate = watch.rate(begin, end)
+    return Row(
+        attack.name,
+        status,
+        len(attack.body),
+        took,
+        watch.worst_delay(begin, end),
+        growth,
+        rate / alone if alone else 1.0,
+        rate / plain if plain else 1.0,
+    )
+
+
+def long_model(directory: Path) -> Path:
+    """The built-in model with a longer context: what it says there means nothing, but costs what it costs."""
+    model = directory / "model"
+    shutil.copytree(BUILTIN_MODEL, model)
+    config = json.loads((model / "config.json").read_text())
+    config["max_position_embeddings"] = CONTEXT
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def show(row: Row) -> str:
+    return (
+        f"{row.name:<42}{row.size:>9}{row.status:>7}{row.seconds:>9.2f}{1000 * row.delay:>10.0f}"
+        f"{row.growth / 2**20:>9.1f}{row.rate:>8.2f}{row.fair:>7.2f}  {', '.join(row.missed)}"
+    )
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.requests", description=__doc__)
+    parser.add_argument("--model", type=Path, help="checkpoint to serve; default: the built-in one, with 4,096 tokens")
+    parser.add_argument("--mutations", type=int, default=100, help="random bodies to send")
+    parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
+    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as directory:
+        model = arguments.model or long_model(Path(directory))
+        with attacked_server(["--model", str(model), "--log-level", "info"]) as server:
+            time.sleep(2 * LEAST_WINDOW)
+            server.post(COMPLETIONS, b'{"prompt": "warm", "logprobs": 5, "n": 8, "max_tokens": 8}')
+            beside = company(server)
+            print("the neighbour's tokens/s beside plain answers:", {n: round(rate) for n, rate in beside.items()})
+            print(
+                f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
+            )
+            rows = []
+            for attack in shapes():
+                if arguments.only in attack.name:
+                    rows.append(strike(server, attack, beside))
+                    print(show(rows[-1]), flush=True)
+            drawn = []
+            for attack in mutations(arguments.seed, arguments.mutations):
+                drawn.append(strike(server, attack, beside))
+                if drawn[-1].missed:
+                    print(show(drawn[-1]), flush=True)
+            failures = server.watch.failures
+    if drawn:
+        delay, growth = max(row.delay for row in drawn), max(row.growth for row in drawn)
+        print(
+            f"{len(drawn)} random bodies: delay {1000 * delay:.0f} ms, memory {growth / 2**20:.1f} MB, "
+            f"rate {min(row.rate for row in drawn):.2f}, fair {min(row.fair for row in drawn):.2f}"
+        )
+    every = rows + drawn
+    missed = {row.name: row.missed for row in every if row.missed}
+    result = {
+        "requests": len(every),
+        "worst_delay_ms": round(1000 * max(row.delay for row in every), 1),
+        "worst_growth_mb": round(max(row.growth for row in every) / 2**20, 1),
+        "worst_rate": round(min(row.rate for row in every), 3),
+        "worst_fair_rate": round(min(row.fair for row in every), 3),
+        "alone": sum(row.rate < LEAST_RATE for row in every),
+        "health_failures": failures,
+        "missed": missed,
+        "met": not missed and not failures,
+    }
+    print(json.dumps(result))
+    return 0 if result["met"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

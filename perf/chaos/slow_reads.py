@@ -1,0 +1,167 @@
+"""Slow and hanging adapter files beside ordinary load: `python -m chorus.perf.chaos.slow_reads`.
+
+The real engine on the CPU with the built-in model. Requests of the base model and of resident adapters arrive at a
+steady rate, in rounds without and with requests for other adapters whose files are read at 1 MB/s or never come. The
+bar: the p99 of the ordinary requests' time to first token is at most 1.25 times what it is without the slow files.
+Rounds alternate, so that what else the machine does falls on both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import shutil
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...memory.adapter_format import AdapterManifest
+from ...memory.adapter_layout import AdapterLayout
+from ...memory.host_image import HostImage
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+
+BAR = 1.25
+BYTES_PER_SECOND = 1e6
+
+
+@dataclass
+class Trouble:
+    """Directories whose reads are slow, or hang until `over` is set."""
+
+    slow: set[str] = field(default_factory=set)
+    hanging: set[str] = field(default_factory=set)
+    over: threading.Event = field(default_factory=threading.Event)
+
+    def inject(self, engine: Engine) -> None:
+        """Hold the engine's reads up from now on."""
+        backend: Any = engine.executor.adapters
+        inner = backend.read
+
+        def read(manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+            name = manifest.path.name
+            if name in self.hanging:
+                self.over.wait()
+            elif name in self.slow:
+                self.over.wait(manifest.file_size / BYTES_PER_SECOND)
+            inner(manifest, layout, image)
+
+        backend.read = read
+
+
+def copies_of(source: Path, count: int, where: Path) -> list[Path]:
+    """Directories of their own that hold the same adapter."""
+    return [Path(shutil.copytree(source, where / f"{source.name}-{index}")) for index in range(count)]
+
+
+def run_round(slow_adapters: int, seconds: float, rate: float, seats: int, seed: int, where: Path) -> list[float]:
+    """Times to first token of the ordinary requests, in seconds."""
+    trouble = Trouble()
+    config = EngineConfig(
+        model=BUILTIN_MODEL, memory_bytes=64 << 20, max_num_seqs=seats, prefix_cache=False, threads=1, seed=seed,
+        device="cpu", max_waiting=None,
+    )  # fmt: skip
+    engine = Engine.from_config(config)
+    sources = sorted(path for path in BUILTIN_ADAPTERS.iterdir() if path.is_dir())
+    resident = [path.name for path in sources[:2]]
+    for path in sources[:2]:
+        engine.store.register(path.name, path)
+        engine.pin_adapter(path.name)
+    names = []
+    for index, path in enumerate(copies_of(sources[2], slow_adapters, where)):
+        (trouble.hanging if index % 2 else trouble.slow).add(path.name)
+        engine.store.register(path.name, path)
+        names.append(path.name)
+    trouble.inject(engine)
+    rng = random.Random(seed)
+    _run_alone(engine)
+    took = _serve(engine, rng, seconds, rate, [None, *resident], names)
+    trouble.over.set()
+    engine.close()
+    return took
+
+
+def _run_alone(engine: Engine) -> None:
+    """Capture what is captured at first use, and measure what a prefill costs."""
+    for index in range(2 * engine.config.max_num_seqs):
+        engine.add_request(Request(f"warm {index}", [40] * 24, SamplingParams(8, temperature=0, ignore_eos=True)))
+    while engine.has_work():
+        engine.step()
+
+
+def _serve(
+    engine: Engine, rng: random.Random, seconds: float, rate: float, ordinary: list[str | None], slow: list[str]
+) -> list[float]:
+    """Open-loop arrivals: a request's time counts from when it was to come. The slow ones are one for one beside."""
+    start = time.perf_counter()
+    due, index = 0.0, 0
+    came: dict[str, float] = {}
+    took: list[float] = []
+    slow_ids: list[str] = []
+    while due < seconds or came:
+        now = time.perf_counter() - start
+        while due <= now and due < seconds:
+            name = ordinary[index % len(ordinary)]
+            params = SamplingParams(16, temperature=0, ignore_eos=True)
+            engine.add_request(Request(f"o{index}", _prompt(rng), params, name))
+            came[f"o{index}"] = due
+            if slow:
+                request = Request(f"s{index}", _prompt(rng), params, slow[index % len(slow)])
+                engine.add_request(request)
+                slow_ids.append(request.id)
+            due += rng.expovariate(rate)
+            index += 1
+        if not came:
+            time.sleep(max(0.0, min(due - now, 0.001)))
+        first = [each.request_id for each in engine.step() if each.request_id in came and each.token_ids]
+        took += [time.perf_counter() - start - came.pop(request_id) for request_id in first]
+    for request_id in slow_ids:
+        engine.abort(request_id)
+    engine.check_integrity()
+    return took
+
+
+def _prompt(rng: random.Random) -> list[int]:
+    return [rng.randrange(30, 90) for _ in range(rng.randint(8, 40))]
+
+
+def p99(values: list[float]) -> float:
+    return sorted(values)[int(0.99 * (len(values) - 1))]
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.slow_reads", description=__doc__.split("\n")[0])
+    parser.add_argument("--slow", type=int, default=40, help="adapters that are slow or hang (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=8.0, help="of a round (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=4, help="of each kind (default: %(default)s)")
+    parser.add_argument("--rate", type=float, default=60.0, help="ordinary requests per second (default: %(default)s)")
+    parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
+    args = parser.parse_args(argv)
+    found: dict[str, list[float]] = {"without": [], "with": []}
+    for index in range(args.rounds):
+        for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
+            with tempfile.TemporaryDirectory() as where:
+                count = args.slow if kind == "with" else 0
+                took = run_round(count, args.seconds, args.rate, args.seats, index, Path(where))
+            found[kind] += took
+    print(f"{'slow files':12} {'requests':>8} {'TTFT p50':>10} {'p99':>10} {'max':>10}  ms")
+    for kind, took in found.items():
+        p50, last, most = (1000 * each for each in (sorted(took)[len(took) // 2], p99(took), max(took)))
+        print(f"{kind:12} {len(took):8} {p50:10.2f} {last:10.2f} {most:10.2f}")
+    ratio = p99(found["with"]) / p99(found["without"])
+    ok = ratio <= BAR
+    values = {kind: round(1000 * p99(took), 3) for kind, took in found.items()}
+    print(json.dumps({"ok": ok, "bar": BAR, "p99_ratio": round(ratio, 3), "ttft_p99_ms": values, "slow": args.slow}))
+    return 0 if ok else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

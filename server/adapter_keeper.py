@@ -1,0 +1,170 @@
+"""What is done about adapters while nobody asks: broken ones are tried again, and each gets the hash of its content."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from ..core.quarantine import Quarantined, Stamp, report, stamp_of
+from ..memory.adapter_error import AdapterFormatError
+from ..memory.adapter_identity import with_content
+from ..memory.limited_threads import LimitedThreads, NoThreadLeft
+from .errors import EngineUnavailable
+from .worker import EngineWorker
+
+if TYPE_CHECKING:
+    from ..core.engine import Engine
+    from ..memory.adapter_format import AdapterManifest
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+TURN_SECONDS = 2.0
+"""How often quarantined directories are looked at; one is tried again once it has not changed for as long."""
+
+HASH_SHARE = 1 / 8
+"""Of the time, at most, in which adapters are read for their hash."""
+
+
+BATCH = 64
+"""Quarantined directories that one thread looks at; where one hangs, the rest of these wait with it."""
+
+
+class AdapterKeeper:
+    """A thread beside the engine. What touches a disk is given up after `seconds`, on a thread that is left behind."""
+
+    def __init__(self, worker: EngineWorker, seconds: float) -> None:
+        self._worker = worker
+        self._seconds = seconds
+        self._threads = LimitedThreads("adapter-keeper", 4)
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="adapter-keeper", daemon=True)
+        self._stamps: dict[str, Stamp] = {}  # of quarantined adapters, as of the last turn
+        self._hopeless: set[int] = set()  # versions that could not be hashed
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Begin nothing more; what has begun ends by itself or with the process."""
+        self._stopped.set()
+
+    def _run(self) -> None:
+        while not self._stopped.wait(TURN_SECONDS):
+            try:
+                self._try_again()
+                self._hash_some()
+            except EngineUnavailable:
+                return
+            except Exception:
+                log.exception("looking after the adapters failed; it goes on")
+
+    # -- quarantine
+
+    def _try_again(self) -> None:
+        everything = self._call(lambda engine: list(engine.quarantine.values()))
+        quarantined = [one for one in everything if one.name == one.path.name]  # no change mends a name that is none
+        for first in range(0, len(quarantined), BATCH):
+            batch = quarantined[first : first + BATCH]
+            stamps = self._beside(partial(_stamps_of, batch))
+            for one, stamp in zip(batch, stamps or (), strict=False):
+                if self._stopped.is_set():
+                    return
+                if stamp != one.stamp and stamp == self._stamps.get(one.name):  # whoever writes there has paused
+                    self._try(one, stamp)
+                self._stamps[one.name] = stamp
+
+    def _try(self, one: Quarantined, stamp: Stamp) -> None:
+        try:
+            manifest = self._beside(partial(self._worker.check_adapter, one.path))
+        except AdapterFormatError as error:
+            log.warning("adapter %s changed, but is not served: %s", one.name, error)
+            again = replace(one, reason=str(error), stamp=stamp)
+            self._call(partial(_keep, again))
+            return
+        if manifest is not None and self._call(partial(_release, one.name, manifest)):
+            log.info("adapter %s changed and is served now", one.name)
+            report(one.name, manifest)
+
+    # -- hashes
+
+    def _hash_some(self) -> None:
+        """Hash for a share of the time until the next turn is due."""
+        manifests = self._call(self._unhashed)
+        began = time.monotonic()
+        for name, version, manifest in manifests:
+            if self._stopped.is_set() or time.monotonic() - began > TURN_SECONDS:
+                return
+            start = time.monotonic()
+            try:
+                known = self._beside(partial(_with_content, manifest))
+            except AdapterFormatError as error:
+                log.warning("adapter %s can't be read: %s", name, error)
+                known = None
+            if known is None:
+                self._hopeless.add(version)
+            elif self._call(partial(_note, name, version, known)) and known.no_effect:
+                report(name, known)
+            self._stopped.wait((time.monotonic() - start) * (1 / HASH_SHARE - 1))
+
+    def _unhashed(self, engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
+        adapters = (engine.store.get(name) for name in engine.store.names())
+        return [
+            (adapter.name, adapter.version, adapter.manifest)
+            for adapter in adapters
+            if adapter.manifest.content_hash is None and adapter.version not in self._hopeless
+        ]
+
+    # -- common
+
+    def _call(self, function: Callable[[Engine], T]) -> T:
+        return self._worker.call(function).result()
+
+    def _beside(self, function: Callable[[], T]) -> T | None:
+        """The result; None when it takes too long."""
+        try:
+            return self._threads.submit(function).result(self._seconds)
+        except (FutureTimeout, NoThreadLeft) as error:
+            log.warning("adapters can't be read: %s", error or f"no answer within {self._seconds:g} seconds")
+            return None
+
+
+def _stamps_of(quarantined: list[Quarantined]) -> list[Stamp]:
+    return [stamp_of(one.path) for one in quarantined]
+
+
+def _keep(one: Quarantined, engine: Engine) -> None:
+    """Still in quarantine, on the engine's thread, unless it was replaced meanwhile."""
+    if one.name in engine.quarantine:
+        engine.quarantine[one.name] = one
+
+
+def _release(name: str, manifest: AdapterManifest, engine: Engine) -> bool:
+    """Out of quarantine, on the engine's thread; False when it was removed or replaced meanwhile."""
+    if engine.quarantine.pop(name, None) is None or name in engine.store:
+        return False
+    engine.store.register(name, manifest)
+    return True
+
+
+def _note(name: str, version: int, manifest: AdapterManifest, engine: Engine) -> bool:
+    """Keep what was found out about a version, if it still is the current one."""
+    if name not in engine.store or engine.store.get(name).version != version:
+        return False
+    engine.store.get(name).manifest = manifest
+    return True
+
+
+def _with_content(manifest: AdapterManifest) -> AdapterManifest:
+    with suppress(OSError, AttributeError):  # where a thread can't be put behind the others, it is as they are
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+    return with_content(manifest)

@@ -1,0 +1,51 @@
+"""What is checked before anything heavy is imported, so that mistakes show at once."""
+
+from __future__ import annotations
+
+from .hosts import is_loopback
+from .keys import InvalidKey
+from .pull import PullError, resolve_model
+from .settings import Settings
+
+
+class LaunchError(Exception):
+    """The server can't start as it was told to; the text is for the person who told it."""
+
+
+def check_model(settings: Settings) -> None:
+    """Raises LaunchError unless the directories that the settings name are there."""
+    try:
+        resolve_model(settings.model)
+    except PullError as error:
+        raise LaunchError(str(error)) from None
+    if not (settings.model / "config.json").is_file():
+        raise LaunchError(f"{settings.model} holds no model: it has no config.json")
+    if settings.adapters is not None and not settings.adapters.is_dir():
+        raise LaunchError(f"there is no adapters directory {settings.adapters}")
+    for root in settings.adapter_roots or ():
+        if not root.is_dir():
+            raise LaunchError(f"there is no directory {root}, which adapter_roots names")
+    names = set()
+    for name, path in settings.lora_modules:
+        if not path.is_dir():
+            raise LaunchError(f"there is no directory {path}, from which --lora-modules takes {name}")
+        if name in names or name == settings.base_name:
+            taken = "twice" if name in names else "like the base model"
+            raise LaunchError(f"--lora-modules names an adapter {name} {taken}; names must differ")
+        names.add(name)
+
+
+def check_access(settings: Settings) -> str | None:
+    """A warning about who may use the server, if there is cause. Raises LaunchError for what is not meant to be."""
+    try:
+        keys = settings.client_keys()
+    except InvalidKey as error:
+        raise LaunchError(str(error)) from None
+    if keys.guarded or is_loopback(settings.host):
+        return None
+    if not settings.allow_unauthenticated:
+        raise LaunchError(
+            f"without an API key whoever reaches {settings.host} may use the server: set --api-key-file (or "
+            "CHORUS_API_KEY), or start it with --allow-unauthenticated"
+        )
+    return f"listening on {settings.host} without an API key: whoever reaches the port may use the server"

@@ -1,0 +1,174 @@
+"""Connections: never more than there are descriptors for, and none for longer than it gets on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .http_protocol import HttpConnection
+
+log = logging.getLogger(__name__)
+
+SWEEP_SECONDS = 0.5
+LOG_SECONDS = 10.0
+
+MIN_BYTES_PER_SECOND = 16 << 10
+"""How fast a body must come and an answer be taken, once the first seconds of grace are over."""
+
+UNREAD_SECONDS = 2.0
+"""How long an answer may lie unread while others need its connection's place."""
+
+RESERVED_DESCRIPTORS = 128
+"""Descriptors kept for all but connections: adapter files, and sockets that are being closed or refused."""
+
+MIN_CONNECTIONS = 16
+
+_AT_ONCE = struct.pack("ii", 1, 0)
+
+
+class Phase(IntEnum):
+    """What a connection is doing, in the order in which it is given up when there are too many."""
+
+    HEAD = 0
+    BODY = 1
+    IDLE = 2
+    ANSWER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionLimits:
+    """How many connections there may be, and how long each may take.
+
+    head: seconds until a request's head has come. body, send: seconds of grace for a body and for a client that does
+    not read, more as bytes go by. idle: seconds between two requests.
+    """
+
+    count: int
+    head: float = 10.0
+    body: float = 20.0
+    send: float = 20.0
+    idle: float = 50.0
+
+
+def max_connections(wanted: int | None = None) -> int:
+    """How many connections fit below this process's limit of descriptors, at most `wanted`; never fewer than 16."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted or 1 << 16
+    in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    fitting = max(MIN_CONNECTIONS, soft - in_use - RESERVED_DESCRIPTORS)
+    if wanted is not None and wanted > fitting:
+        log.warning("max_connections is %d, %d descriptors leave room for %d; raise ulimit -n", wanted, soft, fitting)
+    return min(wanted or fitting, fitting)
+
+
+class Connections:
+    """All connections of a server. Used on its event loop only.
+
+    Twice a second each is looked at; what has not got on in its time is cut, and a request that it had ends. A new
+    connection beyond the limit takes the place of the oldest ones that ask for nothing.
+    """
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self.limits = limits
+        self._all: dict[HttpConnection, None] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self._cut: Counter[str] = Counter()
+        self._log_after = 0.0
+
+    def __len__(self) -> int:
+        return len(self._all)
+
+    def add(self, connection: HttpConnection) -> None:
+        """A client connected."""
+        self._all[connection] = None
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        if len(self._all) > self.limits.count and not self.make_room(besides=connection):
+            self._close(connection, "there were too many")
+
+    def remove(self, connection: HttpConnection) -> None:
+        """A connection is gone."""
+        self._all.pop(connection, None)
+
+    def make_room(self, besides: HttpConnection | None = None) -> int:
+        """Close some of those that ask for nothing, or don't read; the oldest first; returns how many."""
+        now = time.monotonic()
+        waiting = [
+            one for one in self._all
+            if one is not besides and (one.look(now) is not Phase.ANSWER or one.unread_seconds(now) > UNREAD_SECONDS)
+        ]  # fmt: skip
+        waiting.sort(key=lambda one: (one.phase, one.since))
+        chosen = waiting[: max(1, self.limits.count // 32)]
+        for connection in chosen:
+            self._close(connection, "others needed their places")
+        return len(chosen)
+
+    @property
+    def num_unsent(self) -> int:
+        """Connections with an answer of which not all has left."""
+        return sum(1 for one in self._all if one.transport.get_write_buffer_size())
+
+    def cut(self, connections: Iterable[HttpConnection] | None = None) -> None:
+        """End connections at once, all by default; their requests end, too."""
+        for connection in list(self._all if connections is None else connections):
+            self._all.pop(connection, None)
+            transport = connection.transport
+            if transport.get_write_buffer_size():  # or the system keeps what nobody reads
+                transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
+            transport.abort()
+
+    def cut_those_that_do_not_read(self) -> None:
+        """End connections whose clients have not taken what was sent."""
+        self.cut([one for one in self._all if one.transport.get_write_buffer_size()])
+
+    def _close(self, connection: HttpConnection, why: str) -> None:
+        self._cut[why] += 1
+        self.cut([connection])
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection in list(self._all):
+            if (why := connection.overdue(now, self.limits)) is not None:
+                self._close(connection, why)
+        if self._cut and now >= self._log_after:
+            self._log_after = now + LOG_SECONDS
+            told = ", ".join(f"{count} because {why}" for why, count in sorted(self._cut.items()))
+            log.warning("closed connections: %s; %d are open", told, len(self._all))
+            self._cut.clear()
+        active = self._all or self._cut
+        self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None
+
+
+class CountingTransport:
+    """A transport that knows how many bytes the system has taken from it."""
+
+    __slots__ = ("_transport", "_written")
+
+    def __init__(self, transport: Any) -> None:
+        self._transport = transport
+        self._written = 0
+
+    def write(self, data: bytes) -> None:
+        self._written += len(data)
+        self._transport.write(data)
+
+    @property
+    def taken(self) -> int:
+        """Bytes that left for the client."""
+        return self._written - self._transport.get_write_buffer_size()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)

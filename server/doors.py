@@ -1,0 +1,93 @@
+"""What every request must pass before any route sees it: host, origin, key and content type."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Collection
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .errors import ApiError, clipped
+from .gate import ALWAYS_OPEN, Gate
+from .hosts import Hosts, is_same_origin
+from .keys import Identity, Keys, changes_adapters
+
+_READING = ("GET", "HEAD", "OPTIONS")
+
+
+class Doors:
+    """Middleware that refuses, in OpenAI's error shape, what must not come in.
+
+    Routes find in `request.state` the `tenant` (the key's short name; "" without one) and the `client` to be fair to:
+    the tenant, or where there is none the address that the request came from.
+    """
+
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, origins: Collection[str], gate: Gate) -> None:
+        self._app = app
+        self._keys = keys
+        self._hosts = hosts
+        self._origins = origins
+        self._gate = gate
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        method, path = scope["method"], scope["path"]
+        answer = _Answer(send)
+        try:
+            identity = self._admit(method, path, Headers(scope=scope))
+            address = (scope.get("client") or ("",))[0]
+            scope.setdefault("state", {}).update(tenant=identity.tenant, client=identity.tenant or f"at-{address}")
+            with self._gate.passing(method, path):
+                await self._app(scope, receive, answer.send)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        except asyncio.CancelledError:
+            if not self._gate.cutting:
+                raise
+            if not answer.begun:
+                error = ApiError(503, "the server is shutting down", type="server_error", code="engine_unavailable")
+                await error.response()(scope, receive, send)
+
+    def _admit(self, method: str, path: str, headers: Headers) -> Identity:
+        host = headers.get("host")
+        if not self._hosts.serves(host):
+            message = (
+                f"this server does not answer to the host {clipped(host or '')!r}; use a name it serves, or start it "
+                "with --allowed-hosts"
+            )
+            raise ApiError(400, message, code="invalid_host")
+        if path in ALWAYS_OPEN and method in _READING:
+            return Identity(may_change_adapters=False)
+        if method not in _READING and (origin := headers.get("origin")) is not None:
+            allowed = "*" in self._origins or origin in self._origins or is_same_origin(origin, host)
+            if not allowed:
+                message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
+                raise ApiError(403, message, code="origin_not_allowed")
+        identity = self._keys.identify(headers.get("authorization"))
+        if changes_adapters(method, path) and not identity.may_change_adapters:
+            raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
+        if method == "POST" and not _is_json(headers.get("content-type", "")):
+            given = clipped(headers.get("content-type", "")) or "nothing"
+            raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
+                           code="unsupported_media_type")  # fmt: skip
+        return identity
+
+
+class _Answer:
+    """A way to send that remembers whether the answer has begun."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self.begun = False
+
+    async def send(self, message: Message) -> None:
+        self.begun = True
+        await self._send(message)
+
+
+def _is_json(content_type: str) -> bool:
+    kind = content_type.partition(";")[0].strip().lower()
+    return kind == "application/json" or (kind.startswith("application/") and kind.endswith("+json"))

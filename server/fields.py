@@ -1,0 +1,227 @@
+"""The fields of a request's body: our own, other servers' names for them, and those that can't be obeyed.
+
+The lists hold every field that OpenAI, vLLM, SGLang, LoRAX and llama.cpp document for completions and chat completions.
+A field that would change the answer is obeyed or refused; one that can't is named in `HARMLESS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Collection
+from typing import Any
+
+from .errors import ApiError, clipped
+
+ALIASES = {
+    "ignore_eos_token": "ignore_eos",  # LoRAX
+    "max_new_tokens": "max_tokens",  # SGLang, LoRAX
+    "min_new_tokens": "min_tokens",  # SGLang
+    "n_cmpl": "n",  # llama.cpp
+    "n_predict": "max_tokens",  # llama.cpp
+    "no_stop_trim": "include_stop_str_in_output",  # SGLang
+    "return_full_text": "echo",  # LoRAX
+    "sampling_seed": "seed",  # SGLang
+    "rid": "request_id",  # SGLang
+    "adapter_id": "lora_path",  # LoRAX
+}
+"""Other names of fields that we have."""
+
+UNLIMITED = {"n_predict": -1}
+"""Values of aliases that are as good as leaving the field out."""
+
+HARMLESS = {
+    "custom_labels": "labels for the caller's metrics",
+    "dry_allowed_length": "only has a meaning with dry_multiplier",
+    "dry_base": "only has a meaning with dry_multiplier",
+    "dry_penalty_last_n": "only has a meaning with dry_multiplier",
+    "dry_sequence_breakers": "only has a meaning with dry_multiplier",
+    "dynatemp_exponent": "only has a meaning with dynatemp_range",
+    "metadata": "notes for the caller's own use",
+    "mirostat_eta": "only has a meaning with mirostat",
+    "mirostat_tau": "only has a meaning with mirostat",
+    "parallel_tool_calls": "only has a meaning where tools may be called",
+    "prediction": "a hint that makes answers faster, not different",
+    "prompt_cache_key": "a hint where to find a cached prompt",
+    "prompt_cache_options": "says how long a prompt stays cached",
+    "prompt_cache_retention": "says how long a prompt stays cached",
+    "return_mm_kwargs": "only has a meaning with images or sound",
+    "safety_identifier": "says who the caller's user is",
+    "separate_reasoning": "only has a meaning with a reasoning parser",
+    "service_tier": "a price class; there is one here",
+    "session_id": "says which conversation a request belongs to",
+    "spaces_between_special_tokens": "only has a meaning for slow tokenizers",
+    "store": "nothing is stored here",
+    "stream_interval": "how a stream is cut, not what it says",
+    "stream_reasoning": "only has a meaning with a reasoning parser",
+    "user": "says who the caller's user is",
+    "xtc_threshold": "only has a meaning with xtc_probability",
+}
+"""Fields that are taken and not looked at, each with the reason why no answer depends on it."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "adapter_source": ("local",),
+    "add_generation_prompt": (True,),
+    "api_token": (),
+    "apply_chat_template": (False,),
+    "audio": (),
+    "best_of": (1,),
+    "bootstrap_host": (),
+    "bootstrap_port": (),
+    "bootstrap_room": (),
+    "cache_prompt": (True,),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "custom_logit_processor": (),
+    "custom_params": ({},),
+    "data_parallel_rank": (),
+    "decoder_input_details": (False,),
+    "details": (False,),
+    "disagg_prefill_dp_rank": (),
+    "do_sample": (True,),
+    "documents": ([],),
+    "dry_multiplier": (0,),
+    "dynatemp_range": (0,),
+    "ebnf": ("",),
+    "ec_transfer_params": ({},),
+    "echo": (False,),
+    "extra_key": ("",),
+    "function_call": ("none",),
+    "functions": ([],),
+    "grammar": ("",),
+    "guided_choice": ([],),
+    "guided_decoding_backend": (),
+    "guided_grammar": ("",),
+    "guided_json": (),
+    "guided_regex": ("",),
+    "guided_whitespace_pattern": (),
+    "id_slot": (-1,),
+    "images_config": ({},),
+    "include_reasoning": (True,),
+    "input_ids": ([],),
+    "json_schema": ("",),
+    "kv_transfer_params": ({},),
+    "length_penalty": (1,),
+    "logits_processors": ([],),
+    "logprob_token_ids": ([],),
+    "lora": ([],),
+    "max_dynamic_patch": (),
+    "media_io_kwargs": ({},),
+    "merged_adapters": ({},),
+    "min_dynamic_patch": (),
+    "min_keep": (0,),
+    "mirostat": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n_cache_reuse": (0,),
+    "n_discard": (0,),
+    "n_indent": (0,),
+    "n_keep": (0,),
+    "n_probs": (0,),
+    "ngram_corpus_id": (),
+    "post_sampling_probs": (False,),
+    "priority": (0,),
+    "prompt_embeds": (),
+    "reasoning": ({},),
+    "reasoning_effort": (),
+    "regex": ("",),
+    "repeat_last_n": (-1,),
+    "repeat_penalty": (1,),
+    "repetition_detection": (),
+    "response_fields": ([],),
+    "response_format": ({"type": "text"},),
+    "return_cached_tokens_details": (False,),
+    "return_hidden_states": (False,),
+    "return_k_alternatives": (0,),
+    "return_meta_info": (False,),
+    "return_progress": (False,),
+    "return_prompt_text": (False,),
+    "return_prompt_token_ids": (False,),
+    "return_routed_experts": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens": (False,),
+    "routed_dp_rank": (),
+    "routed_experts_prompt_start": (0,),
+    "routed_experts_start_len": (0,),
+    "samplers": ([],),
+    "session_params": ({},),
+    "sse_ping_interval": (-1,),
+    "stop_regex": ([], ""),
+    "structural_tag": ("",),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "t_max_predict_ms": (0,),
+    "task": (),
+    "thinking_token_budget": (-1,),
+    "timings_per_token": (False,),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "top_logprobs": (0,),
+    "top_n_sigma": (-1,),
+    "truncate": (),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "typical_p": (1,),
+    "use_audio_in_video": (False,),
+    "use_beam_search": (False,),
+    "verbosity": ("medium",),
+    "vllm_xargs": ({},),
+    "watermark": (False,),
+    "watermarking": (False,),
+    "web_search_options": (),
+    "xtc_probability": (0,),
+}
+"""Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
+
+INSTEAD = {
+    "api_token": "adapters are loaded with POST /v1/adapters",
+    "do_sample": "use temperature 0 to take the likeliest tokens",
+    "lora": "name one adapter in lora_path",
+    "merged_adapters": "name one adapter in lora_path",
+    "n_probs": "use logprobs",
+    "reasoning_effort": "use chat_template_kwargs if the model's template knows it",
+    "repeat_penalty": "use repetition_penalty",
+    "return_prompt_token_ids": "use return_token_ids",
+    "return_tokens": "use return_token_ids",
+    "stop_regex": "use stop",
+}
+"""What to do instead, where there is something."""
+
+
+def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
+    """The fields of a body that we have, by our names; raises an ApiError for one that can't be obeyed.
+
+    `null` is as good as absent. known: our fields' names in this kind of call.
+    """
+    own = {}
+    for name, value in body.items():
+        if value is None:
+            continue
+        if name in known:
+            own[name] = value
+        elif name in NEUTRAL:
+            if not any(value == nothing for nothing in NEUTRAL[name]):
+                raise _unsupported(name)
+        elif name not in HARMLESS and ALIASES.get(name) not in known:
+            raise _unknown(name, known)
+    for alias in body.keys() & ALIASES.keys() - known:
+        name, value = ALIASES[alias], body[alias]
+        if name not in known or value is None or UNLIMITED.get(alias) == value:
+            continue
+        if name in own and own[name] != value:
+            raise ApiError(400, f"{alias} is another name of {name}, and they differ; give one of them", param=alias)
+        own[name] = value
+    return own
+
+
+def _unsupported(name: str) -> ApiError:
+    message = f"{name} is not supported with this value; {INSTEAD.get(name, 'leave it out')}"
+    return ApiError(400, message, param=name, code="unsupported_parameter")
+
+
+def _unknown(name: str, known: Collection[str]) -> ApiError:
+    shown = clipped(name)
+    near = difflib.get_close_matches(name[:64], [*known, *ALIASES], n=1)
+    hint = f"did you mean {near[0]}?" if near else "leave it out"
+    return ApiError(400, f"there is no field {shown!r}; {hint}", param=shown, code="unknown_parameter")

@@ -1,0 +1,85 @@
+"""Names under which the server answers, so that a web page can't reach it by a name of the page's own making."""
+
+from __future__ import annotations
+
+import ipaddress
+import socket
+from collections.abc import Sequence
+from urllib.parse import urlsplit
+
+_ANY_ADDRESS = ("", "0.0.0.0", "::")
+
+
+class Hosts:
+    """The Host headers that are served: by default the loopback names and the address that the server is bound to.
+
+    Bound to every address it answers to any of them and to the machine's name, and where keys guard it to any name at
+    all: what a foreign page lacks is then the key. allowed: names to serve instead; `*` is any, `*.example.com` any
+    below it.
+    """
+
+    def __init__(self, bound_to: str, allowed: Sequence[str] | None = None, *, guarded: bool = False) -> None:
+        wide = bound_to in _ANY_ADDRESS
+        self._any = "*" in allowed if allowed is not None else wide and guarded
+        self._any_address = wide and allowed is None
+        names = {_plain(name) for name in allowed or ()}
+        if allowed is None:
+            names |= {_plain(bound_to), _plain(socket.gethostname()) if wide else ""}
+        self._suffixes = tuple(name[1:] for name in names if name.startswith("*."))
+        self._names = {name for name in names if name and not name.startswith("*")}
+
+    def serves(self, header: str | None) -> bool:
+        """Whether a request with this Host header is meant for this server."""
+        if self._any:
+            return True
+        name = host_name(header)
+        if name is None:
+            return False
+        address = _address(name)
+        if address is not None and (self._any_address or address.is_loopback):
+            return True
+        return (
+            name in self._names
+            or name == "localhost"
+            or name.endswith((".localhost", *self._suffixes))
+        )  # fmt: skip
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach a server that listens on `host`."""
+    address = _address(_plain(host))
+    return address.is_loopback if address is not None else _plain(host) == "localhost"
+
+
+def host_name(header: str | None) -> str | None:
+    """The name or address in a Host header, without its port; None for what is none."""
+    if not header or len(header) > 300:
+        return None
+    try:
+        parts = urlsplit(f"//{header}")
+        name, _ = parts.hostname, parts.port  # a port that is none raises
+    except ValueError:
+        return None
+    if not name or parts.path or parts.query or parts.fragment or parts.username is not None:
+        return None
+    return _plain(name)
+
+
+def is_same_origin(origin: str, host: str | None) -> bool:
+    """Whether an Origin header names the very host and port that the request was sent to."""
+    scheme, separator, rest = origin.partition("://")
+    if not separator or host is None or scheme not in ("http", "https"):
+        return False
+    default = ":443" if scheme == "https" else ":80"
+    return rest.lower().removesuffix(default) == host.lower().removesuffix(default)
+
+
+def _plain(name: str) -> str:
+    return name.strip().strip("[]").rstrip(".").lower()
+
+
+def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    try:
+        return ipaddress.ip_address(name)
+    except ValueError:
+        return None

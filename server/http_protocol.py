@@ -1,0 +1,132 @@
+"""HTTP/1.1 on one connection: uvicorn's, with deadlines, and with errors in OpenAI's shape from the parser up."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+
+from .connections import MIN_BYTES_PER_SECOND, ConnectionLimits, Connections, CountingTransport, Phase
+from .errors import ApiError
+
+#: What clients do wrong is told to them and not to the log, which they could fill otherwise.
+_log = logging.getLogger(f"{__name__}.requests")
+_log.setLevel(logging.ERROR)
+
+_PARSER_MESSAGES = {
+    413: "the body is larger than this server takes",
+    431: "the request's line and headers are larger than this server takes",
+    501: "this transfer-encoding is not known here; send the body with a content-length, or chunked",
+}
+
+
+def http_protocol(connections: Connections) -> Callable[..., HttpConnection]:
+    """What uvicorn makes a connection's protocol with."""
+
+    def make(*args: Any, **kwargs: Any) -> HttpConnection:
+        return HttpConnection(connections, *args, **kwargs)
+
+    return make
+
+
+class HttpConnection(H11Protocol):
+    """One client's connection."""
+
+    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.logger = _log
+        self.phase = Phase.HEAD
+        self.since = time.monotonic()
+        """Since when it is in its phase."""
+        self._connections = connections
+        self._refused = False  # what still comes is read, so that the client can read why, and thrown away
+        self._cycle_seen: Any = None
+        self._received = 0
+        self._received_before = 0  # bytes, when the phase began
+        self._unread_since: float | None = None  # since when the client has not taken all that was sent
+        self._taken_before = 0
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self.transport: Any = CountingTransport(transport)
+        self._connections.add(self)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._connections.remove(self)
+        self._unset_keepalive_if_required()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        self._received += len(data)
+        if not self._refused:
+            super().data_received(data)
+
+    def look(self, now: float) -> Phase:
+        """What it is doing; `since` is kept to the first look that found it so."""
+        cycle = self.cycle
+        if self._refused:
+            phase = Phase.HEAD
+        elif cycle is not None and not cycle.response_complete:
+            phase = Phase.BODY if self.conn.their_state is h11.SEND_BODY else Phase.ANSWER
+        elif self.conn.their_state is h11.SEND_BODY:
+            phase = Phase.BODY  # it was answered before its body had come
+        else:
+            phase = Phase.HEAD if cycle is None or self.conn.trailing_data[0] else Phase.IDLE
+        if phase is not self.phase or cycle is not self._cycle_seen:
+            self.phase, self.since, self._cycle_seen = phase, now, cycle
+            self._received_before = self._received
+        return phase
+
+    def overdue(self, now: float, limits: ConnectionLimits) -> str | None:
+        """Why it is to be cut; None while it gets on."""
+        phase, seconds = self.look(now), now - self.since
+        if phase is Phase.HEAD and seconds > limits.head:
+            return "no request came"
+        if phase is Phase.BODY:
+            earned = (self._received - self._received_before) / MIN_BYTES_PER_SECOND
+            if seconds > limits.body + earned:
+                return "the body did not come"
+        if not self.transport.get_write_buffer_size():
+            self._unread_since = None
+        elif self._unread_since is None:
+            self._unread_since, self._taken_before = now, self.transport.taken
+        else:
+            earned = (self.transport.taken - self._taken_before) / MIN_BYTES_PER_SECOND
+            if now - self._unread_since > limits.send + earned:
+                return "the answer was not read"
+        return None
+
+    def unread_seconds(self, now: float) -> float:
+        """How long the client has left something unread, as far as has been looked."""
+        return 0.0 if self._unread_since is None else now - self._unread_since
+
+    def send_400_response(self, msg: str) -> None:
+        """Answer what is no HTTP. Called where the parser's error is being handled, which says more than `msg`."""
+        error = sys.exc_info()[1]
+        status = getattr(error, "error_status_hint", 400)
+        if status not in _PARSER_MESSAGES:
+            status = 400
+        if self.cycle is not None and not self.cycle.response_complete:  # the route would answer, too
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            message = _PARSER_MESSAGES.get(status, "this is no valid HTTP/1.1 request")
+            body = bytes(ApiError(status, message, code="invalid_http").response().body)
+            headers = [
+                (b"content-type", b"application/json"),
+                (b"content-length", str(len(body)).encode()),
+                (b"connection", b"close"),
+            ]
+            answer = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            for part in (answer, h11.Data(data=body), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(part))
+        self._refused = True
+        self.transport.write_eof()  # closing with something unread would take the answer back
+
+    def _unsupported_upgrade_warning(self) -> None:
+        """Nothing is upgraded here; the request is answered as it is."""

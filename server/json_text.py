@@ -1,0 +1,95 @@
+"""JSON written piece by piece: no piece takes long enough for other threads to notice."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+SLICE = 32
+"""Items of a `Sliced` array in one piece."""
+
+PLAIN_SLICE = 1024
+"""Numbers or texts of an array in one piece."""
+
+
+LONG_PIECE = 1024
+"""Characters that take some time to write."""
+
+
+class Sliced:
+    """An array whose items are made when they are written."""
+
+    __slots__ = ("_items", "_make")
+
+    def __init__(self, items: Sequence[Any], make: Callable[[Any], Any]) -> None:
+        self._items = items
+        self._make = make
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(self._make, self._items)
+
+    def slices(self) -> Iterator[list[Any]]:
+        for start in range(0, len(self._items), SLICE):
+            yield [self._make(item) for item in self._items[start : start + SLICE]]
+
+
+def sliced(items: Sequence[Any], make: Callable[[Any], Any]) -> list[Any] | Sliced:
+    """An array that is short enough to be made at once, or else one that is made when it is written."""
+    return [make(item) for item in items] if len(items) <= SLICE else Sliced(items, make)
+
+
+def dumps(value: Any) -> str:
+    """A value's JSON, written at once."""
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+
+
+def pieces(value: Any) -> Iterator[str]:
+    """A value's JSON; joined, the pieces are what `dumps` writes."""
+    if isinstance(value, dict) and value:
+        opening = "{"
+        for name, item in value.items():
+            yield f"{opening}{dumps(name)}:"
+            yield from pieces(item)
+            opening = ","
+        yield "}"
+    elif isinstance(value, Sliced):
+        yield from _array([dumps(part)[1:-1]] for part in value.slices())
+    elif isinstance(value, list | tuple) and value and isinstance(value[0], dict | Sliced):
+        yield from _array(pieces(item) for item in value)
+    elif isinstance(value, list | tuple) and len(value) > PLAIN_SLICE:
+        starts = range(0, len(value), PLAIN_SLICE)
+        yield from _array([dumps(value[start : start + PLAIN_SLICE])[1:-1]] for start in starts)
+    else:
+        yield dumps(value)
+
+
+def _array(items: Iterator[Any]) -> Iterator[str]:
+    """An array of items, each of which is given as pieces; several items may be in one."""
+    opening = "["
+    for item in items:
+        for piece in item:
+            yield opening + piece
+            opening = ""
+        opening = ","
+    yield "]" if opening != "[" else "[]"
+
+
+def encode(value: Any) -> bytes:
+    """A value's JSON, written piece by piece; between long pieces other threads have their turn."""
+    written = []
+    for piece in pieces(value):
+        written.append(piece)
+        if len(piece) > LONG_PIECE:
+            time.sleep(0)  # gives up the interpreter lock, which would otherwise be kept for milliseconds
+    return "".join(written).encode()
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Sliced):
+        return list(value)
+    raise TypeError(f"{type(value).__name__} has no JSON")

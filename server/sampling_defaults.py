@@ -1,0 +1,61 @@
+"""What a request samples with where it says nothing: the model's recommendation, or OpenAI's defaults."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..core.config_json import ConfigJson
+from ..core.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingDefaults:
+    """Values of fields that a request leaves out. max_tokens: None for the API's own default."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    max_tokens: int | None = None
+
+    @classmethod
+    def read(cls, model: Path) -> SamplingDefaults:
+        """Those of the model's generation_config.json, where it has one.
+
+        As vLLM reads it, `do_sample` does not count. Raises ValueError for a value that no request could have.
+        """
+        path = model / "generation_config.json"
+        if not path.is_file():
+            return cls()
+        config = ConfigJson.read(path)
+        defaults = cls(
+            temperature=_number(config, "temperature", 1.0),
+            top_p=_number(config, "top_p", 1.0),
+            top_k=max(config.integer("top_k", 0, least=-1), 0),
+            min_p=_number(config, "min_p", 0.0),
+            repetition_penalty=_number(config, "repetition_penalty", 1.0),
+            max_tokens=config.integer("max_new_tokens") if config.raw.get("max_new_tokens") is not None else None,
+        )
+        try:
+            SamplingParams(
+                temperature=defaults.temperature,
+                top_p=defaults.top_p,
+                top_k=defaults.top_k,
+                min_p=defaults.min_p,
+                repetition_penalty=defaults.repetition_penalty,
+            )
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}; mend it, or set generation_config to vllm") from None
+        return defaults
+
+
+def _number(config: ConfigJson, name: str, default: float) -> float:
+    value = config.raw.get(name)
+    if value is None:
+        return default
+    if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+        raise config.refuse(name, "a number is needed")
+    return float(value)

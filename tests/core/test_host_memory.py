@@ -1,0 +1,73 @@
+"""The default arena: as large as the model wants, within what machine and control groups leave."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.executors.host_memory import LEAST_BYTES, available_bytes, default_arena_bytes
+from chorus.memory.layout import PageLayout
+
+GIB = 1 << 30
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root.joinpath(*name.split("__"))
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.fixture
+def root(tmp_path):
+    write(tmp_path, proc__meminfo=f"MemTotal: 99999999 kB\nMemAvailable:   {8 * GIB >> 10} kB\n")
+    return tmp_path
+
+
+def test_a_machine_without_limits_has_what_it_says(root):
+    assert available_bytes(root) == 8 * GIB
+    write(root, proc__self__cgroup="0::/a/b\n")
+    root.joinpath("sys/fs/cgroup/a/b").mkdir(parents=True)
+    root.joinpath("sys/fs/cgroup/a/b/memory.max").write_text("max\n")
+    assert available_bytes(root) == 8 * GIB
+
+
+@pytest.mark.parametrize("where", ["a/b", "a", ""])
+def test_a_control_groups_limit_counts_and_that_of_every_group_above(root, where):
+    write(root, proc__self__cgroup="0::/a/b\n")
+    group = root / "sys/fs/cgroup" / where
+    group.mkdir(parents=True)
+    group.joinpath("memory.max").write_text(f"{3 * GIB}\n")
+    group.joinpath("memory.current").write_text(f"{2 * GIB}\n")
+    assert available_bytes(root) == GIB
+    group.joinpath("memory.stat").write_text(f"anon 5\nfile {GIB}\n")
+    assert available_bytes(root) == 2 * GIB
+
+
+def test_control_groups_of_the_first_version(root):
+    write(root, proc__self__cgroup="5:cpu,cpuacct:/x\n4:memory:/x\n")
+    group = root / "sys/fs/cgroup/memory/x"
+    group.mkdir(parents=True)
+    group.joinpath("memory.limit_in_bytes").write_text(f"{GIB}\n")
+    group.joinpath("memory.usage_in_bytes").write_text("0\n")
+    assert available_bytes(root) == GIB
+
+
+def test_without_any_word_of_the_system_it_is_modest(tmp_path):
+    assert available_bytes(tmp_path) == GIB
+
+
+@pytest.mark.parametrize(
+    ("max_model_len", "available", "weights", "want"),
+    [
+        (16, 100 * GIB, 0, LEAST_BYTES + 4 * (1 << 20)),
+        (16384, 100 * GIB, 0, LEAST_BYTES + 4 * GIB),
+        (16384, 8 * GIB, 0, 2 * GIB),
+        (16384, 8 * GIB, 4096, 2 * GIB - 1024),
+        (16384, 0, 4096, 2 << 20),
+    ],
+)
+def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(tmp_path, max_model_len, available, weights, want):
+    layout = PageLayout(32, 8, 64, 16, 2)
+    assert layout.page_bytes == 1 << 20
+    (tmp_path / "model.safetensors").write_bytes(bytes(weights))
+    assert default_arena_bytes(layout, max_model_len, tmp_path, available) == want

@@ -1,0 +1,133 @@
+"""Adapters that can't be read, or never come: their own requests are told, all others go on."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+
+import pytest
+
+from chorus.core.types import FinishReason
+from chorus.memory.adapter import Tier
+from chorus.memory.adapter_error import AdapterFormatError
+from chorus.memory.host_images import ThreadReads
+
+from ..memory.fakes import SlowReads
+
+HUNG, OTHER = "r1-all", "r2-qv"
+
+
+@pytest.fixture
+def gqa(subject):
+    return subject("gqa")
+
+
+def patch_read(driver, name, before):
+    """Have `before` called when the adapter `name` is read."""
+    backend = driver.executor.adapters
+    read, path = backend.read, driver.engine.store.get(name).manifest.path
+
+    def patched(manifest, layout, image):
+        if manifest.path == path:
+            before()
+        read(manifest, layout, image)
+
+    backend.read = patched
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_an_adapter_that_cannot_be_read_ends_its_waiting_requests_alone(gqa, drive, prefetch):
+    reads = SlowReads()
+    driver = drive(gqa, reads=reads, prefetch=prefetch, max_num_seqs=1, max_load_stall_seconds=0.0)
+
+    def fail():
+        raise AdapterFormatError("tensor so-and-so holds NaN")
+
+    patch_read(driver, HUNG, fail)
+    driver.add("base", None, [5] * 9, max_tokens=20)
+    driver.step()
+    driver.add("x", HUNG, [7] * 5, max_tokens=4)
+    driver.add("y", HUNG, [7] * 5, max_tokens=4)
+    driver.step()
+    reads.finish()
+    assert driver.engine.store.tier(driver.engine.store.get(HUNG)) is Tier.FAILED
+    driver.step()
+    for id in "xy":
+        assert driver.answers[id].finish_reason is FinishReason.ERROR, "it need not wait for a seat to be told"
+        assert "so-and-so holds NaN" in driver.answers[id].error
+    assert driver.engine.store.tier(driver.engine.store.get(HUNG)) is Tier.DISK
+    assert driver.drain()["base"].tokens == gqa.greedy(None, [5] * 9, 20)
+    assert driver.engine.stats().num_failed_reads == 1
+
+
+def test_a_load_ahead_that_fails_raises_nothing(gqa, drive):
+    driver = drive(gqa, prefetch=4, max_num_seqs=1)
+    backend, place = driver.executor.adapters, driver.executor.adapters.place
+    backend.place = lambda *args: (_ for _ in ()).throw(RuntimeError("no copy"))
+    driver.add("base", None, [5] * 9, max_tokens=20)
+    driver.add("x", OTHER, [7] * 5, max_tokens=4)
+    for _ in range(4):
+        driver.step()
+    backend.place = place
+    answers = driver.drain()
+    assert answers["base"].tokens == gqa.greedy(None, [5] * 9, 20)
+    assert answers["x"].tokens == gqa.greedy(OTHER, [7] * 5, 4)
+
+
+def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
+    now, go = [1.0], threading.Event()
+    driver = drive(gqa, reads=ThreadReads(1), clock=lambda: now[0], lookahead=1, adapter_read_seconds=20.0)
+    patch_read(driver, HUNG, lambda: go.wait(120))
+    try:
+        driver.add("x", HUNG, [7] * 5, max_tokens=4)
+        driver.add("y", OTHER, [7] * 5, max_tokens=4)
+        deadline = time.monotonic() + 60
+        while driver.answers["y"].finish_reason is None:
+            assert time.monotonic() < deadline, "it waits behind the file that hangs"
+            now[0] += 0.1 if now[0] < 10 else 0.0
+            driver.step()
+        assert driver.answers["y"].tokens == gqa.greedy(OTHER, [7] * 5, 4)
+        assert driver.answers["x"].finish_reason is None
+        stats = driver.engine.stats()
+        assert stats.num_reads == 1
+        assert 0 < stats.oldest_read_seconds < 20
+        now[0] += 60
+        answers = driver.drain()
+        assert answers["x"].finish_reason is FinishReason.ERROR
+        assert "was given up" in answers["x"].error
+        assert driver.engine.stats().num_given_up_reads == 1
+        driver.add("z", HUNG, [7] * 5, max_tokens=4)
+        assert "still hangs" in driver.drain()["z"].error
+    finally:
+        go.set()
+
+
+def test_what_the_arena_could_never_hold_is_refused_before_it_is_read(gqa, drive):
+    driver = drive(gqa, adapters={}, num_pages=2)
+    driver.executor.adapters.read = lambda *args: pytest.fail("it was read")
+    with pytest.raises(AdapterFormatError, match="pages of the arena"):
+        driver.engine.check_adapter(gqa.adapters[HUNG])
+
+
+def test_a_running_version_outlives_its_directory(gqa, drive, tmp_path):
+    """It is overwritten in place and preempted, and host memory keeps nothing that it may drop."""
+    path = tmp_path / "voice"
+    shutil.copytree(gqa.adapters[HUNG], path)
+    driver = drive(gqa, adapters={"voice": path, "other": gqa.adapters[OTHER]}, host_cache_bytes=0)
+    driver.add("x", "voice", [7] * 5, max_tokens=8)
+    for _ in range(3):
+        driver.step()
+    for file in gqa.adapters[OTHER].iterdir():
+        shutil.copy(file, path / file.name)
+    driver.engine.store.register("voice", path)
+    driver.add("y", "voice", [7] * 5, max_tokens=8)
+    for _ in range(3):
+        for request in list(driver.engine._scheduler._running):
+            driver.engine._scheduler._preempt(request)
+        driver.engine.reclaim_idle()
+        driver.add(f"other-{driver.engine.stats().num_steps}", "other", [9] * 4, max_tokens=2)
+        driver.step()
+    answers = driver.drain()
+    assert answers["x"].tokens == gqa.greedy(HUNG, [7] * 5, 8)
+    assert answers["y"].tokens == gqa.greedy(OTHER, [7] * 5, 8)

@@ -1,0 +1,135 @@
+"""A directory of adapters of which some can't be served: the others are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import threading
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.quarantine import adapter_directories, stamp_of
+from chorus.core.request import Request
+from chorus.core.sampling_params import SamplingParams
+from chorus.memory.adapter_error import AdapterFormatError
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+@pytest.fixture(scope="module")
+def gqa(subject):
+    return subject("gqa")
+
+
+@pytest.fixture
+def directory(gqa, tmp_path):
+    """Two good adapters, among them one that is broken in every way that its own name tells."""
+    root = tmp_path / "adapters"
+    for name in ("r2-qv", "r3-mlp", "cut", "no-weights", "wrong-base", "pipe", "bad-json"):
+        shutil.copytree(gqa.adapters[name if name.startswith("r") else "r2-qv"], root / name)
+    os.truncate(root / "cut" / WEIGHTS, 100)
+    (root / "no-weights" / WEIGHTS).unlink()
+    config = json.loads((root / "wrong-base" / CONFIG).read_text())
+    (root / "wrong-base" / CONFIG).write_text(json.dumps(config | {"r": 99}))
+    (root / "pipe" / CONFIG).unlink()
+    os.mkfifo(root / "pipe" / CONFIG)
+    (root / "bad-json" / CONFIG).write_text("{")
+    shutil.copytree(gqa.adapters["r2-qv"], root / os.fsdecode(b"not-utf8-\xff"))
+    shutil.copytree(gqa.adapters["r2-qv"], root / "line\nbreak")
+    (root / "no-config").mkdir()
+    (root / "a file").write_text("x")
+    return root
+
+
+BROKEN = {"cut", "no-weights", "wrong-base", "pipe", "bad-json", "'not-utf8-\\udcff'", "'line\\nbreak'"}
+
+
+@pytest.fixture
+def build(gqa, directory):
+    engines = []
+
+    def make(**fields):
+        config = EngineConfig(
+            model=gqa.model, adapters=directory, memory_bytes=8 << 20, threads=1, cpu_kernels="torch", **fields
+        )
+        engines.append(Engine.from_config(config))
+        return engines[-1]
+
+    yield make
+    for engine in engines:
+        engine.close()
+
+
+def test_the_rest_is_served_and_the_broken_are_listed(build, gqa, directory, caplog):
+    with caplog.at_level(logging.WARNING):
+        engine = build()
+    assert engine.store.names() == ["r2-qv", "r3-mlp"]
+    assert set(engine.quarantine) == BROKEN
+    for name, one in engine.quarantine.items():
+        assert one.name == name
+        assert name.isprintable()
+        assert one.reason.isprintable()
+        assert len(one.reason) < 1500
+        assert f"adapter {name} is not served" in caplog.text
+    assert "cut off" in engine.quarantine["cut"].reason
+    assert "UTF-8" in engine.quarantine["'not-utf8-\\udcff'"].reason
+    assert "'no-config'" in caplog.text
+    prompt = gqa.prompt("r3-mlp", 7, 5, 1)
+    engine.add_request(Request("r", list(prompt), SamplingParams(5, temperature=0, ignore_eos=True), "r3-mlp"))
+    tokens = []
+    while engine.has_work():
+        for output in engine.step():
+            tokens += output.token_ids
+    assert tokens == gqa.greedy("r3-mlp", prompt, 5)
+
+
+def test_strictly_the_first_broken_one_stops_the_start(build):
+    with pytest.raises(AdapterFormatError, match="bad-json"):
+        build(strict_adapters=True)
+
+
+def test_a_directory_that_hangs_stops_none_of_the_others(build, monkeypatch):
+    go_on, hangs = threading.Event(), []
+    lstat = os.stat
+
+    def stat(path, *args, **options):
+        if "r2-qv" in os.fspath(path) if isinstance(path, (str, os.PathLike)) else False:
+            hangs.append(path)
+            assert go_on.wait(60)
+        return lstat(path, *args, **options)
+
+    monkeypatch.setattr("chorus.core.quarantine.os.stat", stat)
+    try:
+        engine = build(adapter_load_seconds=0.3)
+    finally:
+        go_on.set()
+    assert hangs
+    assert engine.store.names() == ["r3-mlp"]
+    assert "did not answer within 0.3 seconds" in engine.quarantine["r2-qv"].reason
+
+
+def test_a_stamp_changes_with_what_is_in_the_directory(directory):
+    path = directory / "cut"
+    stamps = [stamp_of(path)]
+    assert stamp_of(path) == stamps[0]
+    for change in (
+        lambda: os.truncate(path / WEIGHTS, 101),
+        lambda: (path / CONFIG).write_text("{}"),
+        lambda: (path / WEIGHTS).unlink(),
+        lambda: shutil.rmtree(path),
+    ):
+        change()
+        stamps.append(stamp_of(path))
+    assert len(set(stamps)) == len(stamps)
+
+
+def test_skipped_directories_are_named_in_the_log(directory, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = adapter_directories(directory)
+    assert len(found) == len(BROKEN) + 2
+    assert "skipped the directory 'no-config'" in caplog.text
+    assert "a file" not in caplog.text

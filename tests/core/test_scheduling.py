@@ -1,0 +1,304 @@
+"""Who runs when: slow adapters, several tenants, equal prompts, a short arena, a full queue."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from pathlib import Path
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.overload import Overloaded
+from chorus.core.queue_policy import EvenShares
+from chorus.core.request import Request, RequestState
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.scheduler import Policies
+from chorus.memory.host_images import InlineReads
+
+from .test_state_machine import CheckingExecutor, Clock, Expected
+
+
+class HeldReads(InlineReads):
+    """Reads that are under way until the test lets them end."""
+
+    def __init__(self):
+        self._pending = []
+
+    def submit(self, read):
+        future = Future()
+        future.set_running_or_notify_cancel()
+        self._pending.append((future, read))
+        return future
+
+    def wait(self, pending, timeout):
+        """No time goes by."""
+
+    def finish(self):
+        for future, read in self._pending:
+            read()
+            future.set_result(None)
+        self._pending.clear()
+
+
+class House:
+    """An engine over an executor that checks every plan, in time that goes by only with steps."""
+
+    def __init__(self, reads=None, adapters=(), policies=None, **config):
+        defaults = {
+            "num_pages": 200, "block_tokens": 4, "max_num_seqs": 4, "max_num_batched_tokens": 64, "prefix_cache": False
+        }  # fmt: skip
+        self.config = EngineConfig(model=Path("fake"), **{**defaults, **config})
+        self.clock, self.expected, self.plans = Clock(), {}, []
+        self.executor = CheckingExecutor(self.config, self.expected, self.clock)
+        self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
+        self.executor.pool = self.engine._pool
+        self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
+        for name in adapters:
+            self.executor.adapters.num_pages[Path(name)] = 2
+            self.engine.store.register(name, Path(name))
+
+    def add(self, name, adapter=None, prompt=(3, 4, 5), max_tokens=3, tenant="", **params):
+        params = SamplingParams(max_tokens, temperature=0, ignore_eos=True, **params)
+        request = Request(name, list(prompt), params, adapter, tenant=tenant)
+        self.engine.add_request(request)
+        self.expected[name] = Expected(request.adapter, list(prompt), request.params, request)
+        return request
+
+    def step(self):
+        outputs = self.engine.step()
+        assert not self.executor.violations, self.executor.violations
+        self.engine.check_integrity()
+        for output in outputs:
+            expected = self.expected[output.request_id]
+            expected.output += output.token_ids
+            expected.reason = output.finish_reason
+        return outputs
+
+    def drain(self, limit=2000):
+        for _ in range(limit):
+            if not self.engine.has_work():
+                break
+            self.step()
+        assert not self.engine.has_work()
+        for name, expected in self.expected.items():
+            if expected.reason is not None:
+                assert (expected.output, expected.reason) == expected.alone(), name
+
+    @property
+    def computed(self):
+        return sum(count for plan in self.plans for _, count in plan)
+
+
+# -- slow adapters
+
+
+def test_overdue_requests_whose_adapters_never_come_keep_nobody_waiting():
+    """Today's admission ended at the first of them, with seats free."""
+    house = House(HeldReads(), "abcdef", max_num_seqs=4, max_overtake_seconds=0.1, max_load_stall_seconds=0)
+    for name in "abcdef":
+        house.add(f"slow {name}", name)
+    house.step()
+    house.clock.now += 5
+    for index in range(8):
+        house.add(f"base {index}")
+    for _ in range(10):
+        house.step()
+    assert all(house.expected[f"base {index}"].reason for index in range(8))
+    assert house.plans[0] == [(f"base {index}", 3) for index in range(4)], "every seat was taken at once"
+
+
+def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
+    reads = HeldReads()
+    house = House(reads, "a", max_num_seqs=1)
+    slow = house.add("slow", "a")
+    house.step()  # asks for the read
+    house.step()  # begins, as nobody else would have to wait, and is computed in vain
+    assert slow.state is RequestState.LATE
+    assert house.engine.stats().num_running == house.engine.stats().num_kv_pages == 0
+    house.add("base")
+    house.step()
+    assert house.plans[-1] == [("base", 3)]
+    for _ in range(5):
+        house.step()
+    assert house.expected["base"].reason is not None
+    assert slow.state is RequestState.LATE
+    assert sum(name == "slow" for plan in house.plans for name, _ in plan) == 1, "it was computed in vain once only"
+    reads.finish()
+    house.drain()
+    assert slow.state is RequestState.DONE
+    assert house.expected["slow"].reason is not None
+
+
+def test_a_late_adapters_pages_are_given_to_who_needs_them():
+    house = House(HeldReads(), "a", num_pages=1 + 10, max_num_seqs=2)
+    house.add("slow", "a")
+    house.step()
+    house.step()
+    assert house.engine.stats().num_adapter_pages == 2
+    house.add("base", prompt=range(2, 38), max_tokens=4)
+    house.step()
+    assert house.plans[-1] == [("base", 36)]
+    assert house.engine.stats().num_adapter_pages == 0
+
+
+def test_after_one_late_adapter_no_step_waits_for_another():
+    """Estimates know only of reads that have ended."""
+    house = House(HeldReads(), "abcd", max_num_seqs=8)
+    house.add("base", max_tokens=30)
+    for name in "abcd":
+        house.add(f"slow {name}", name)
+        for _ in range(4):
+            house.step()
+    tried = {name for plan in house.plans for name, _ in plan if name.startswith("slow")}
+    assert tried == {"slow a"}
+
+
+# -- the limit on adapters
+
+
+def test_an_overdue_request_gets_its_place_among_the_adapters_and_others_run_beside_it():
+    house = House(InlineReads(), "ab", max_adapters_per_step=1, max_num_seqs=3, max_overtake_seconds=0.1)
+    house.add("first", "a", max_tokens=20)
+    house.step()
+    house.step()
+    house.add("overdue", "b")
+    house.step()
+    house.clock.now += 1
+    house.add("same", "a", max_tokens=20)
+    house.add("base")
+    house.add("base too")
+    house.step()
+    running = {name for name, _ in house.plans[-1]}
+    assert running == {"first", "base"}, "one seat is kept, and no request prolongs the other adapter's stay"
+    house.drain()
+    order = list(dict.fromkeys(name for plan in house.plans for name, _ in plan))
+    assert order.index("overdue") < order.index("same")
+
+
+# -- tenants
+
+
+def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
+    house = House(max_num_seqs=2, max_overtake_seconds=0.01, max_waiting=None)
+    for index in range(300):
+        house.add(f"many {index}", tenant="many")
+    for _ in range(4):
+        house.step()
+    house.clock.now += 10
+    house.add("new", tenant="new")
+    for _ in range(4):
+        house.step()
+    assert house.expected["new"].output, "everything of the other was overdue, and still it is the newcomer's turn"
+
+
+def test_a_full_queue_refuses_and_one_client_cannot_fill_it():
+    house = House(max_num_seqs=1, max_waiting=8)
+    for index in range(4):
+        house.add(f"many {index}", tenant="many")
+    with pytest.raises(Overloaded, match="4 of your generations wait") as caught:
+        house.add("one more", tenant="many")
+    assert caught.value.retry_after == 1.0
+    for index in range(4):
+        house.add(f"new {index}", tenant=f"new {index}")
+    with pytest.raises(Overloaded, match="8 generations wait, the queue holds 8"):
+        house.add("last", tenant="last")
+    house.drain()
+    house.add("again", tenant="many")
+    house.drain()
+    assert house.engine.stats().num_running == 0
+
+
+def test_who_is_not_known_may_fill_the_queue_and_the_rate_says_when_to_try_again():
+    house = House(max_num_seqs=1, max_waiting=40)
+    for index in range(40):
+        house.add(str(index), max_tokens=1)
+    for _ in range(10):
+        house.step()
+        house.clock.now += 2.0
+        house.add(f"more {house.clock.now}", max_tokens=1)
+    with pytest.raises(Overloaded) as caught:
+        house.add("refused")
+    assert 20 <= caught.value.retry_after <= 25, "one each 2 seconds: ten take about 20"
+
+
+# -- equal prompts
+
+
+@pytest.mark.parametrize("budget", [64, 12])
+def test_answers_of_one_prompt_compute_it_once(budget):
+    house = House(prefix_cache=True, max_num_seqs=8, max_num_batched_tokens=budget)
+    prompt = [5 + index for index in range(30)]
+    for index in range(8):
+        house.add(f"answer {index}", prompt=prompt, max_tokens=2, seed=index)
+    house.drain()
+    prefill = 30 + 7 * (30 - 28)
+    assert house.computed == prefill + 8
+
+
+def test_followers_go_on_when_the_leader_is_aborted_and_one_of_them_leads():
+    house = House(prefix_cache=True, max_num_batched_tokens=8)
+    prompt = [5 + index for index in range(30)]
+    requests = [house.add(f"answer {index}", prompt=prompt, max_tokens=2) for index in range(4)]
+    house.step()
+    assert [request.state for request in requests] == [RequestState.RUNNING] + 3 * [RequestState.WAITING]
+    assert house.engine.abort("answer 0")
+    assert house.engine.abort("answer 2")
+    house.drain()
+    assert house.expected["answer 1"].reason is house.expected["answer 3"].reason is not None
+    assert house.computed == 8 + (30 - 8) + (30 - 28) + 2, "what the leader had computed was kept"
+
+
+def test_who_waits_for_another_prompt_does_not_keep_others_waiting():
+    house = House(prefix_cache=True, max_num_batched_tokens=16, max_num_seqs=3)
+    prompt = [5 + index for index in range(30)]
+    for index in range(2):
+        house.add(f"twin {index}", prompt=prompt)
+    house.add("other", prompt=[9, 8, 7])
+    house.step()
+    house.step()
+    assert {name for name, _ in house.plans[1]} == {"twin 0", "other"}
+
+
+def test_tenants_do_not_wait_for_each_others_prompts():
+    house = House(prefix_cache=True, max_num_batched_tokens=64)
+    prompt = [5 + index for index in range(30)]
+    house.add("one", prompt=prompt, tenant="one")
+    house.add("two", prompt=prompt, tenant="two")
+    house.step()
+    assert house.plans[0] == [("one", 30), ("two", 30)]
+
+
+# -- a short arena
+
+
+@pytest.mark.parametrize("prefix_cache", [False, True])
+@pytest.mark.parametrize("max_tokens", [20, 36])
+def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_tokens):
+    house = House(num_pages=1 + 22, max_num_seqs=16, prefix_cache=prefix_cache)
+    for index in range(40):
+        house.add(str(index), prompt=[2 + index, 3, 4, 5], max_tokens=max_tokens)
+    house.drain()
+    needed = 40 * (4 + max_tokens - 1)
+    assert house.computed <= 1.2 * needed
+    assert max(len(plan) for plan in house.plans) >= 2, "and requests still run together"
+
+
+class OldestFirst:
+    def choose(self, running):
+        return running[0]
+
+
+def test_the_victim_is_a_policys_choice():
+    house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(EvenShares(), OldestFirst()))
+    house.engine._scheduler._lengths.final_length = lambda request: 0  # admits too many
+    house.add("old", prompt=[5] * 12, max_tokens=20)
+    house.step()
+    house.add("new", prompt=[6] * 12, max_tokens=20)
+    for _ in range(40):
+        if house.engine.stats().num_preemptions:
+            break
+        house.step()
+    assert house.expected["old"].request.state is RequestState.SWAPPED
+    assert house.expected["new"].request.state is RequestState.RUNNING
+    house.drain()

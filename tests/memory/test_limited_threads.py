@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from chorus.memory.limited_threads import LimitedThreads, NoThreadLeft
+
+
+def test_stuck_functions_take_no_more_threads_than_there_may_be():
+    threads, go_on = LimitedThreads("test", 3), threading.Event()
+    stuck = [threads.submit(go_on.wait) for _ in range(3)]
+    with pytest.raises(NoThreadLeft):
+        threads.submit(lambda: None)
+    with pytest.raises(TimeoutError):
+        stuck[0].result(0.01)
+    assert not stuck[0].cancel()
+    go_on.set()
+    assert all(future.result(30) for future in stuck)
+    for number in range(20):  # what has ended makes room before anybody hears of it
+        assert threads.submit(lambda number=number: number).result(30) == number
+    assert threads.num_busy == 0
+
+
+def test_errors_come_to_whoever_asked():
+    threads = LimitedThreads("test", 1)
+    with pytest.raises(ZeroDivisionError):
+        threads.submit(lambda: 1 / 0).result(30)
+    seen = threads.submit(threading.current_thread).result(30)
+    assert seen.daemon
+    assert seen.name == "test"

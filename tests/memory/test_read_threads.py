@@ -1,0 +1,144 @@
+"""Threads that read: one that hangs costs a thread, and nobody waits for it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from chorus.memory.read_threads import ThreadReads
+
+WAIT = 60.0
+
+
+class Hung:
+    """A read that begins and goes on when the test says so."""
+
+    def __init__(self):
+        self.began, self.go = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.began.set()
+        assert self.go.wait(WAIT)
+        return "late"
+
+
+@pytest.fixture
+def reads():
+    made = ThreadReads(threads=2, most_threads=5)
+    yield made
+    made.shutdown()
+
+
+def hang(reads, count):
+    hung = [Hung() for _ in range(count)]
+    futures = [reads.submit(one) for one in hung]
+    return hung, futures
+
+
+def test_reads_give_results_and_errors(reads):
+    good, bad = reads.submit(lambda: 7), reads.submit(lambda: 1 // 0)
+    assert good.result(WAIT) == 7
+    assert isinstance(bad.exception(WAIT), ZeroDivisionError)
+
+
+def test_no_more_than_asked_for_read_at_once(reads):
+    hung, _ = hang(reads, 2)
+    for one in hung:
+        assert one.began.wait(WAIT)
+    behind = reads.submit(lambda: 7)
+    assert not behind.running()
+    assert reads.num_threads == 2
+    hung[0].go.set()
+    assert behind.result(WAIT) == 7
+    hung[1].go.set()
+
+
+def test_others_are_read_beside_reads_that_are_set_aside(reads):
+    hung, futures = hang(reads, 2)
+    for one in hung:
+        assert one.began.wait(WAIT)
+    behind = reads.submit(lambda: 7)
+    assert all(reads.set_aside(future) for future in futures)
+    assert behind.result(WAIT) == 7
+    for one in hung:
+        one.go.set()
+    assert [future.result(WAIT) for future in futures] == ["late", "late"]
+    assert reads.submit(lambda: 8).result(WAIT) == 8
+
+
+def test_threads_are_bounded_and_what_is_beyond_waits(reads):
+    hung, futures = hang(reads, 6)
+    for one, future in zip(hung[:5], futures[:5], strict=True):
+        assert one.began.wait(WAIT)
+        assert reads.set_aside(future)
+    assert reads.num_threads == 5
+    assert not futures[5].running()
+    for one in hung:
+        one.go.set()
+    assert futures[5].result(WAIT) == "late"
+
+
+def test_what_has_not_begun_or_has_ended_is_not_set_aside(reads):
+    done = reads.submit(lambda: 7)
+    done.result(WAIT)
+    hung, _ = hang(reads, 2)
+    for one in hung:
+        assert one.began.wait(WAIT)
+    behind = reads.submit(lambda: 7)
+    assert not reads.set_aside(behind)
+    for one in hung:
+        one.go.set()
+    behind.result(WAIT)
+
+
+def test_closing_waits_for_no_read_that_was_set_aside():
+    reads = ThreadReads(threads=1)
+    (hung,), (future,) = hang(reads, 1)
+    assert hung.began.wait(WAIT)
+    reads.set_aside(future)
+    behind, *_ = hang(reads, 1)
+    assert behind[0].began.wait(WAIT), "it was read beside the other"
+    queued = reads.submit(lambda: 7)
+    reads.shutdown()
+    assert queued.cancelled()
+    assert not future.done()
+    with pytest.raises(RuntimeError, match="closed"):
+        reads.submit(lambda: 7)
+    hung.go.set()
+    behind[0].go.set()
+
+
+def test_a_thread_that_cannot_be_started_is_told(reads, monkeypatch):
+    def refuse(self):
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="start new thread"):
+            reads.submit(lambda: 7)
+        assert reads.num_threads == 0
+    assert reads.submit(lambda: 7).result(WAIT) == 7
+
+
+def test_threads_go_when_there_is_nothing_to_do(monkeypatch):
+    monkeypatch.setattr("chorus.memory.read_threads.IDLE_SECONDS", 0.01)
+    reads = ThreadReads()
+    assert reads.submit(lambda: 7).result(WAIT) == 7
+    deadline = time.monotonic() + WAIT
+    while reads.num_threads:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert reads.submit(lambda: 8).result(WAIT) == 8
+
+
+def test_the_process_ends_though_a_read_hangs():
+    code = (
+        "import threading; from chorus.memory.read_threads import ThreadReads; began = threading.Event()\n"
+        "ThreadReads().submit(lambda: (began.set(), threading.Event().wait()))\n"
+        "assert began.wait(60)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0

@@ -1,0 +1,63 @@
+"""`chorus serve` over an engine that does what a test wants: hang, be slow, or keep wrong books. Run as a process."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+from transformers import PreTrainedTokenizerFast
+
+from chorus.server import http_server, launch
+from chorus.server.cli import main
+from chorus.server.tokenizer import Tokenizer
+from chorus.server.worker import EngineWorker
+from tests.server.conftest import BOS, CHAT_TEMPLATE, FakeEngine, byte_level_backend
+
+assert BOS == 256
+
+
+def load(settings):
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
+    )
+    engine = FakeEngine(["alice"], max_model_len=1 << 20)
+    engine.step_seconds = 0.01
+    if MODE == "books":
+        add_request = engine.add_request
+
+        def add_and_lose_a_page(request):
+            add_request(request)
+            engine.books_match = False
+
+        engine.add_request = add_and_lose_a_page
+    if MODE == "engine":
+        engine.step = lambda: threading.Event().wait()
+    worker = EngineWorker(lambda: engine)
+    worker.start()
+    return worker, Tokenizer(tokenizer)
+
+
+class StuckServer(http_server.HttpServer):
+    """Gets stuck in what the mode names, once it is up."""
+
+    async def startup(self, sockets=None):
+        await super().startup(sockets)
+        if MODE == "pools":
+            for pool in (self._executors.loads, self._executors.text, self._executors.stop):
+                for _ in range(16):
+                    try:
+                        pool.submit(threading.Event().wait)
+                    except Exception:  # it is full, as it is meant to be
+                        break
+            OTHERS.submit(threading.Event().wait)
+        elif MODE == "loop":
+            self.servers[0].get_loop().call_later(0.5, time.sleep, 10**6)
+
+
+MODE = sys.argv[1]
+OTHERS = ThreadPoolExecutor(1)  # such a pool is joined at the interpreter's exit
+launch.load = load
+launch.HttpServer = StuckServer
+sys.exit(main(["serve", "--port", "0", "--served-model-name", "base", *sys.argv[2:]]))

@@ -1,0 +1,214 @@
+"""Adapters and requests for them that could keep a server from everybody else."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import threading
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ANSWER_SECONDS = 60
+
+
+@pytest.fixture(scope="module")
+def reference(subject):
+    return subject("wide_heads")
+
+
+@pytest.fixture
+def root(tmp_path, reference):
+    for name in ("r2-qv", "r3-mlp"):
+        shutil.copytree(reference.adapters[name], tmp_path / "root" / name)
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def make_live(start, reference, root, monkeypatch):
+    monkeypatch.setattr("chorus.server.adapter_keeper.TURN_SECONDS", 0.05)
+
+    def make(adapters=None, **options):
+        config = {"model": reference.model, "memory_bytes": 8 << 20, "threads": 1, "cpu_kernels": "torch"}
+        engine = Engine.from_config(EngineConfig(adapters=adapters, **config))
+        if adapters is None:
+            engine.store.register("first", root / "r2-qv")
+        return start(engine, adapter_roots=(root,), **options)
+
+    return make
+
+
+def add(live, name, path):
+    return live.client.post("/v1/adapters", json={"name": name, "path": str(path)}, timeout=ANSWER_SECONDS)
+
+
+def works(live):
+    return live.post(model="first", prompt=[5, 6], max_tokens=3).status_code == 200
+
+
+def test_endless_paths_and_names_are_refused_before_anybody_looks_for_them(make_live, monkeypatch):
+    live = make_live(max_body_bytes=4 << 20)
+    looked_for = []
+    monkeypatch.setattr("pathlib.Path.resolve", lambda path, *_: looked_for.append(path) or path)
+    huge = "a/" * (1 << 20)
+    for _ in range(20):
+        response = add(live, "new", huge)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == "path"
+        assert len(response.content) < 1000
+    assert add(live, "n" * (2 << 20), "r3-mlp").json()["error"]["param"] == "name"
+    assert add(live, "new", "é" * 2049).json()["error"]["param"] == "path"  # 4,098 bytes
+    for route, body, field in (
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": huge}, "lora_path"),
+        ("/v1/load_lora_adapter", {"lora_name": huge, "lora_path": "x"}, "lora_name"),
+        ("/v1/load_lora_adapter", {"lora_name": "x", "lora_path": "x", "base_model_name": huge}, "base_model_name"),
+        ("/v1/unload_lora_adapter", {"lora_name": huge}, "lora_name"),
+    ):
+        response = live.post(route, **body)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == field
+    assert not looked_for
+    assert works(live)
+
+
+def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatch, root):
+    live = make_live(adapter_load_seconds=0.2)
+    go_on, stuck, plain_open = threading.Event(), [], os.open
+
+    def hanging_open(path, *args, **options):
+        if path == WEIGHTS and threading.current_thread().name == "adapter-load":
+            stuck.append(path)
+            assert go_on.wait(120)
+        return plain_open(path, *args, **options)
+
+    monkeypatch.setattr("chorus.memory.adapter_directory.os.open", hanging_open)
+    try:
+        for _ in range(8):
+            response = add(live, "new", "r3-mlp")
+            assert response.status_code == 504, response.text
+            assert response.json()["error"]["code"] == "load_timed_out"
+            assert works(live)
+        for _ in range(3):
+            response = add(live, "new", "r3-mlp")
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "loads_busy"
+        assert len(stuck) == 8
+        assert works(live)
+        assert live.client.delete("/v1/adapters/first").status_code == 200
+    finally:
+        go_on.set()
+    deadline = time.monotonic() + ANSWER_SECONDS
+    while add(live, "new", "r3-mlp").status_code != 201:  # the disk is back, and so are the threads
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_engines_thread_reads_no_file(make_live, monkeypatch, root):
+    live = make_live()
+    seen, plain = set(), {name: getattr(os, name) for name in ("open", "stat", "lstat", "fstat")}
+    for name, function in plain.items():
+
+        def watched(*args, _function=function, **options):
+            seen.add(threading.current_thread().name)
+            return _function(*args, **options)
+
+        monkeypatch.setattr(os, name, watched)
+    assert add(live, "new", "r3-mlp").status_code == 201
+    assert add(live, "first", "r3-mlp").status_code == 200
+    assert "adapter-load" in seen
+    assert "chorus-engine" not in seen
+
+
+@pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
+def test_a_linked_file_outside_of_the_roots_is_not_served(make_live, reference, root, name):
+    live = make_live()
+    shutil.copytree(root / "r3-mlp", root / "linked")
+    (root / "linked" / name).unlink()
+    (root / "linked" / name).symlink_to(reference.adapters["r3-mlp"] / name)
+    response = add(live, "new", "linked")
+    assert response.status_code == 400
+    assert response.json()["error"]["code"] == "invalid_adapter"
+    assert "outside" in response.text
+
+
+def test_what_cannot_fit_is_refused_before_its_weights_are_read(make_live, monkeypatch, reference, root):
+    live = make_live()
+    path = root / "huge"
+    shutil.copytree(reference.adapters["r1-all"], path)
+    config = json.loads((path / CONFIG).read_text())
+    (path / CONFIG).write_text(json.dumps(config | {"r": 4096}))
+    header, offset = {}, 0
+    for key, tensor in load_file(path / WEIGHTS).items():
+        shape = [4096 if size == 1 else size for size in tensor.shape]
+        end = offset + 4 * shape[0] * shape[1]
+        header[key] = {"dtype": "F32", "shape": shape, "data_offsets": [offset, end]}
+        offset = end
+    raw = json.dumps(header).encode()
+    with (path / WEIGHTS).open("wb") as stream:
+        stream.write(len(raw).to_bytes(8, "little") + raw)
+        stream.truncate(8 + len(raw) + offset)
+    monkeypatch.setattr(live.engine.executor.adapters, "read", None)
+    response = add(live, "new", "huge")
+    assert response.status_code == 400, response.text
+    assert "pages of the arena" in response.text
+
+
+def test_quarantine_is_listed_counted_and_left_when_the_directory_changes(make_live, reference, root):
+    good = (root / "r3-mlp" / WEIGHTS).read_bytes()
+    os.truncate(root / "r3-mlp" / WEIGHTS, len(good) - 5)
+    shutil.copytree(root / "r2-qv", root / os.fsdecode(b"bad-\xff"))
+    shutil.copytree(root / "r2-qv", root / "first")
+    live = make_live(adapters=root)
+    listed = live.client.get("/v1/adapters").json()
+    assert [one["name"] for one in listed["data"]] == ["first", "r2-qv"]
+    (bad, broken) = sorted(listed["quarantined"], key=lambda one: one["name"])
+    assert (broken["name"], broken["path"]) == ("r3-mlp", str(root / "r3-mlp"))
+    assert "cut off" in broken["reason"]
+    assert bad["name"] == "'bad-\\udcff'"
+    assert bad["path"].endswith("bad-\\udcff'")
+    assert "chorus_adapters_quarantined 2.0" in live.client.get("/metrics").text
+    assert "r3-mlp" not in live.client.get("/v1/models").text
+    (root / "r3-mlp" / WEIGHTS).write_bytes(good[:-1])  # still being uploaded
+    live.wait_until(lambda: f"byte {len(good)} of {len(good) - 1}" in live.client.get("/v1/adapters").text, 60)
+    (root / "r3-mlp" / WEIGHTS).write_bytes(good)
+    live.wait_until(lambda: live.client.get("/v1/adapters/r3-mlp").status_code == 200, 60)
+    assert [one["name"] for one in live.client.get("/v1/adapters").json()["quarantined"]] == ["'bad-\\udcff'"]
+    prompt = reference.prompt("r3-mlp", 9, 5, 3)
+    body = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    tokens = live.post(model="r3-mlp", prompt=prompt, **body).json()["choices"][0]["token_ids"]
+    assert tokens == reference.greedy("r3-mlp", prompt, 5)
+
+
+def test_a_load_takes_a_name_out_of_quarantine(make_live, root):
+    (root / "r3-mlp" / WEIGHTS).unlink()
+    live = make_live(adapters=root)
+    assert [one["name"] for one in live.client.get("/v1/adapters").json()["quarantined"]] == ["r3-mlp"]
+    assert add(live, "r3-mlp", "r2-qv").status_code == 201
+    assert live.client.get("/v1/adapters").json()["quarantined"] == []
+
+
+def test_every_adapter_gets_the_hash_of_its_content(make_live, root):
+    shutil.copytree(root / "r2-qv", root / "first")
+    zero = root / "zero"
+    shutil.copytree(root / "r2-qv", zero)
+    weights = load_file(zero / WEIGHTS)
+    save_file({key: torch.zeros_like(t) if "lora_B" in key else t for key, t in weights.items()}, zero / WEIGHTS)
+    live = make_live(adapters=root)
+
+    def hashes():
+        return {one["name"]: one["content_hash"] for one in live.client.get("/v1/adapters").json()["data"]}
+
+    live.wait_until(lambda: all(hashes().values()), 60)
+    found = hashes()
+    assert found["first"] == found["r2-qv"]
+    assert len(set(found.values())) == 3
+    assert live.client.get("/v1/adapters/zero").json()["no_effect"] is True
+    assert live.client.get("/v1/adapters/first").json()["no_effect"] is False
+    assert add(live, "again", "r2-qv").json()["content_hash"] == found["first"]

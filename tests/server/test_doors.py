@@ -1,0 +1,308 @@
+"""What must not come in: foreign hosts, foreign pages, clients without a key, bodies that are no JSON."""
+
+import socket
+
+import pytest
+
+from chorus.server.checks import LaunchError, check_access
+from chorus.server.flags import UsageError
+from chorus.server.hosts import Hosts, is_loopback, is_same_origin
+from chorus.server.keys import InvalidKey, Keys, changes_adapters, check_key, read_keys
+from chorus.server.settings import Settings
+
+KEY, OTHER, ADMIN = "sk-first-key", "sk-second-key", "sk-admin-key"
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    import os
+
+    for name in os.environ:
+        if name.startswith("CHORUS_"):
+            monkeypatch.delenv(name)
+
+
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
+
+
+def error_of(response, status):
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    return error["code"]
+
+
+# -- content type
+
+
+@pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data", "", "json"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/completions", "/v1/chat/completions", "/v1/adapters", "/v1/load_lora_adapter", "/v1/unload_lora_adapter"],
+)
+def test_bodies_are_json_or_415(shared, path, kind):
+    """These are what a form, or a script without asking, can send from any web page."""
+    response = shared.client.post(path, content=b'{"model": "base"}', headers={"content-type": kind} if kind else {})
+    assert error_of(response, 415) == "unsupported_media_type"
+
+
+def test_json_by_its_other_names(shared):
+    for kind in ("application/json", "Application/JSON; charset=utf-8", "application/vnd.api+json"):
+        body = b'{"model": "base", "prompt": "ok"}'
+        assert shared.client.post("/v1/completions", content=body, headers={"content-type": kind}).status_code == 200
+
+
+# -- host and origin
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "127.0.0.1.evil.example", "localhost@evil.example", "", "a b", "x" * 400]
+)
+def test_foreign_hosts_are_refused(shared, host):
+    for path in ("/v1/models", "/health"):
+        assert error_of(shared.client.get(path, headers={"host": host}), 400) == "invalid_host"
+
+
+def test_names_of_this_machine_are_served(shared):
+    port = shared.url.rpartition(":")[2]
+    for host in (f"localhost:{port}", "LOCALHOST", f"127.0.0.1:{port}", f"[::1]:{port}", "localhost.", "a.localhost"):
+        assert shared.client.get("/v1/models", headers={"host": host}).status_code == 200, host
+
+
+def test_hosts():
+    assert Hosts("10.0.0.5").serves("10.0.0.5:8000") and not Hosts("10.0.0.5").serves("10.0.0.6")
+    wide = Hosts("0.0.0.0")
+    assert wide.serves("10.0.0.6") and wide.serves("[fe80::1]:80") and wide.serves(socket.gethostname())
+    assert not wide.serves("evil.example"), "a name of the attacker's that points here"
+    assert Hosts("0.0.0.0", guarded=True).serves("chorus.example")
+    assert not Hosts("127.0.0.1", guarded=True).serves("chorus.example")
+    listed = Hosts("0.0.0.0", ["api.example", "*.svc.local"])
+    assert listed.serves("api.example:80") and listed.serves("a.svc.local") and listed.serves("localhost")
+    assert not listed.serves("svc.local") and not listed.serves("10.0.0.6")
+    assert Hosts("127.0.0.1", ["*"]).serves("anything")
+    assert is_loopback("127.0.0.1") and is_loopback("::1") and is_loopback("localhost") and not is_loopback("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    "origin", ["https://evil.example", "null", "http://127.0.0.1:1", "http://localhost.evil.example"]
+)
+def test_foreign_pages_change_nothing(shared, origin):
+    for method, path in (("POST", "/v1/completions"), ("POST", "/v1/adapters"), ("DELETE", "/v1/adapters/alice")):
+        response = shared.client.request(method, path, json={}, headers={"origin": origin})
+        assert error_of(response, 403) == "origin_not_allowed"
+        assert "access-control-allow-origin" not in response.headers
+
+
+def test_a_page_of_the_server_itself_may(shared):
+    response = shared.client.post(
+        "/v1/completions", json={"model": "base", "prompt": "ok"}, headers={"origin": shared.url}
+    )
+    assert response.status_code == 200
+    assert is_same_origin("https://a.example", "a.example:443") and not is_same_origin("null", "null")
+
+
+def test_cors_is_off_unless_it_is_asked_for(shared, start, fake_engine):
+    asked = {"origin": "https://app.example", "access-control-request-method": "POST"}
+    assert "access-control-allow-origin" not in shared.client.options("/v1/completions", headers=asked).headers
+    live = start(fake_engine, settings={"cors_origins": "https://app.example"})
+    assert (
+        live.client.options("/v1/completions", headers=asked).headers["access-control-allow-origin"] == asked["origin"]
+    )
+    body = {"model": "base", "prompt": "ok"}
+    response = live.client.post("/v1/completions", json=body, headers={"origin": asked["origin"]})
+    assert response.status_code == 200 and response.headers["access-control-allow-origin"] == asked["origin"]
+    assert live.client.post("/v1/completions", json=body, headers={"origin": "https://evil.example"}).status_code == 403
+
+
+# -- keys
+
+
+@pytest.fixture
+def guarded(start, fake_engine):
+    return start(fake_engine, settings={"api_key": [KEY, OTHER], "admin_key": [ADMIN]})
+
+
+def test_every_route_but_health_needs_a_key(guarded):
+    assert guarded.client.get("/health").status_code == 200
+    for method, path in (
+        ("GET", "/v1/models"), ("GET", "/metrics"), ("GET", "/version"), ("GET", "/v1/adapters"), ("GET", "/nowhere"),
+        ("POST", "/v1/completions"), ("POST", "/v1/chat/completions"), ("DELETE", "/v1/adapters/alice"),
+        ("POST", "/health"),
+    ):  # fmt: skip
+        for headers in (
+            {},
+            bearer("sk-wrong-key"),
+            bearer("x"),
+            {"authorization": KEY},
+            {"authorization": f"Basic {KEY}"},
+        ):
+            response = guarded.client.request(method, path, json={} if method == "POST" else None, headers=headers)
+            assert error_of(response, 401) == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+            assert KEY not in response.text and "wrong-key" not in response.text
+    for key in (KEY, OTHER, ADMIN):
+        assert guarded.client.get("/v1/models", headers=bearer(key)).status_code == 200
+
+
+def test_only_an_admin_key_changes_adapters(guarded):
+    changes = (
+        ("POST", "/v1/adapters"), ("POST", "/v1/adapters/"), ("DELETE", "/v1/adapters/alice"),
+        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"), ("POST", "/v1/unload_lora_adapter/"),
+    )  # fmt: skip
+    for method, path in changes:
+        assert changes_adapters(method, path)
+        response = guarded.client.request(method, path, json={}, headers=bearer(KEY))
+        assert error_of(response, 403) == "admin_key_required"
+        assert guarded.client.request(method, path, json={}, headers=bearer(ADMIN)).status_code != 401
+    assert guarded.client.get("/v1/adapters", headers=bearer(KEY)).status_code == 200
+
+
+def test_without_admin_keys_api_keys_change_adapters(start, fake_engine):
+    live = start(fake_engine, settings={"api_key": [KEY]})
+    response = live.client.post("/v1/unload_lora_adapter", json={"lora_name": "alice"}, headers=bearer(KEY))
+    assert error_of(response, 403) == "adapter_loading_disabled"
+
+
+def test_an_admin_key_alone_guards_the_adapters_alone(start, fake_engine):
+    live = start(fake_engine, settings={"admin_key": [ADMIN]})
+    assert live.post(model="base", prompt="ok").status_code == 200
+    assert error_of(live.client.delete("/v1/adapters/alice"), 403) == "admin_key_required"
+
+
+def test_a_tenant_is_named_by_its_key_and_the_name_does_not_tell_it():
+    keys = Keys([KEY, OTHER], [ADMIN])
+    tenants = {keys.identify(f"Bearer {key}").tenant for key in (KEY, OTHER, ADMIN)}
+    assert len(tenants) == 3 and all(tenant.startswith("key-") and len(tenant) == 20 for tenant in tenants)
+    assert not any(key in tenant for key in (KEY, OTHER, ADMIN) for tenant in tenants)
+    assert Keys([KEY]).identify(f"bearer  {KEY} ").tenant == keys.identify(f"Bearer {KEY}").tenant
+    assert Keys().identify("Bearer none").tenant == ""
+
+
+def test_keys_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
+    path = tmp_path / "keys"
+    path.write_text(f"# ours\n{KEY}\n\n  {OTHER}  \n")
+    assert read_keys(path) == [KEY, OTHER]
+    keys = Settings(api_key_file=path, admin_key_file=path).client_keys()
+    assert keys.identify(f"Bearer {OTHER}").may_change_adapters
+    for name, value in (("CHORUS_API_KEY", KEY), ("CHORUS_API_KEYS", f"{OTHER},{KEY}")):
+        monkeypatch.setenv(name, value)
+        assert Settings().client_keys().identify(f"Bearer {KEY}").tenant
+        monkeypatch.delenv(name)
+    for text in ("", "# none\n", "short\n", "has blank inside\n"):
+        path.write_text(text)
+        with pytest.raises(InvalidKey, match="key file"):
+            read_keys(path)
+    with pytest.raises(InvalidKey, match="can't be read"):
+        read_keys(tmp_path / "missing")
+    with pytest.raises(InvalidKey, match="ASCII"):
+        check_key("schlüsselchen")
+
+
+def test_keys_are_never_shown(capsys, monkeypatch, caplog, guarded):
+    from chorus.server.cli import main
+
+    assert KEY not in repr(Settings(api_key=[KEY])) and KEY not in str(Settings(api_key=[KEY]))
+    assert main(["serve", "--api-key", "short"]) == 2
+    assert "short'" not in capsys.readouterr().err
+    monkeypatch.setenv("CHORUS_API_KEY", KEY)
+    with pytest.raises(SystemExit):
+        main(["serve", "--help"])
+    assert KEY not in capsys.readouterr().out
+    guarded.client.post("/v1/completions", json={"model": "base", "prompt": "ok"}, headers=bearer(KEY))
+    assert KEY not in guarded.client.get("/metrics", headers=bearer(KEY)).text
+    assert KEY not in caplog.text
+
+
+def test_listening_beyond_this_machine_needs_a_key_or_a_word(tmp_path):
+    with pytest.raises(LaunchError, match="--allow-unauthenticated"):
+        check_access(Settings(host="0.0.0.0"))
+    assert "without an API key" in check_access(Settings(host="0.0.0.0", allow_unauthenticated=True))
+    assert check_access(Settings(host="0.0.0.0", api_key=[KEY])) is None
+    assert check_access(Settings()) is None
+    with pytest.raises(LaunchError, match="--allow-unauthenticated"):  # an admin key leaves the model open to all
+        check_access(Settings(host="0.0.0.0", admin_key=[ADMIN]))
+    with pytest.raises(LaunchError, match="key file"):
+        check_access(Settings(api_key_file=tmp_path / "missing"))
+
+
+def test_a_mistyped_setting_for_keys_does_not_leave_the_door_open(monkeypatch):
+    from chorus.server.flags import Parser, add_settings, read_settings
+
+    parser = Parser(prog="chorus serve")
+    add_settings(parser)
+    monkeypatch.setenv("CHORUS_API_KEYY", KEY)
+    with pytest.raises(UsageError, match="did you mean CHORUS_API_KEY") as caught:
+        read_settings(parser.parse_args([]))
+    assert KEY not in str(caught.value)
+
+
+# -- from the parser up
+
+
+def raw(live, sent):
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(sent)
+        received = b""
+        while part := connection.recv(1 << 16):
+            received += part
+    return received
+
+
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"nonsense\r\n\r\n", 400),
+        (b"GET /health HTTP/1.1\r\n\r\n", 400),
+        (b"GET / HTTP/1.1\r\nhost: localhost\r\nbroken\r\n\r\n", 400),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\n", 400),
+        (b"POST / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: gzip\r\n\r\n", 501),
+        (b"GET /health HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 200_000, 431),
+        (b"GET /" + b"z" * 200_000, 431),
+        (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+         b"transfer-encoding: chunked\r\n\r\nnot a size\r\n", 400),
+    ],
+)  # fmt: skip
+def test_what_is_no_http_is_told_in_openais_shape(shared, sent, status, caplog):
+    head, _, body = raw(shared, sent).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 %d " % status), head
+    assert b"content-type: application/json" in head.lower()
+    import json
+
+    assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+    assert not caplog.records, "what clients do wrong is not for the log"
+
+
+def test_nothing_long_is_echoed(shared):
+    long = "x" * 5000
+    for response in (
+        shared.client.get(f"/{long}"),
+        shared.client.post(f"/v1/models/{long}", json={}),
+        shared.client.get(f"/v1/models/{long}"),
+        shared.client.get("/v1/models", headers={"host": long[:250]}),
+        shared.client.post("/v1/completions", json={"model": long, "prompt": "a"}),
+        shared.client.post("/v1/completions", json={}, headers={"origin": long}),
+        shared.client.post("/v1/completions", content=b"{}", headers={"content-type": long}),
+        shared.post(model="base", prompt="a", logit_bias={long: 1}),
+    ):
+        assert 400 <= response.status_code < 500
+        assert "x" * 201 not in response.text
+
+
+def test_what_the_disk_did_is_no_500_and_names_no_directory(start, fake_engine, tmp_path):
+    live = start(fake_engine, adapter_roots=(tmp_path,))
+
+    def fails(path, *rest):
+        raise OSError(5, "Input/output error", str(path))
+
+    fake_engine.check_adapter = fails
+    (tmp_path / "one").mkdir()
+    response = live.client.post("/v1/adapters", json={"name": "one", "path": "one"})
+    assert error_of(response, 503) == "storage_unavailable"
+    assert str(tmp_path) not in response.text
+
+
+def test_model_cards_tell_no_absolute_path(shared):
+    for card in shared.client.get("/v1/models").json()["data"]:
+        assert not card["root"].startswith("/")
