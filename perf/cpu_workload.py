@@ -5,8 +5,11 @@ Contenders read it in their own Python, so nothing here may need more than that.
 
 from __future__ import annotations
 
+import json
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any
 
 #: base_plain: LoRA off, or no adapter registered. base: LoRA on, no request asks for an adapter.
@@ -47,6 +50,12 @@ class Geometry:
         }
 
     @property
+    def products(self) -> list[tuple[int, int]]:
+        """(in, out) features of a layer's matrix products: projections that share an input are one."""
+        width = self.hidden + 2 * self.kv_heads * self.head_dim
+        return [(self.hidden, width), (self.hidden, self.hidden), (self.hidden, 2 * self.ffn), (self.ffn, self.hidden)]
+
+    @property
     def layer_params(self) -> int:
         """Parameters of all layers' projections."""
         return self.layers * sum(d_in * d_out for d_in, d_out in self.module_dims.values())
@@ -58,22 +67,100 @@ class Geometry:
     @property
     def lora_params_per_rank(self) -> int:
         """Parameters that one rank of an adapter on all projections has."""
-        return self.layers * sum(d_in + d_out for d_in, d_out in self.module_dims.values())
+        return self.lora_params(self.module_dims)
+
+    def lora_params(self, modules: Iterable[str]) -> int:
+        """Parameters that one rank of an adapter on these projections has."""
+        return self.layers * sum(sum(self.module_dims[name]) for name in modules)
+
+    @classmethod
+    def parse(cls, text: str) -> Geometry:
+        """A name of GEOMETRIES, `hidden=960,layers=32,…` over the default's shapes, or the path of a `config.json`.
+
+        Raises ValueError.
+        """
+        if text in GEOMETRIES:
+            return GEOMETRIES[text]
+        if "=" not in text:
+            return cls._of_config(Path(text))
+        known = [field.name for field in fields(cls)]
+        values = {}
+        for part in text.split(","):
+            name, _, value = part.partition("=")
+            if name not in known or not value.isdecimal() or not int(value):
+                raise ValueError(f"{part!r} is not NAME=NUMBER, a number above 0 of {', '.join(known)}")
+            values[name] = int(value)
+        return cls(**values).checked()
+
+    @classmethod
+    def _of_config(cls, path: Path) -> Geometry:
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            config = json.loads(path.read_text("utf-8"))
+            shape = cls(
+                hidden=config["hidden_size"], ffn=config["intermediate_size"], layers=config["num_hidden_layers"],
+                heads=config["num_attention_heads"],
+                kv_heads=config.get("num_key_value_heads") or config["num_attention_heads"], vocab=config["vocab_size"],
+            )  # fmt: skip
+        except OSError as error:
+            raise ValueError(
+                f"{str(path)!r} is neither a file nor one of {', '.join(GEOMETRIES)}, nor NAME=NUMBER,…"
+            ) from error
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path} is not the config.json of a Llama-like model: {error!r}") from error
+        if config.get("head_dim", shape.head_dim) != shape.head_dim:
+            raise ValueError(f"{path}: head_dim is {config['head_dim']}; only hidden_size / heads can be measured")
+        return shape.checked()
+
+    def checked(self) -> Geometry:
+        """Itself. Raises ValueError where the heads don't divide."""
+        if self.hidden % (2 * self.heads):
+            raise ValueError(f"hidden={self.hidden} must be an even multiple of heads={self.heads}")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"heads={self.heads} must be a multiple of kv_heads={self.kv_heads}")
+        return self
 
     @property
     def kv_elems_per_token(self) -> int:
         return self.layers * 2 * self.kv_heads * self.head_dim
 
 
+#: Shapes to measure by name. The first is the benchmark's own; the others are of models that people serve, those from
+#: `wide` on with fewer layers.
+GEOMETRIES = {
+    "125m": Geometry(),
+    "135m": Geometry(hidden=576, ffn=1536, layers=30, heads=9, kv_heads=3, vocab=49152),
+    "360m": Geometry(hidden=960, ffn=2560, layers=32, heads=15, kv_heads=5, vocab=32000),
+    "500m": Geometry(hidden=896, ffn=4864, layers=24, heads=14, kv_heads=2, vocab=151936),
+    "wide": Geometry(hidden=2048, ffn=5632, layers=8, heads=32, kv_heads=4, vocab=32000),
+}
+
+ALL = "all"
+
+
+def target_modules(shape: Geometry, targets: str) -> list[str]:
+    """The projections that `all`, or names such as `q+v`, stand for. Raises ValueError."""
+    if targets == ALL:
+        return list(shape.module_dims)
+    known = {name.partition(".")[2].removesuffix("_proj"): name for name in shape.module_dims}
+    if unknown := [name for name in targets.split("+") if name not in known]:
+        raise ValueError(f"{unknown[0]!r} in targets {targets!r} is not one of {', '.join(known)}; or write {ALL!r}")
+    return [name for short, name in known.items() if short in targets.split("+")]
+
+
 @dataclass(frozen=True)
 class Workload:
-    """Everything that decides what is computed, and nothing about who computes it."""
+    """Everything that decides what is computed, and nothing about who computes it.
+
+    targets: the projections of each adapter, `all` or `q+v` and the like; in turn where there are more ranks.
+    """
 
     geometry: Geometry
     requests: int = 8
     prompt_tokens: int = 128
     output_tokens: int = 64
     ranks: tuple[int, ...] = (8, 16, 32, 64, 8, 16, 32, 64)
+    targets: tuple[str, ...] = (ALL,)
     dtype: str = "bfloat16"
     threads: int = 2
     max_batched_tokens: int = 1024
@@ -84,13 +171,28 @@ class Workload:
         return ITEMSIZE[self.dtype]
 
     @property
+    def step_rows(self) -> int:
+        """Tokens of the largest prefill step."""
+        return min(self.max_batched_tokens, self.requests * self.prompt_tokens)
+
+    @property
     def one_adapter(self) -> int:
         """The adapter of case `one`: the one whose rank is nearest the mean."""
         mean = sum(self.ranks) / len(self.ranks)
         return min(range(len(self.ranks)), key=lambda index: abs(self.ranks[index] - mean))
 
     def adapter_names(self) -> list[str]:
-        return [f"a{index:02d}-r{rank}" for index, rank in enumerate(self.ranks)]
+        def suffix(targets: str) -> str:
+            return "" if targets == ALL else "-" + targets.replace("+", "")
+
+        return [f"a{index:02d}-r{rank}{suffix(self.targets_of(index))}" for index, rank in enumerate(self.ranks)]
+
+    def targets_of(self, index: int) -> str:
+        return self.targets[index % len(self.targets)]
+
+    def adapter_params(self, index: int) -> int:
+        """Parameters of an adapter."""
+        return self.ranks[index] * self.geometry.lora_params(target_modules(self.geometry, self.targets_of(index)))
 
     def assignment(self, case: str) -> list[int | None]:
         """Which adapter each request of a case uses."""
@@ -115,7 +217,8 @@ class Workload:
     @classmethod
     def from_json(cls, fields: dict[str, Any]) -> Workload:
         fields = dict(fields)
-        return cls(geometry=Geometry(**fields.pop("geometry")), ranks=tuple(fields.pop("ranks")), **fields)
+        lists = {name: tuple(fields.pop(name)) for name in ("ranks", "targets")}
+        return cls(geometry=Geometry(**fields.pop("geometry")), **lists, **fields)
 
 
 @dataclass(frozen=True)

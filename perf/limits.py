@@ -12,19 +12,31 @@ import torch
 
 from ..memory import hugepages
 
+PRODUCT = "product"
 GEMM_SIZE = 2048
 GEMM_ROWS = (8, 512, 1024)
 _STREAMED_BYTES = 400 << 20
 
 
+def product_name(features_in: int, features_out: int) -> str:
+    """The value of `Limits.measure` that is this product's rate."""
+    return f"{PRODUCT}_{features_in}_{features_out}"
+
+
 class Limits:
     """Measures over a buffer that no cache holds. Serve it through `contenders.child`, in a process of its own."""
 
-    def open(self, threads: int, buffer_bytes: int, seconds: float) -> dict[str, Any]:
-        """seconds: how long each rate is measured; the best repetition counts."""
+    def open(
+        self, threads: int, buffer_bytes: int, seconds: float, rows: int, products: list[list[int]], dtype: str
+    ) -> dict[str, Any]:
+        """seconds: how long each rate is measured; the best repetition counts.
+
+        products: (in, out) features of a model's matrix products; they are measured with `rows` rows of `dtype`.
+        """
         torch.set_num_threads(threads)
         self._threads = threads
         self._seconds = seconds
+        self._rows, self._products, self._dtype = rows, products, getattr(torch, dtype)
         self._buffer = hugepages.empty((buffer_bytes,), torch.uint8).zero_()
         self._streamed_bytes = min(_STREAMED_BYTES, 2 * buffer_bytes)
         self._libc = ctypes.CDLL(None)
@@ -35,7 +47,8 @@ class Limits:
     def measure(self) -> dict[str, float]:
         """GB/s (10⁹ bytes) and GFLOP/s.
 
-        read: the best of three reductions. copy: bytes read plus bytes written.
+        read: the best of three reductions. copy: bytes read plus bytes written. product_K_N: a model's product, the
+        better of the two layouts of its weight.
         """
         found = {"read": self._read_rate(), "copy": self._copy_rate()}
         for dtype in (torch.bfloat16, torch.float32):
@@ -43,6 +56,8 @@ class Limits:
             for rows in GEMM_ROWS:
                 found[f"gemm_{name}_{rows}"] = self._gemm_rate(rows, dtype)
             found[f"stream_{name}_8"] = self._stream_rate(8, dtype)
+        for features_in, features_out in self._products:
+            found[product_name(features_in, features_out)] = self._product_rate(features_in, features_out)
         return found
 
     def close(self) -> None:
@@ -78,6 +93,14 @@ class Limits:
         with torch.inference_mode():
             best = self._best(lambda: torch.nn.functional.linear(x, weight))
         return 2 * rows * GEMM_SIZE**2 / best / 1e9
+
+    def _product_rate(self, features_in: int, features_out: int) -> float:
+        x = torch.randn(self._rows, features_in).to(self._dtype)
+        weight = torch.randn(features_out, features_in).to(self._dtype)
+        other = weight.t().contiguous()
+        with torch.inference_mode():
+            best = min(self._best(lambda: torch.nn.functional.linear(x, weight)), self._best(lambda: x @ other))
+        return 2 * self._rows * features_in * features_out / best / 1e9
 
     def _stream_rate(self, rows: int, dtype: torch.dtype) -> float:
         """Bytes of weights per second in products whose weights come from memory."""

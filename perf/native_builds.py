@@ -97,6 +97,8 @@ def open_library(path: Path) -> ctypes.CDLL:
     for name in ("chorus_decoder_create", "chorus_decoder_forward", "chorus_decoder_destroy"):
         function = getattr(found, name)
         function.restype, function.argtypes = getattr(ours, name).restype, getattr(ours, name).argtypes
+    if not hasattr(found, "chorus_decoder_sample"):  # a build from before that: it is looked up, but not called here
+        found.chorus_decoder_sample = ours.chorus_decoder_sample
     return found
 
 

@@ -16,7 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .cpu_workload import Workload
+from .cpu_workload import ALL, Workload, target_modules
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,9 @@ def adapters(workload: Workload, work_dir: Path) -> dict[str, Path]:
     """Directory of each adapter by name; made on first use."""
     made = {}
     for index, (name, rank) in enumerate(zip(workload.adapter_names(), workload.ranks, strict=True)):
-        key = _digest(workload.to_json()["geometry"], workload.dtype, workload.seed, index, rank)
+        targets = workload.targets_of(index)
+        parts = [] if targets == ALL else [targets]
+        key = _digest(workload.to_json()["geometry"], workload.dtype, workload.seed, index, rank, *parts)
         made[name] = _once(
             work_dir / f"adapter-{key}" / name,
             lambda path, index=index, rank=rank: _write_adapter(workload, index, rank, path),
@@ -100,9 +102,11 @@ def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> Non
     shape = workload.geometry
     dtype = getattr(torch, workload.dtype)
     generator = torch.Generator().manual_seed(1 + workload.seed * 1000 + index)
+    modules = target_modules(shape, workload.targets_of(index))
     tensors = {}
     for layer in range(shape.layers):
-        for name, (d_in, d_out) in shape.module_dims.items():
+        for name in modules:
+            d_in, d_out = shape.module_dims[name]
             at = f"base_model.model.model.layers.{layer}.{name}."
             a = torch.randn(rank, d_in, generator=generator) / math.sqrt(d_in)
             b = torch.randn(d_out, rank, generator=generator) / math.sqrt(rank)
@@ -118,7 +122,7 @@ def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> Non
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "target_modules": sorted(name.partition(".")[2] for name in shape.module_dims),
+        "target_modules": sorted(name.partition(".")[2] for name in modules),
     }
     _write_json(path / "adapter_config.json", config)
 

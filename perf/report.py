@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from .cpu_time import processor
-from .cpu_workload import CASES, Workload
+from .cpu_workload import CASES, Geometry, Workload
+from .limits import product_name
 from .roofline import Bound, bound
 from .rounds import Results
 from .targets import targets
@@ -36,7 +37,7 @@ def summarise(
         "join": _medians(results, "join"),
         "schedule": _medians(results, "schedule"),
         "repeats": {name: _repeats(results, name) for contender, name in results.samples if contender == "chorus"},
-        "targets": [target.to_json() for target in targets(results, peers)],
+        "targets": [target.to_json() for target in targets(results, peers, bounds["base"].prefill_rate)],
     }
 
 
@@ -46,7 +47,7 @@ def table(workload: Workload, summary: dict[str, Any]) -> str:
     lines = [
         f"{workload.requests} requests of {workload.prompt_tokens} + {workload.output_tokens} tokens, greedy; "
         f"{shape.layers} layers of {shape.hidden}, {workload.dtype}, {workload.threads} threads; "
-        f"adapters of ranks {', '.join(map(str, workload.ranks))} on all projections "
+        f"adapters of ranks {', '.join(map(str, workload.ranks))} on {', '.join(workload.targets)} projections "
         f"(one: r{workload.ranks[workload.one_adapter]})",
         "",
         _row("output tok/s", *summary["contenders"], "limit", "share"),
@@ -54,11 +55,12 @@ def table(workload: Workload, summary: dict[str, Any]) -> str:
     for case, found in summary["cases"].items():
         rates = [_rate(found["contenders"].get(name), "rate") for name in summary["contenders"]]
         lines.append(_row(case, *rates, _number(summary["bounds"][case]["rate"]), _percent(found["share"])))
-    for name, value in (("prefill ms", "prefill_seconds"), ("decode tok/s", "decode_rate")):
-        lines += ["", _row(name, *summary["contenders"], "limit")]
+    for name, value in (("prefill tok/s", "prefill_rate"), ("decode tok/s", "decode_rate")):
+        lines += ["", _row(name, *summary["contenders"], "limit", "share")]
         for case, found in summary["cases"].items():
             values = [_rate(found["contenders"].get(each), value) for each in summary["contenders"]]
-            lines.append(_row(case, *values, _number(_display(summary["bounds"][case], value))))
+            limit, own = summary["bounds"][case][value], found["contenders"].get("chorus", {}).get(value)
+            lines.append(_row(case, *values, _number(limit), _percent(None if own is None else own / limit)))
     agreements = {
         f"{name} {case}": found["contenders"][name]["agreement"]
         for case, found in summary["cases"].items()
@@ -83,7 +85,8 @@ def _case(workload: Workload, results: Results, present: list[str], case: str, l
         if not counted:
             continue
         contenders[name] = {
-            value: results.median(name, case, value) for value in ("rate", "decode_rate", "seconds", "prefill_seconds")
+            value: results.median(name, case, value)
+            for value in ("rate", "prefill_rate", "decode_rate", "seconds", "prefill_seconds")
         }
         contenders[name] |= {
             "rates": [sample.values["rate"] for sample in counted],
@@ -102,8 +105,14 @@ def _agreement(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 
 def _bounds(workload: Workload, machine: dict[str, float]) -> dict[str, Bound]:
-    flops = max(rate for name, rate in machine.items() if name.startswith(f"gemm_{workload.dtype}")) * 1e9
+    flops = product_rate(workload.geometry, machine) * 1e9
     return {case: bound(workload, case, machine["read"] * 1e9, flops) for case in CASES}
+
+
+def product_rate(shape: Geometry, machine: dict[str, float]) -> float:
+    """GFLOP/s of a layer's products one after the other, as fast as the library does each."""
+    work = {product: product[0] * product[1] for product in shape.products}
+    return sum(work.values()) / sum(each / machine[product_name(*product)] for product, each in work.items())
 
 
 def _bound_values(found: Bound) -> dict[str, float]:
@@ -113,6 +122,7 @@ def _bound_values(found: Bound) -> dict[str, float]:
         "prefill_seconds": found.prefill_seconds,
         "decode_seconds": found.decode_seconds,
         "prefill_gflop": found.prefill_flops / 1e9,
+        "prefill_rate": found.prefill_rate,
         "step_mb": found.step_bytes / 1e6,
         "decode_rate": found.decode_rate,
     }
@@ -145,11 +155,21 @@ def _machine_lines(summary: dict[str, Any]) -> list[str]:
         f"  library GEMM GFLOP/s: bf16 {gemm['bfloat16']}; f32 {gemm['float32']}",
         "  library GEMM over uncached weights at M=8, GB/s: "
         + ", ".join(f"{name} {machine[f'stream_{name}_8']:.1f}" for name in gemm),
-        "  limit = prefill work at the best GEMM rate + bytes of the decode steps at the read rate; step MB: "
+        f"  library GEMM of a layer's products, {summary['workload']['dtype']} GFLOP/s: " + _products(summary),
+        "  limit = prefill work at the rate of those products + bytes of the decode steps at the read rate; step MB: "
         + ", ".join(f"{case} {found['step_mb']:.0f}" for case, found in bounds.items()),
         f"  so mixed / base can be at most {bounds['mixed']['rate'] / bounds['base']['rate']:.2f}, "
-        f"one / base {bounds['one']['rate'] / bounds['base']['rate']:.2f}",
+        f"one / base {bounds['one']['rate'] / bounds['base']['rate']:.2f}; of the prefill alone "
+        f"{bounds['mixed']['prefill_rate'] / bounds['base']['prefill_rate']:.3f}",
     ]
+
+
+def _products(summary: dict[str, Any]) -> str:
+    shape, machine = Geometry(**summary["workload"]["geometry"]), summary["machine"]
+    rates = [f"{k}→{n} {machine[product_name(k, n)]:.0f}" for k, n in dict.fromkeys(shape.products)]
+    text = f"{', '.join(rates)}; together {product_rate(shape, machine):.0f}"
+    bound, own = summary["bounds"]["base"], summary["cases"]["base"]["contenders"].get("chorus")
+    return text if own is None else f"{text}; base prefill does {bound['prefill_gflop'] / own['prefill_seconds']:.0f}"
 
 
 def _inner_lines(summary: dict[str, Any]) -> list[str]:
@@ -188,12 +208,7 @@ def _row(name: str, *cells: str) -> str:
 def _rate(found: dict[str, Any] | None, value: str) -> str:
     if not found:
         return _NONE
-    return _number(_display(found, value)) + ("*" if found["noisy"] else "")
-
-
-def _display(found: dict[str, Any], value: str) -> float | None:
-    number = found.get(value)
-    return number * 1e3 if number is not None and value.endswith("seconds") else number
+    return _number(found.get(value)) + ("*" if found["noisy"] else "")
 
 
 def _number(value: float | None, digits: int = 1) -> str:

@@ -75,7 +75,11 @@ class Results:
     def ratio(self, above: tuple[str, str, str], below: tuple[str, str, str]) -> float | None:
         """Median over rounds of `above / below`, each (contender, probe, value); else of their medians."""
         tops, bottoms = (
-            {sample.round: sample.values[value] for sample in self.counted(contender, name)}
+            {
+                sample.round: sample.values[value]
+                for sample in self.counted(contender, name)
+                if sample.values.get(value) is not None
+            }
             for contender, name, value in (above, below)
         )
         if common := [tops[index] / bottoms[index] for index in tops.keys() & bottoms.keys()]:

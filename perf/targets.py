@@ -7,7 +7,7 @@ from typing import Any
 
 from .rounds import Results
 
-RATE = "rate"
+RATE, PREFILL = "rate", "prefill_rate"
 
 
 @dataclass(frozen=True)
@@ -29,22 +29,27 @@ class Target:
         return {"name": self.name, "value": self.value, "goal": self.goal, "at_most": self.at_most, "met": self.met}
 
 
-def targets(results: Results, peers: list[str]) -> list[Target]:
-    """All marks, in the order of the report. peers: contenders other than chorus that ran."""
+def targets(results: Results, peers: list[str], prefill_limit: float) -> list[Target]:
+    """All marks, in the order of the report.
 
-    def rate(contender: str, case: str) -> tuple[str, str, str]:
-        return contender, case, RATE
+    peers: contenders other than chorus that ran. prefill_limit: tokens/s that base prefill could do at the library's
+    rates of its products.
+    """
 
-    def against(ours: str, theirs: str, among: list[str]) -> float | None:
-        ratios = [results.ratio(rate("chorus", ours), rate(peer, theirs)) for peer in among]
+    def against(ours: str, theirs: str, among: list[str], value: str = RATE) -> float | None:
+        ratios = [results.ratio(("chorus", ours, value), (peer, theirs, value)) for peer in among]
         return min((ratio for ratio in ratios if ratio is not None), default=None)
 
-    def own(case: str) -> float | None:
-        return results.median("chorus", f"compare {case}", "ratio")
+    def own(case: str, value: str = "ratio") -> float | None:
+        return results.median("chorus", f"compare {case}", value)
 
     slowest = results.median("chorus", "schedule", "slowest")
+    prefill = results.median("chorus", "base", PREFILL)
     return [
-        Target("mixed / base", own("mixed"), 0.75),
+        Target("prefill: base / best peer's base", against("base", "base_plain", peers, PREFILL), 1.05),
+        Target("prefill: base / GEMM limit", None if prefill is None else prefill / prefill_limit, 0.8),
+        Target("prefill: mixed / base", own("mixed", "prefill_ratio"), 0.95),
+        Target("mixed / base", own("mixed"), 0.8),
         Target("one / base", own("one"), 0.85),
         Target("base / base_plain", own("base"), 0.99),
         Target("mixed / best peer's mixed", against("mixed", "mixed", peers), 2.5),

@@ -1,14 +1,10 @@
-// Causal grouped-query attention over the paged KV cache, one unit per (row, KV head, block of query tokens).
+// Causal grouped-query attention over the paged KV cache: what decode and prefill share, and decode.
 #pragma once
 #include <algorithm>
 #include <vector>
 #include "gemm.h"
 
 namespace chorus {
-
-constexpr int kQueries = 12;  // query vectors (token, head) that share a pass over the keys
-
-struct AttentionUnit { int row, kv_head, token, tokens; };
 
 template <class T>
 struct PagedCache {  // one layer: K or V of page p, token o, head h starts at data + p·page_elems + (o·kv_heads + h)·head_dim
@@ -18,21 +14,12 @@ struct PagedCache {  // one layer: K or V of page p, token o, head h starts at d
     int block_tokens, kv_heads, head_dim;
 };
 
-inline std::vector<AttentionUnit> attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads) {
-    std::vector<AttentionUnit> units;
-    const int block = std::max(1, kQueries / (heads / kv_heads));
-    for (int row = 0; row < rows; row++)
-        for (int t = qo_indptr[row]; t < qo_indptr[row + 1]; t += block)
-            for (int h = 0; h < kv_heads; h++)
-                units.push_back({row, h, t, std::min(block, qo_indptr[row + 1] - t)});
-    return units;
-}
-
 // scores[0..15] = q · k[j] for sixteen keys, which lie `offset` elements after keys[j].
 template <class T>
 inline __m512 key_scores(const T* q, const T* const* keys, long offset, int head_dim) {
     using K = Kind<T>;
     __m512 acc[16];
+#pragma GCC unroll 16
     for (int j = 0; j < 16; j++) acc[j] = _mm512_setzero_ps();
     int c = 0;
     for (; c + K::width <= head_dim; c += K::width) {
@@ -42,6 +29,7 @@ inline __m512 key_scores(const T* q, const T* const* keys, long offset, int head
     }
     if (c < head_dim) {
         const auto b = K::load(q + c, head_dim - c);
+#pragma GCC unroll 16
         for (int j = 0; j < 16; j++) acc[j] = K::mac(acc[j], K::load(keys[j] + offset + c, head_dim - c), b);
     }
     return reduce16(acc);
@@ -105,7 +93,7 @@ inline void weighted_values(int rows, const float* p, long ldp, const T* const* 
 }
 
 struct AttentionScratch {
-    std::vector<float> scores, sums, factors;
+    std::vector<float> scores, sums, factors, values;
     std::vector<const void*> places;
 };
 
@@ -124,42 +112,6 @@ inline void scale_to(const float* x, int n, float factor, T* out) {
     for (int i = 0; i < n; i += kLanes) {
         const __mmask16 mask = head_mask(n - i);
         store16(out + i, _mm512_mul_ps(load16(x + i, mask), _mm512_set1_ps(factor)), mask);
-    }
-}
-
-// q, out: [tokens, heads, head_dim] with row stride ld. pages: the row's block table. kv_len counts the row's tokens.
-template <class T>
-inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const T* q, T* out, long ld, int group,
-                   const int64_t* pages, int kv_len, int row_end, float scale, AttentionScratch& scratch) {
-    const int last_visible = kv_len - (row_end - (unit.token + unit.tokens));  // of the unit's last token
-    const int padded = (last_visible + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim;
-    scratch.scores.resize((size_t)kQueries * padded);
-    scratch.sums.resize((size_t)kQueries * head_dim);
-    scratch.places.resize(2 * padded);
-    const T** keys = (const T**)scratch.places.data();
-    const T** values = keys + padded;
-    locate(cache, cache.k, pages, last_visible, keys);
-    locate(cache, cache.v, pages, last_visible, values);
-    for (int s = last_visible; s < padded; s++) keys[s] = keys[last_visible - 1];
-    const long offset = (long)unit.kv_head * head_dim;
-    const int total = unit.tokens * group;
-    for (int first = 0; first < total; first += kQueries) {
-        const int count = std::min(kQueries, total - first);
-        float factor[kQueries];
-        T* to[kQueries];
-        for (int i = 0; i < count; i++) {
-            const int token = unit.token + (first + i) / group, head = unit.kv_head * group + (first + i) % group;
-            const long at = token * ld + (long)head * head_dim;
-            const int visible = kv_len - (row_end - 1 - token);
-            float* scores = scratch.scores.data() + (long)i * padded;
-            for (int s = 0; s < visible; s += kLanes) store16(scores + s, key_scores<T>(q + at, keys + s, offset, head_dim));
-            factor[i] = softmax(scores, visible, padded, scale);
-            to[i] = out + at;
-        }
-        float* sums = scratch.sums.data();
-        std::fill(sums, sums + (long)count * head_dim, 0.0f);
-        weighted_values(count, scratch.scores.data(), padded, values, offset, last_visible, head_dim, sums);
-        for (int i = 0; i < count; i++) scale_to(sums + (long)i * head_dim, head_dim, factor[i], to[i]);
     }
 }
 

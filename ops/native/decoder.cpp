@@ -14,6 +14,7 @@
 #include "file_rows.h"
 #include "gemm.h"
 #include "pool.h"
+#include "prefill_attention.h"
 #include "sampling.h"
 #include "sgmv.h"
 #include "shares.h"
@@ -69,6 +70,7 @@ class Decoder {
         std::vector<const T*> rows;
         std::vector<T> panel, spare;
         std::vector<float> logits;  // of one panel
+        std::vector<float> gated;   // a tile of the gate and one of up, side by side
     };
 
     // Buffers and units of work of the step, the same for all layers.
@@ -76,12 +78,13 @@ class Decoder {
         const int q = m_.heads * m_.head_dim, qkv = q + 2 * m_.kv_heads * m_.head_dim;
         const size_t tokens = std::max(step.tokens, step.logits_wanted + (int)step.scores_wanted);
         grow(x_, tokens * spread<float>(m_.hidden));
-        grow(y_, tokens * spread<float>(std::max(qkv, 2 * m_.ffn)));
+        few_ = step.tokens <= kFewTokens;
+        gated_ = !few_ && m_.ffn % kPanel == 0;
+        grow(y_, tokens * spread<float>(gated_ ? qkv : std::max(qkv, 2 * m_.ffn)));
         grow(normed_, tokens * spread<T>(m_.hidden));
         grow(q_, tokens * spread<T>(q));
         grow(attended_, tokens * spread<T>(q));
         grow(act_, tokens * spread<T>(m_.ffn));
-        few_ = step.tokens <= kFewTokens;
         decode_ = few_ && step.tokens == step.rows;
         const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters, step.segment_level};
         int rank = 0, levels = 1;
@@ -94,6 +97,7 @@ class Decoder {
         fused_ = false;
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
             for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
+        cut(step);
         for (int g = 0; g < 4; g++) {
             shrink_units(segments, groups_[g], shrink_[g]);
             expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
@@ -114,10 +118,11 @@ class Decoder {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
             split(decodes_, team_.size(), decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
         } else {
-            attention_ = attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads);
+            attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_);
         }
         grow_heads(step.logits_wanted);
         for (auto& s : scratch_) {
+            if (gated_) grow(s.gated, 2 * kPanel * kSegmentChunk);
             grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             grow(s.spare, std::max((size_t)kRankChunk * std::max({m_.hidden, q, m_.ffn}), (size_t)rank * kColumnChunk));
@@ -127,6 +132,23 @@ class Decoder {
     void grow_heads(int rows) {
         best_.resize((size_t)team_.size() * rows);
         for (auto& s : scratch_) grow(s.logits, (size_t)std::min(rows, kRowChunk) * kPanel);
+    }
+
+    // Row chunks of the products: a segment whose expand is part of them has its own, as each chunk packs its adapter's rows.
+    void cut(const StepDesc& step) {
+        cuts_.assign(1, 0);
+        auto up_to = [&](int end) {
+            const int most = fused_ ? kSegmentChunk : kRowChunk, rows = end - cuts_.back(), parts = (rows + most - 1) / most;
+            const int size = parts ? (rows + parts * kRows - 1) / (parts * kRows) * kRows : 0;  // of whole tiles
+            while (cuts_.back() < end) cuts_.push_back(std::min(end, cuts_.back() + size));
+        };
+        if (fused_)
+            for (int s = 0; s < step.segments; s++) {
+                if (!is_fused(step, s) || step.segment_end[s] - step.segment_begin[s] < kSegmentChunk / 4) continue;
+                if (step.segment_begin[s] >= cuts_.back()) up_to(step.segment_begin[s]);
+                if (step.segment_end[s] > cuts_.back()) up_to(step.segment_end[s]);
+            }
+        up_to(step.tokens);
     }
 
     void walk(const StepDesc& step, int thread) {
@@ -170,11 +192,15 @@ class Decoder {
             }
             project(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true, w.o_bias);
             normalise(phase, tokens, w.post_attention_norm);
-            project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu, false, w.gate_up_bias);
-            each_token([&](int t) {
-                const float* gate = y_.data() + t * ldgu;
-                silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
-            });
+            if (gated_) {
+                project_gated(step, thread, phase, l, w);
+            } else {
+                project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu, false, w.gate_up_bias);
+                each_token([&](int t) {
+                    const float* gate = y_.data() + t * ldgu;
+                    silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
+                });
+            }
             project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
         }
         team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
@@ -248,72 +274,108 @@ class Decoder {
     // of few tokens, a second part of an adapter for the same tokens, and panels that hold columns of two modules.
     void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w, int n,
                  float* y, long ldy, bool accumulate, const float* bias) {
-        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias};
+        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, few_ ? nullptr : &cuts_};
         const auto &shrinks = shrink_[g], &expands = expand_[g];
-        const Arena<T> arena{(T*)m_.arena, m_.page_elems};
-        const int base = product.units();
-        const long plane = (long)step.tokens * ldh_;
-        auto h_of = [&](const LoraUnit& u) {
-            return h_.data() + (u.module + (step.segment_level ? 3 * step.segment_level[u.segment] : 0)) * plane;
-        };
-        auto run_shrink = [&](const LoraUnit& u) {
-            const Adapter& adapter = *step.segment_adapters[u.segment];
-            if (adapter.first_elem[layer] < 0) return;
-            shrink<T>(arena, adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(u), ldh_,
-                      scratch_[thread].spare.data());
-        };
-        auto run_expand = [&](const LoraUnit& u) {
-            const Adapter& adapter = *step.segment_adapters[u.segment];
-            if (adapter.first_elem[layer] < 0) return;
-            const Target& target = groups_[g][u.module];
-            expand<T>(arena, adapter, layer, target.module, u, h_of(u), ldh_, y + target.column, ldy,
-                      scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
-        };
         if (fused_) {
-            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(shrinks[i]); });
-            team_.each(phase, base, [&](int i) {
+            if (!shrinks.empty()) team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, shrinks[i]); });
+            team_.each(phase, product.units(), [&](int i) {
                 const Tile tile = product.tile_of(i);
-                int done = tile.row;  // rows below are complete
-                bool rest = false;
-                expand_tile(step, g, tile, [&](const LoraUnit& u) {
-                    const Adapter& adapter = *step.segment_adapters[u.segment];
-                    const bool fits = u.token >= done && u.count == tile.columns;
-                    rest |= !fits;
-                    if (!fits || adapter.first_elem[layer] < 0) return;
-                    if (done < u.token) product.run(tile, done, u.token - done, nullptr);
-                    const auto extra = expand_panel<T>(arena, adapter, layer, groups_[g][u.module].module, u, h_of(u), ldh_,
-                                                       scratch_[thread].rows.data(), scratch_[thread].panel.data(), scratch_[thread].spare.data());
-                    product.run(tile, u.token, u.tokens, &extra);
-                    done = u.token + u.tokens;
-                });
-                if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, nullptr);
-                if (!rest) return;
-                done = tile.row;
-                expand_tile(step, g, tile, [&](const LoraUnit& u) {
-                    if (u.token < done || u.count < tile.columns) return run_expand(u);
-                    if (step.segment_adapters[u.segment]->first_elem[layer] >= 0) done = u.token + u.tokens;
-                });
+                run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
         } else {
             run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
-                      [&](int i, bool more) { product.run(i, accumulate && more); }, run_shrink);
+                      [&](int i, bool more) { product.run(i, accumulate && more); },
+                      [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
         }
         if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
-                                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+                                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
         for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
-            each_split(team_, phase, thread, few_, later.units, later.split, [&](const LoraUnit& u, const LoraUnit*) { run_expand(u); });
+            each_split(team_, phase, thread, few_, later.units, later.split,
+                       [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
+    }
+
+    // act_ = silu(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
+    // neither leaves the cache before the two become one of half the bytes.
+    void project_gated(const StepDesc& step, int thread, int& phase, int layer, const LayerDesc& w) {
+        const T* x = normed_.data();
+        const long ldx = spread<T>(m_.hidden), lda = spread<T>(m_.ffn);
+        const Product<T> product{x, ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden, nullptr, 0, false, w.gate_up_bias, &cuts_};
+        const auto& shrinks = shrink_[2];
+        if (!shrinks.empty())
+            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(step, thread, 2, layer, x, ldx, m_.hidden, shrinks[i]); });
+        const int panels = m_.ffn / kPanel;
+        team_.each(phase, product.units() / 2, [&](int i) {
+            const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
+            Tile up = gate;
+            up.column += m_.ffn;
+            float* out = scratch_[thread].gated.data();
+            run_tile(step, thread, 2, layer, product, gate, out, 2 * kPanel, true);
+            run_tile(step, thread, 2, layer, product, up, out + kPanel, 2 * kPanel, true);
+            for (int r = 0; r < gate.rows; r++, out += 2 * kPanel)
+                silu_and_mul(out, out + kPanel, kPanel, act_.data() + (gate.row + r) * lda + gate.column);
+        });
+    }
+
+    void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, const LoraUnit& u) {
+        const Adapter& adapter = *step.segment_adapters[u.segment];
+        if (adapter.first_elem[layer] < 0) return;
+        shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u), ldh_,
+                  scratch_[thread].spare.data());
+    }
+
+    // y: where the group's first column of the step's first token is.
+    void run_expand(const StepDesc& step, int thread, int g, int layer, const LoraUnit& u, float* y, long ldy) {
+        const Adapter& adapter = *step.segment_adapters[u.segment];
+        if (adapter.first_elem[layer] < 0) return;
+        const Target& target = groups_[g][u.module];
+        Scratch& own = scratch_[thread];
+        expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u), ldh_, y + target.column, ldy, own.rows.data(),
+                  own.panel.data(), own.spare.data());
+    }
+
+    // A tile of a group's product at `out`, with the expands that are fused with it or, where the tile stays in the cache, `all`
+    // of them. Those that aren't fused, and what the panel can't take in one piece, are added to what the product gave.
+    void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile, float* out,
+                  long ldo, bool all) {
+        Scratch& own = scratch_[thread];
+        int done = tile.row;  // rows below are complete
+        auto at = [&](int row) { return out + (row - tile.row) * ldo; };
+        auto fits = [&](const LoraUnit& u) { return u.token >= done && u.count == tile.columns && is_fused(step, u.segment); };
+        bool rest = false;
+        expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {
+            const Adapter& adapter = *step.segment_adapters[u.segment];
+            if (adapter.first_elem[layer] < 0) return;
+            if (!fits(u)) return (void)(rest = true);
+            if (done < u.token) product.run(tile, done, u.token - done, at(done), ldo, nullptr);
+            const auto extra = expand_panel<T>(arena(), adapter, layer, groups_[g][u.module].module, u, h_of(step, u), ldh_,
+                                               own.rows.data(), own.panel.data(), own.spare.data());
+            product.run(tile, u.token, u.tokens, at(u.token), ldo, &extra);
+            done = u.token + u.tokens;
+        });
+        if (done < tile.row + tile.rows) product.run(tile, done, tile.row + tile.rows - done, at(done), ldo, nullptr);
+        auto add = [&](const LoraUnit& u) { run_expand(step, thread, g, layer, u, at(0) - tile.column, ldo); };
+        done = tile.row;
+        if (rest)
+            expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {
+                if (step.segment_adapters[u.segment]->first_elem[layer] < 0) return;
+                if (fits(u)) done = u.token + u.tokens;
+                else add(u);
+            });
+        for (int level = 1; all && level <= (int)later_[g].size(); level++) expand_tile(step, g, tile, level, all, add);
     }
 
     // Whether a segment's expand is done tile by tile, with the base product, in a step of many tokens.
     static bool is_fused(const StepDesc& step, int s) {
-        return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !(step.segment_level && step.segment_level[s]);
+        return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !level_of(step, s);
     }
+    static int level_of(const StepDesc& step, int s) { return step.segment_level ? step.segment_level[s] : 0; }
 
-    // The parts of the step's long segments and of the group's modules that lie in a tile of the base product.
+    // The parts of a level's segments, of all or of those that are fused, and of the group's modules that lie in a tile of the
+    // product.
     template <class Run>
-    void expand_tile(const StepDesc& step, int g, const Tile& tile, Run run_expand) {
+    void expand_tile(const StepDesc& step, int g, const Tile& tile, int level, bool all, Run run_expand) {
         for (int s = 0; s < step.segments; s++) {
-            if (!is_fused(step, s)) continue;
+            if (level_of(step, s) != level || (!all && !is_fused(step, s))) continue;
             const int begin = std::max(tile.row, step.segment_begin[s]);
             const int end = std::min(tile.row + tile.rows, step.segment_end[s]);
             if (begin >= end) continue;
@@ -343,6 +405,13 @@ class Decoder {
         convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
     }
 
+    Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
+
+    // What the shrink gives for a module of a group, of the segments of the unit's level: [tokens, ldh_].
+    T* h_of(const StepDesc& step, const LoraUnit& u) {
+        return h_.data() + (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
+    }
+
     // Elements from row to row: an odd number of cache lines, so that rows don't fall into the same few sets.
     template <class E>
     static long spread(int n) {
@@ -366,7 +435,7 @@ class Decoder {
     };
     std::vector<LoraUnit> shrink_[4], expand_[4];
     std::vector<Later> later_[4];  // of the levels from 1 on
-    std::vector<int> shrink_split_[4], expand_split_[4], decode_split_, none_split_;
+    std::vector<int> cuts_, shrink_split_[4], expand_split_[4], decode_split_, none_split_;
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;
@@ -378,7 +447,8 @@ class Decoder {
     int ldh_ = 2;
     bool fused_ = false;   // the step has a long segment
     bool few_ = false;     // it has few tokens
-    bool decode_ = false;  // and each is a row of its own
+    bool gated_ = false;   // it has many, and gate and up have panels of their own
+    bool decode_ = false;  // it has few and each is a row of its own
     std::chrono::nanoseconds patience_;  // that is left in the step
 };
 

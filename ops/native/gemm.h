@@ -3,6 +3,8 @@
 // One packed copy serves decode (a few rows: the panel streams from memory once) and prefill (many rows: the panel
 // stays in L2 while tiles of 12 rows pass by).
 #pragma once
+#include <algorithm>
+#include <vector>
 #include "simd.h"
 
 namespace chorus {
@@ -10,6 +12,7 @@ namespace chorus {
 constexpr int kPanel = 32;    // output columns of a panel
 constexpr int kRows = 12;     // rows of the largest register tile: 12 × 2 accumulators
 constexpr long kPrefetchBytes = 8192;
+constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
 constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panels pass
 
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
@@ -94,12 +97,15 @@ struct Product {
     float* y; long ldy;
     bool accumulate;
     const float* bias;
+    const std::vector<int>* cuts = nullptr;  // where the row chunks begin and the last ends; else every kRowChunk rows
 
+    int chunks() const { return cuts ? (int)cuts->size() - 1 : (rows + kRowChunk - 1) / kRowChunk; }
     int panels() const { return (n + kPanel - 1) / kPanel; }
-    int units() const { return rows ? (rows + kRowChunk - 1) / kRowChunk * panels() : 0; }
+    int units() const { return chunks() * panels(); }
     Tile tile_of(int unit) const {
-        const int row = unit / panels() * kRowChunk, column = unit % panels() * kPanel;
-        return {row, rows - row < kRowChunk ? rows - row : kRowChunk, column, n - column < kPanel ? n - column : kPanel};
+        const int chunk = unit / panels(), column = unit % panels() * kPanel;
+        const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk, end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
+        return {row, end - row, column, n - column < kPanel ? n - column : kPanel};
     }
     // fetch: whether the next unit runs on the same thread, and its outputs may have been written by another.
     void run(int unit, bool fetch = false) const {
@@ -109,12 +115,12 @@ struct Product {
                 prefetch(y + (t.row + r) * ldy + t.column + kPanel);
                 prefetch(y + (t.row + r) * ldy + t.column + kPanel + kLanes);
             }
-        run(t, t.row, t.rows, nullptr);
+        run(t, t.row, t.rows, y + t.row * ldy + t.column, ldy, nullptr);
     }
-    // Some rows of a tile.
-    void run(const Tile& t, int row, int rows, const Extra<T>* extra) const {
-        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, y + row * ldy + t.column, ldy,
-                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra);
+    // Some rows of a tile, to `out`.
+    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<T>* extra) const {
+        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo, t.columns, accumulate,
+                         bias ? bias + t.column : nullptr, extra);
     }
 };
 

@@ -103,6 +103,7 @@ template <class T, int TOKENS, int RANKS>
 inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, float scale, T* h, long ldh) {
     using K = Kind<T>;
     __m512 acc[16];
+#pragma GCC unroll 16
     for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
     int i = 0;
     for (; i + K::width <= k; i += K::width) {
@@ -120,7 +121,9 @@ inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, 
         }
     }
     if (i < k)
+#pragma GCC unroll 4
         for (int t = 0; t < TOKENS; t++)
+#pragma GCC unroll 8
             for (int r = 0; r < RANKS; r++)
                 acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
     alignas(64) T sums[16];

@@ -43,10 +43,13 @@ inline void store16(bf16* p, __m512 v, __mmask16 mask = 0xFFFF) {
     _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
 }
 
-// Sixteen horizontal sums at once: lane i of the result is the sum of a[i].
+// Sixteen horizontal sums at once: lane i of the result is the sum of a[i]. Loops over accumulators are unrolled by word
+// here and by its callers: else an array of them lives in memory.
 inline __m512 reduce16(const __m512* a) {
     __m512 u[8], v[4];
+#pragma GCC unroll 8
     for (int i = 0; i < 8; i++) u[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 8]), _mm512_unpackhi_ps(a[i], a[i + 8]));
+#pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m512d lo = _mm512_castps_pd(u[i]), hi = _mm512_castps_pd(u[i + 4]);
         v[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));

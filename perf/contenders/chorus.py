@@ -67,9 +67,14 @@ class Contender:
         return {"seconds": ended - began, "prefill_seconds": first - began, "tokens": list(tokens.values())}
 
     def compare(self, case: str, other: str) -> dict[str, float]:
-        """The rate of `case` over that of `other`, from runs in the order A B B A: what drifts slowly cancels out."""
-        seconds = [self.run(name)["seconds"] for name in (case, other, other, case)]
-        return {"ratio": (seconds[1] + seconds[2]) / (seconds[0] + seconds[3])}
+        """The rates of `case` over those of `other`, from runs in the order A B B A: what drifts slowly cancels out."""
+        runs = [self.run(name) for name in (case, other, other, case)]
+
+        def ratio(value: str) -> float:
+            times = [run[value] for run in runs]
+            return (times[1] + times[2]) / (times[0] + times[3])
+
+        return {"ratio": ratio("seconds"), "prefill_ratio": ratio("prefill_seconds")}
 
     def overhead(self, case: str) -> dict[str, float]:
         """Where the time of full decode steps goes; see `StepTimer`."""
@@ -113,7 +118,7 @@ class Contender:
 def _arena_bytes(workload: Any) -> int:
     """Twice the adapters and the longest sequences, so that nothing is evicted while something is measured."""
     shape = workload.geometry
-    adapters = sum(workload.ranks) * shape.lora_params_per_rank
+    adapters = sum(map(workload.adapter_params, range(len(workload.ranks))))
     kv = workload.requests * shape.positions * shape.kv_elems_per_token
     return 2 * workload.itemsize * (adapters + kv) + (16 << 20)
 

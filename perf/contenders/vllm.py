@@ -8,6 +8,8 @@ from typing import Any
 
 from ..cpu_workload import Job
 
+_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for `max_lora_rank`
+
 
 class Contender:
     """One engine with LoRA on or off, as the job says; a process can't hold both."""
@@ -25,7 +27,7 @@ class Contender:
             count = len(self._job.adapters)
             lora = {
                 "enable_lora": True,
-                "max_lora_rank": max(workload.ranks),
+                "max_lora_rank": min(rank for rank in _RANKS if rank >= max(workload.ranks)),
                 "max_loras": count,
                 "max_cpu_loras": 4 * count,
             }

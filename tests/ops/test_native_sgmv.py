@@ -92,6 +92,7 @@ SHAPES = {
     "large pages": (64, 40, 72, 2, 2, 32),
     "one kv head": (32, 128, 352, 4, 1, 32),
     "odd widths": (100, 36, 54, 3, 1, 10),
+    "gate and up in panels of their own": (16, 64, 96, 4, 2, 16),
 }
 
 
@@ -226,17 +227,19 @@ def mixes() -> list[tuple[int, list[int]]]:
 
 
 @needs_native
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
-def test_native_and_torch_agree_in_float32(base, seed, lengths):
-    step = mixed_step(seed, base("usual"), lengths)
+def test_native_and_torch_agree_in_float32(base, shape, seed, lengths):
+    step = mixed_step(seed, base(shape), lengths)
     expected = step.logits(torch.float32, "torch")
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
 
 
 @needs_native
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
-def test_native_and_torch_agree_in_bf16(base, seed, lengths):
-    step = mixed_step(seed, base("usual"), lengths)
+def test_native_and_torch_agree_in_bf16(base, shape, seed, lengths):
+    step = mixed_step(seed, base(shape), lengths)
     expected = step.logits(torch.float32, "torch")
     by_torch = distance(step.logits(torch.bfloat16, "torch"), expected)
     by_native = distance(step.logits(torch.bfloat16, "native"), expected)
@@ -259,8 +262,9 @@ def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
 @needs_native
 @pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
 @pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)
-def test_entries_of_a_token_may_share_a_module(base, lengths, ranks):
-    step = twice_step(base("usual"), lengths, ranks)
+@pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
+def test_entries_of_a_token_may_share_a_module(base, shape, lengths, ranks):
+    step = twice_step(base(shape), lengths, ranks)
     assert max(step.segments.level) == 1
     expected = step.logits(torch.float32, "torch")
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND

@@ -17,7 +17,9 @@ from chorus.memory.adapter_format import inspect_adapter
 from chorus.perf import random_model
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
 from chorus.perf.cpu_time import family
-from chorus.perf.cpu_workload import CASES, Geometry, Job, Workload, tiny
+from chorus.perf.cpu_workload import CASES, Geometry, Job, Workload, target_modules, tiny
+from chorus.perf.limits import Limits, product_name
+from chorus.perf.report import product_rate
 from chorus.perf.roofline import bound
 from chorus.perf.rounds import Results, Sample
 from chorus.perf.targets import targets
@@ -49,6 +51,7 @@ def test_every_case_has_rates_and_a_share_of_the_limit(outcome):
         assert own["rate"] > 0
         assert 0 < own["prefill_seconds"] < own["seconds"]
         assert values["share"] == pytest.approx(own["rate"] / found["bounds"][case]["rate"])
+        assert own["prefill_rate"] == pytest.approx(4 * 24 / own["prefill_seconds"])
     assert all(value > 0 for value in found["machine"].values())
 
 
@@ -78,7 +81,9 @@ def test_absent_contenders_are_listed_with_what_to_install(outcome):
 def test_targets_stand_beside_the_ratios(outcome):
     table, found = outcome
     marks = {target["name"]: target for target in found["targets"]}
-    assert marks["mixed / base"]["goal"] == 0.75
+    assert marks["mixed / base"]["goal"] == 0.8
+    assert marks["prefill: mixed / base"]["value"] > 0
+    assert marks["prefill: base / best peer's base"]["goal"] == 1.05
     assert marks["mixed / vllm's mixed"]["met"] is None
     assert all(f"{name:<20}" in table for name in marks)
 
@@ -92,6 +97,62 @@ def test_adapters_are_what_the_workload_says(tmp_path):
     assert all(len(manifest.targets) == 7 for manifest in manifests)
     per_rank = workload.geometry.lora_params_per_rank
     assert [manifest.num_params(config.module_dims) for manifest in manifests] == [r * per_rank for r in workload.ranks]
+
+
+def test_adapters_have_the_targets_of_the_workload(tmp_path):
+    workload = replace(tiny(), ranks=(4, 6, 12), targets=("all", "q+v"))
+    made = random_model.adapters(workload, tmp_path)
+    assert list(made) == ["a00-r4", "a01-r6-qv", "a02-r12"]
+    config = ModelConfig.read(random_model.checkpoint(workload, tmp_path))
+    manifests = [inspect_adapter(path, config.module_dims, config.num_layers) for path in made.values()]
+    assert [len(manifest.targets) for manifest in manifests] == [7, 2, 7]
+    counted = [manifest.num_params(config.module_dims) for manifest in manifests]
+    assert counted == [workload.adapter_params(index) for index in range(3)]
+    assert random_model.adapters(replace(workload, targets=("all",)), tmp_path)["a00-r4"] == made["a00-r4"]
+
+
+def test_a_geometry_is_a_name_or_numbers_or_a_config(tmp_path):
+    shape = Geometry(hidden=960, layers=32, heads=15, kv_heads=5, ffn=2560, vocab=32000)
+    assert Geometry.parse("360m") == shape
+    assert Geometry.parse("hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560") == shape
+    path = random_model.checkpoint(tiny(), tmp_path)
+    assert replace(Geometry.parse(str(path)), positions=tiny().geometry.positions) == tiny().geometry
+    assert Geometry.parse(str(path / "config.json")).products == tiny().geometry.products
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("nowhere", "'nowhere' is neither a file nor one of 125m"),
+        ("hidden=960,height=3", "'height=3' is not NAME=NUMBER"),
+        ("hidden=0", "'hidden=0' is not NAME=NUMBER"),
+        ("hidden=960,heads=7", "hidden=960 must be an even multiple of heads=7"),
+        ("hidden=960,heads=15,kv_heads=4", "heads=15 must be a multiple of kv_heads=4"),
+    ],
+)
+def test_a_geometry_that_is_none_is_refused(text, names):
+    with pytest.raises(ValueError, match=names):
+        Geometry.parse(text)
+
+
+def test_targets_that_are_none_are_refused():
+    with pytest.raises(ValueError, match="'w' in targets 'q\\+w' is not one of q, k, v, o, gate, up, down"):
+        target_modules(Geometry(), "q+w")
+
+
+def test_the_rate_of_a_layers_products_is_that_of_one_after_the_other():
+    shape = Geometry(hidden=4, ffn=6, layers=1, heads=2, kv_heads=1, vocab=10)
+    assert shape.products == [(4, 8), (4, 4), (4, 12), (6, 4)]
+    machine = {"product_4_8": 10, "product_4_4": 5, "product_4_12": 20, "product_6_4": 10}
+    assert product_rate(shape, machine) == pytest.approx((32 + 16 + 48 + 24) / (3.2 + 3.2 + 2.4 + 2.4))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_models_products_are_among_the_limits(dtype):
+    limits = Limits()
+    limits.open(threads=1, buffer_bytes=1 << 20, seconds=0.0, rows=24, products=tiny().geometry.products, dtype=dtype)
+    found = limits.measure()
+    assert all(found[product_name(*product)] > 0 for product in tiny().geometry.products)
 
 
 def test_a_checkpoint_is_written_once(tmp_path):
@@ -161,7 +222,7 @@ def test_the_best_peer_is_the_mark():
         ("chorus", "base"): 90, ("vllm", "base_plain"): 100, ("llamacpp", "base_plain"): 80,
     }  # fmt: skip
     found = results_of({key: [(rate, 0.0)] for key, rate in quiet.items()})
-    marks = {target.name: target for target in targets(found, ["vllm", "llamacpp"])}
+    marks = {target.name: target for target in targets(found, ["vllm", "llamacpp"], 100.0)}
     assert (marks["mixed / best peer's mixed"].value, marks["mixed / best peer's mixed"].met) == (2.0, False)
     assert (marks["mixed / vllm's mixed"].value, marks["mixed / vllm's mixed"].met) == (5.0, True)
     assert marks["base / best peer's base_plain"].value == 0.9

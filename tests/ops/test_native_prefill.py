@@ -1,0 +1,131 @@
+"""The native decoder's prefill: a token has the same bits in a step of many tokens as in a step of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from chorus.core.batch import StepBatch
+from chorus.core.config import EngineConfig
+from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.lora_state import LoraState
+from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.layout import MODULES
+from chorus.ops import native
+from chorus.ops.sgmv import AdapterRows
+from chorus.perf import random_model
+from chorus.perf.cpu_workload import Geometry, tiny
+
+pytestmark = pytest.mark.skipif(not native.available(torch.bfloat16), reason="the native decoder is not available here")
+
+BLOCK, PAGES = 16, 400
+LAYERS = 2
+SHAPES = {
+    "gate and up in panels of their own": Geometry(hidden=128, ffn=352, layers=LAYERS, heads=4, kv_heads=2, vocab=512),
+    "a panel with columns of both": Geometry(hidden=96, ffn=80, layers=LAYERS, heads=6, kv_heads=2, vocab=512),
+    "narrow heads": Geometry(hidden=80, ffn=64, layers=LAYERS, heads=5, kv_heads=1, vocab=512),
+    "wide heads": Geometry(hidden=320, ffn=96, layers=LAYERS, heads=2, kv_heads=2, vocab=512),
+}
+
+
+class Rows:
+    """Sequences over one executor: each computes its tokens in chunks, with or without company and an adapter."""
+
+    def __init__(self, shape: Geometry, dtype: str, threads: int, work_dir) -> None:
+        model = random_model.checkpoint(replace(tiny(), geometry=shape, dtype="bfloat16"), work_dir)
+        config = EngineConfig(
+            model=model, dtype=dtype, cpu_kernels="native", threads=threads, num_pages=PAGES, block_tokens=BLOCK,
+            max_num_seqs=8,
+        )  # fmt: skip
+        self._executor = CpuExecutor(config)
+        self._pages = self._executor._arena.pages
+        self._pages.fill_(float("nan"))
+        self._free = list(range(1, PAGES))
+        self.generator = torch.Generator().manual_seed(1)
+
+    def adapter(self, rank: int, modules: tuple[str, ...]) -> AdapterRows:
+        config, layout = self._executor.config, self._executor._arena.layout
+        part = AdapterPart(rank, 0.5, tuple(range(LAYERS)), modules)
+        placed = AdapterLayout.build([part], config.module_dims, LAYERS, layout.page_elems, 16 // self._pages.itemsize)
+        pages = [self._free.pop() for _ in range(placed.num_pages)]
+        for page in pages:
+            values = 0.1 * torch.randn(layout.page_elems, generator=self.generator)
+            self._pages[page] = values.to(self._pages.dtype)
+        slabs, first = placed.parts[0].slabs, placed.parts[0].first_elem
+        return AdapterRows(pages, rank, 0.5, slabs.slab_elems, slabs.a_offset, slabs.b_offset, first)
+
+    def sequence(self, length: int, adapter: AdapterRows | None = None) -> Sequence:
+        tokens = torch.randint(0, 512, (length,), generator=self.generator)
+        return Sequence(tokens, [self._free.pop() for _ in range(-(-length // BLOCK))], adapter)
+
+    def step(self, parts: list[tuple[Sequence, int, int]]) -> list[torch.Tensor]:
+        """The logits of tokens begin … end-1 of each sequence."""
+        lora = LoraState(self._executor.config, self._pages)
+        at, indptr, positions, pages = 0, [0], [], []
+        for row, begin, end in parts:
+            if row.adapter is not None:
+                lora.segments.add(at, at + end - begin, row.adapter)
+            at += end - begin
+            indptr.append(at)
+            positions += range(begin, end)
+            pages += [row.pages[position // BLOCK] for position in range(begin, end)]
+        width = max(len(row.pages) for row, _, _ in parts)
+        tables = torch.tensor([row.pages + [0] * (width - len(row.pages)) for row, _, _ in parts])
+        attention = self._executor._model.new_attention()
+        attention.plan(indptr, tables, [end for _, _, end in parts])
+        position = torch.tensor(positions)
+        tokens = torch.cat([row.tokens[begin:end] for row, begin, end in parts])
+        batch = StepBatch(tokens, position, torch.tensor(pages), position % BLOCK, attention, lora)
+        with torch.inference_mode():
+            return list(self._executor._model.forward(batch).clone().split([end - begin for _, begin, end in parts]))
+
+    def close(self) -> None:
+        self._executor.close()
+
+
+class Sequence:
+    def __init__(self, tokens: torch.Tensor, pages: list[int], adapter: AdapterRows | None) -> None:
+        self.tokens, self.pages, self.adapter = tokens, pages, adapter
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def shape(request) -> Geometry:
+    return SHAPES[request.param]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_a_tokens_bits_depend_neither_on_the_chunk_nor_on_company(tmp_path, shape, dtype, threads):
+    rows = Rows(shape, dtype, threads, tmp_path)
+    length = 203
+    alone = rows.sequence(length)
+    one_by_one = torch.cat([rows.step([(alone, at, at + 1)])[0] for at in range(length)])
+    for cuts in ([length], [1, 50, 115, 116, length], [60, length]):
+        begin, found = 0, []
+        for end in cuts:
+            found += rows.step([(alone, begin, end)])
+            begin = end
+        assert torch.equal(torch.cat(found), one_by_one), cuts
+    others = [rows.sequence(300, rows.adapter(33, MODULES)), rows.sequence(5, rows.adapter(4, MODULES[:3]))]
+    mixed = rows.step([(others[0], 0, 300), (alone, 0, length), (others[1], 0, 5)])
+    assert torch.equal(mixed[1], one_by_one)
+    rows.close()
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("rank", [1, 4, 12, 24, 128])
+def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, shape, rank, threads):
+    """Row chunks follow the segments: where they are cut must not show."""
+    rows = Rows(shape, "bfloat16", threads, tmp_path)
+    row = rows.sequence(330, rows.adapter(rank, MODULES))
+    (alone,) = rows.step([(row, 0, 330)])
+    halves = rows.step([(row, 0, 150)]) + rows.step([(row, 150, 330)])
+    assert torch.equal(torch.cat(halves), alone)
+    for before in (1, 70, 191, 320):
+        other = rows.sequence(before, rows.adapter(3, MODULES))
+        short = rows.sequence(4, rows.adapter(5, MODULES))
+        found = rows.step([(other, 0, before), (row, 0, 330), (short, 0, 4)])[1]
+        assert torch.equal(found, alone), before
+    rows.close()
