@@ -9,7 +9,7 @@ from functools import cache
 import torch
 
 from ...ops.sgmv_schedule import RANK_CLASSES, Kind, Schedule
-from ..kernel_variants import GROUPS, Variant, compile_variant
+from ..kernels.variants import GROUPS, Variant, compile_variant
 from .context import Context
 from .lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from .sections.sgmv import TOLERANCE

@@ -21,7 +21,7 @@ _FIELD = {"zipf": "alpha", "power_law": "exponent"}
 def parse(argv: list[str] | None, doc: str) -> argparse.Namespace:
     about, details = doc.split("\n\n")
     parser = argparse.ArgumentParser(
-        prog="python -m chorus.perf.bench_serving", description=about, epilog=" ".join(details.split())
+        prog="python -m chorus.perf.serving", description=about, epilog=" ".join(details.split())
     )
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("url", nargs="?", help="of the server, such as http://127.0.0.1:8000")

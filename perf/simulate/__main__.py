@@ -3,7 +3,7 @@
 import sys
 
 from ...server.flags import Parser, UsageError
-from .. import simulate_command as command
+from . import command
 
 
 def main(argv: list[str] | None = None) -> int:

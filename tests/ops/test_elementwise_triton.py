@@ -15,7 +15,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.perf.elementwise_values import CHECKS, HEAD_DIMS, HEADS, TOLERANCE, WIDTHS, Case, cases
+from chorus.perf.kernels.elementwise_values import CHECKS, HEAD_DIMS, HEADS, TOLERANCE, WIDTHS, Case, cases
 
 pytestmark = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.perf.kernel_values import GROUPS, LAYERS, RANKS, TOLERANCE, Case, check, make_tables, schedules
+from chorus.perf.kernels.sgmv_values import GROUPS, LAYERS, RANKS, TOLERANCE, Case, check, make_tables, schedules
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 

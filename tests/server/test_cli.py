@@ -283,7 +283,7 @@ def test_help_needs_no_torch():
 
 def test_packages_add_commands_by_entry_point(monkeypatch, capsys):
     """The server may not import `perf`, whose command it runs all the same."""
-    entry = EntryPoint("simulate", "chorus.perf.simulate_command", cli.COMMANDS)
+    entry = EntryPoint("simulate", "chorus.perf.simulate.command", cli.COMMANDS)
     monkeypatch.setattr(cli, "entry_points", lambda group: [entry] if group == entry.group else [])
     assert cli.main(["simulate", "--list"]) == 0
     assert "fragmentation" in capsys.readouterr().out

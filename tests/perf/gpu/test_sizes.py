@@ -11,7 +11,7 @@ from chorus.memory.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.gpu.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from chorus.perf.gpu.sizes import SIZES
-from chorus.perf.kernel_variants import GROUPS
+from chorus.perf.kernels.variants import GROUPS
 
 LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
 

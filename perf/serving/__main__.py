@@ -1,4 +1,4 @@
-"""Load a server and see what its users would: `python -m chorus.perf.bench_serving URL`, or `--launch`.
+"""Load a server and see what its users would: `python -m chorus.perf.serving URL`, or `--launch`.
 
 Open loop against any OpenAI-compatible server, over streaming HTTP: requests are sent when the workload says, however
 many are still unanswered, and every latency counts from then. The workload is a specification file, or a few flags.
@@ -21,19 +21,19 @@ from typing import Any
 
 from rich.console import Console
 
-from .serving.answers import Questions, has_skills, judge
-from .serving.client import Client, MissingPackage, ServerError, need_aiohttp
-from .serving.load import Outcome, run_load, warm_up
-from .serving.options import parse, workload
-from .serving.picture import draw, need_matplotlib
-from .serving.plan import Names, PlanError, PlannedRequest, with_prompts, with_questions
-from .serving.progress import LoadProgress
-from .serving.prompts import PromptError, find_prompts
-from .serving.server_process import launched
-from .serving.show import show
-from .serving.summary import Objectives, client_summary, summarise
-from .workload import WorkloadError
-from .workload.request import TraceRequest
+from ..workload import WorkloadError
+from ..workload.request import TraceRequest
+from .answers import Questions, has_skills, judge
+from .client import Client, MissingPackage, ServerError, need_aiohttp
+from .load import Outcome, run_load, warm_up
+from .options import parse, workload
+from .picture import draw, need_matplotlib
+from .plan import Names, PlanError, PlannedRequest, with_prompts, with_questions
+from .progress import LoadProgress
+from .prompts import PromptError, find_prompts
+from .server_process import launched
+from .show import show
+from .summary import Objectives, client_summary, summarise
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             result, outcome = asyncio.run(_measure(args, url))
         _write(args, result, outcome)
     except (MissingPackage, ServerError, PlanError, PromptError, WorkloadError) as error:
-        print(f"bench_serving: {error}", file=sys.stderr)
+        print(f"serving: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..ops import elementwise_cost as cost
-from ..ops import elementwise_schedule as schedule
-from ..ops.sgmv_cost import Cost
-from .kernel_variants import ITEMSIZE
+from ...ops import elementwise_cost as cost
+from ...ops import elementwise_schedule as schedule
+from ...ops.sgmv_cost import Cost
+from .variants import ITEMSIZE
 
 _KERNELS = {"norm": "rms_norm_rows", "add": "rms_norm_rows", "silu": "silu_and_mul_rows"}
 

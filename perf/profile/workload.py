@@ -10,14 +10,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ..memory.layout import MODULES
-from ..ops.sgmv import AdapterRows, Segments
-from ..ops.sgmv_schedule import Schedule
-from .gpu.adapter_files import adapter_dirs
-from .gpu.context import Context
-from .gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
-from .gpu.popularity import segment_lengths
-from .gpu.subject import MAX_RANK, Subject
+from ...memory.layout import MODULES
+from ...ops.sgmv import AdapterRows, Segments
+from ...ops.sgmv_schedule import Schedule
+from ..gpu.adapter_files import adapter_dirs
+from ..gpu.context import Context
+from ..gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
+from ..gpu.popularity import segment_lengths
+from ..gpu.subject import MAX_RANK, Subject
 
 KINDS = ("decode", "sgmv")
 
@@ -127,7 +127,7 @@ def _capture_range(device: str) -> Iterator[None]:
         return
     import torch
 
-    from ..core.ranges import span
+    from ...core.ranges import span
 
     torch.cuda.cudart().cudaProfilerStart()
     with span("workload"):

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from ..ops.sgmv import AdapterRows, Segments
-from ..ops.sgmv_ref import sgmv_ref
-from ..ops.sgmv_schedule import Schedule, decode, prefill
-from ..ops.sgmv_tables import NUM_MODULES, SgmvTables
+from ...ops.sgmv import AdapterRows, Segments
+from ...ops.sgmv_ref import sgmv_ref
+from ...ops.sgmv_schedule import Schedule, decode, prefill
+from ...ops.sgmv_tables import NUM_MODULES, SgmvTables
 
 LAYERS = 3
 RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65, 127)
@@ -122,7 +122,7 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, tables: SgmvTables
 
 
 def _run(*args: object) -> None:
-    from ..ops.sgmv_triton import sgmv
+    from ...ops.sgmv_triton import sgmv
 
     sgmv(*args)
 

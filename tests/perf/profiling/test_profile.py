@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from chorus.perf import profile
-from chorus.perf.profile_commands import Ncu, Nsys, ToolMissing, find_tool
+from chorus.perf.profile import __main__ as profile
+from chorus.perf.profile.commands import Ncu, Nsys, ToolMissing, find_tool
 
 FILES = Path(__file__).parent / "profiles"
 
@@ -46,7 +46,7 @@ def test_ncu_command_line(tmp_path):
 
 def test_the_range_is_in_the_domain_of_the_engines_spans():
     from chorus.core.ranges import DOMAIN
-    from chorus.perf.profile_commands import NVTX_RANGE
+    from chorus.perf.profile.commands import NVTX_RANGE
 
     assert NVTX_RANGE.partition("@")[0] == DOMAIN
 

@@ -18,14 +18,15 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import profile_tables, profile_workload
-from .gpu.context import Context
-from .gpu.popularity import POPULARITIES
-from .gpu.sizes import SIZES
-from .gpu.store import ResultStore
-from .gpu.table import Table
-from .gpu.timer import CudaTimer, WallTimer
-from .profile_commands import SGMV_KERNELS, Ncu, Nsys, ToolMissing, find_tool
+from ..gpu.context import Context
+from ..gpu.popularity import POPULARITIES
+from ..gpu.sizes import SIZES
+from ..gpu.store import ResultStore
+from ..gpu.table import Table
+from ..gpu.timer import CudaTimer, WallTimer
+from . import tables as profile_tables
+from . import workload as profile_workload
+from .commands import SGMV_KERNELS, Ncu, Nsys, ToolMissing, find_tool
 
 TOOL_MISSING = 3
 _TOP = 20

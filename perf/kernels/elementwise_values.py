@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..ops.activation import silu_and_mul
-from ..ops.kv_write import HeadNorms, rotate_and_write
-from ..ops.norm import add_rms_norm, rms_norm
-from ..ops.rope import RotaryEmbedding, Rotation
-from .kernel_values import Row
+from ...ops.activation import silu_and_mul
+from ...ops.kv_write import HeadNorms, rotate_and_write
+from ...ops.norm import add_rms_norm, rms_norm
+from ...ops.rope import RotaryEmbedding, Rotation
+from .sgmv_values import Row
 
 #: Largest difference, as a share of the largest output: two units in its last place. The kernels round where torch
 #: rounds; sums in another order and other approximations of exp and 1/sqrt move a value by a unit, at most twice.
@@ -74,7 +74,7 @@ Problem = tuple[float, str]
 
 
 def check_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ..ops import norm_triton
+    from ...ops import norm_triton
 
     inputs = Inputs(case, dtype)
     x, weight = inputs.rows(case.width), inputs.weight(case.width)
@@ -83,7 +83,7 @@ def check_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 
 def check_add_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ..ops import norm_triton
+    from ...ops import norm_triton
 
     inputs = Inputs(case, dtype)
     x, residual, weight = inputs.rows(case.width), inputs.rows(case.width), inputs.weight(case.width)
@@ -96,7 +96,7 @@ def check_add_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 
 def check_silu(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ..ops import activation_triton
+    from ...ops import activation_triton
 
     gate_up = Inputs(case, dtype).rows(2 * case.width)
     return _compare(activation_triton.silu_and_mul(gate_up.to(device)), silu_and_mul(gate_up), dtype)
@@ -104,7 +104,7 @@ def check_silu(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 def check_rotary(case: Case, dtype: torch.dtype, device: str, normed: bool = False) -> Problem:
     """Into the middle one of three layers of a page-outermost arena that is NaN everywhere."""
-    from ..ops import kv_write_triton
+    from ...ops import kv_write_triton
 
     inputs, (heads, kv_heads), head_dim = Inputs(case, dtype), case.heads, case.head_dim
     qkv = inputs.rows((heads + 2 * kv_heads) * head_dim)

@@ -8,7 +8,7 @@ from collections import Counter
 
 import pytest
 
-from chorus.perf import bench_serving
+from chorus.perf.serving.__main__ import main
 from chorus.perf.serving.client import Client, ServerError
 from chorus.perf.serving.load import run_load, warm_up
 from chorus.perf.serving.plan import PlannedRequest
@@ -115,7 +115,7 @@ def test_warm_up_is_told_of_failures(scripted):
 
 
 def bench(capsys, *argv: str) -> tuple[int, str, dict]:
-    code = bench_serving.main(list(argv))
+    code = main(list(argv))
     *text, last = capsys.readouterr().out.splitlines()
     return code, "\n".join(text), json.loads(last)
 
@@ -176,19 +176,19 @@ def test_a_workload_file_is_served_by_the_adapters_there_are(scripted, capsys, t
     ],
 )
 def test_what_is_asked_wrongly_is_said(scripted, capsys, argv, message):
-    assert bench_serving.main([scripted.url, *argv]) == 2
+    assert main([scripted.url, *argv]) == 2
     assert message in capsys.readouterr().err
     assert not scripted.bodies
 
 
 def test_a_server_that_is_not_there_is_said(capsys):
-    assert bench_serving.main(["http://127.0.0.1:9"]) == 2
+    assert main(["http://127.0.0.1:9"]) == 2
     assert "can't be reached" in capsys.readouterr().err
 
 
 def test_a_model_that_can_not_answer_is_said_before_the_load(scripted, capsys):
     scripted.fail["base"] = "http"
-    assert bench_serving.main([scripted.url, "--num-requests", "50"]) == 2
+    assert main([scripted.url, "--num-requests", "50"]) == 2
     assert "a first request to base failed: http 503: no room" in capsys.readouterr().err
     assert len(scripted.bodies) == 3
 

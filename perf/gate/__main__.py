@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from .regression.baseline import Baseline, Run, compare
-from .regression.suite import GateError, suite_of, suites
-from .regression.verdict import Status, Verdict
+from .baseline import Baseline, Run, compare
+from .suite import GateError, suite_of, suites
+from .verdict import Status, Verdict
 
 BASELINES = Path(__file__).parent / "baselines"
 

@@ -11,11 +11,11 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from chorus.perf import gate
-from chorus.perf.regression.baseline import Baseline, Run, compare
-from chorus.perf.regression.pointer import find
-from chorus.perf.regression.suite import GateError, Metric, Rule, Suite, suite_of, suites
-from chorus.perf.regression.verdict import Status, allowance, judge, noise
+from chorus.perf.gate import __main__ as gate
+from chorus.perf.gate.baseline import Baseline, Run, compare
+from chorus.perf.gate.pointer import find
+from chorus.perf.gate.suite import GateError, Metric, Rule, Suite, suite_of, suites
+from chorus.perf.gate.verdict import Status, allowance, judge, noise
 
 POSITIVE = st.floats(1e-6, 1e6)
 REPEATS = st.lists(POSITIVE, min_size=1, max_size=12)
@@ -339,7 +339,7 @@ def test_the_allocator_gives_its_baseline_again(tmp_path, capsys, monkeypatch):
 
 
 def test_slowed_parts_take_longer_and_give_the_same():
-    from chorus.perf.gate_check import Slowdown, slow
+    from chorus.perf.gate.check import Slowdown, slow
 
     class Part:
         def work(self, many: int) -> int:
@@ -354,7 +354,7 @@ def test_slowed_parts_take_longer_and_give_the_same():
 
 
 def test_the_quick_suite_has_every_metric_of_its_list():
-    from chorus.perf.gate_suite import measure
+    from chorus.perf.gate.cpu_suite import measure
 
     suite = Suite.read(gate.BASELINES / "cpu.toml")
     found = measure(rounds=1)

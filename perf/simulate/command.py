@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..server.flags import UsageError
+from ...server.flags import UsageError
 
 if TYPE_CHECKING:
-    from .simulate.study import Study
+    from .study import Study
 
 HELP = "compare policies in virtual time, beside published numbers"
 
@@ -40,9 +40,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from ..core.costs.profile import ProfileError
-    from .simulate.study import StudyError, load_study, shipped_studies
-    from .simulate.table import print_list
+    from ...core.costs.profile import ProfileError
+    from .study import StudyError, load_study, shipped_studies
+    from .table import print_list
 
     if arguments.list:
         print_list([load_study(name) for name in shipped_studies()], Console())
@@ -76,9 +76,9 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> bool:
     from rich.console import Console
     from rich.progress import Progress
 
-    from .simulate.plots import write_plots
-    from .simulate.results import run_study
-    from .simulate.table import print_results
+    from .plots import write_plots
+    from .results import run_study
+    from .table import print_results
 
     start = time.perf_counter(), time.process_time()
     with Progress(console=Console(stderr=True), transient=True) as progress:

@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 from typing import Any
 
-from .profile_commands import SGMV_KERNELS
+from .commands import SGMV_KERNELS
 
 _GAP_TITLES = ("count", "median_us", "largest_us", "busy_share")
 

@@ -1,4 +1,4 @@
-"""Does the regression gate do its work? `python -m chorus.perf.gate_check`: quick suite, honest and slowed.
+"""Does the regression gate do its work? `python -m chorus.perf.gate.check`: quick suite, honest and slowed.
 
 Takes a baseline here and now, then runs the quick suite ten times as it is, which must pass every time, and once with
 each of several parts slowed, which must fail in the metric of that part. Slowed means wrapped from here, in a process
@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from ..core.executors.cpu import CpuExecutor
-from ..core.scheduler import Scheduler
-from ..memory.kv import BlockTable
-from .gate import BASELINES, read_result
-from .gate_suite import measure
-from .regression.baseline import Baseline, Run, compare
-from .regression.suite import Suite
+from ...core.executors.cpu import CpuExecutor
+from ...core.scheduler import Scheduler
+from ...memory.kv import BlockTable
+from .__main__ import BASELINES, read_result
+from .baseline import Baseline, Run, compare
+from .cpu_suite import measure
+from .suite import Suite
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def _check(args: argparse.Namespace, directory: Path) -> int:
 
 def _run(args: argparse.Namespace, directory: Path, slowed: str | None = None) -> dict[str, Any]:
     """The quick suite in a process of its own, slowed or not."""
-    command = [sys.executable, "-m", f"{__package__}.gate_check", "--child", "--rounds", str(args.rounds)]
+    command = [sys.executable, "-m", f"{__package__}.check", "--child", "--rounds", str(args.rounds)]
     if slowed is not None:
         command += ["--slowed", slowed]
     path = directory / "result.json"
@@ -125,7 +125,7 @@ def _shown(worse: dict[str, float | None]) -> str:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate_check", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate.check", description=__doc__.split("\n\n")[0])
     add = parser.add_argument
     add("--runs", type=int, default=10, help="of the suite as it is (default: %(default)s)")
     add("--baseline-runs", type=int, default=2, help="that make the baseline (default: %(default)s)")

@@ -20,8 +20,8 @@ from importlib.util import find_spec
 
 from .elementwise_values import run_grid as run_elementwise
 from .elementwise_variants import elementwise_variants
-from .kernel_values import run_grid
-from .kernel_variants import SHARED_LIMIT, KernelVariant, compile_all, variants
+from .sgmv_values import run_grid
+from .variants import SHARED_LIMIT, KernelVariant, compile_all, variants
 
 _TITLES = (
     "arch",
@@ -55,7 +55,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _interpret(args: argparse.Namespace, begin: float) -> int:
-    from ..ops.offline_triton import mend_bf16
+    from ...ops.offline_triton import mend_bf16
 
     mend_bf16()
     rows = run_grid(args.seed, args.cases) + run_elementwise(args.seed, args.cases)

@@ -9,11 +9,11 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any, Protocol
 
-from ..ops.schedule_check import SHARED_LIMIT
-from ..ops.sgmv import AdapterRows, Segments
-from ..ops.sgmv_cost import Cost, expand_cost, shrink_cost
-from ..ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
-from ..ops.sgmv_tables import NUM_MODULES
+from ...ops.schedule_check import SHARED_LIMIT
+from ...ops.sgmv import AdapterRows, Segments
+from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost
+from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
+from ...ops.sgmv_tables import NUM_MODULES
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS: Mapping[str, tuple[int, Sequence[tuple[int, int, int]]]] = {
@@ -157,11 +157,11 @@ def variants() -> Iterator[Variant]:
 
 
 def compile_variant(job: tuple[KernelVariant, str]) -> Line:
-    from ..ops.offline_triton import compile_kernel
+    from ...ops.offline_triton import compile_kernel
 
     variant, arch = job
     compiled = compile_kernel(
-        getattr(import_module(f"...ops.{variant.module}", __name__), variant.kernel),
+        getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel),
         variant.signature(),
         variant.constants(),
         int(arch.removeprefix("sm_")),

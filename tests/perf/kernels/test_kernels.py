@@ -8,10 +8,10 @@ from importlib import import_module
 import pytest
 
 from chorus.ops.sgmv_cost import Cost
-from chorus.perf import kernels
-from chorus.perf.elementwise_variants import elementwise_variants
-from chorus.perf.kernel_values import RANKS, cases
-from chorus.perf.kernel_variants import SHARED_LIMIT, Line, Variant, variants
+from chorus.perf.kernels import __main__ as kernels
+from chorus.perf.kernels.elementwise_variants import elementwise_variants
+from chorus.perf.kernels.sgmv_values import RANKS, cases
+from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, variants
 
 GOOD = Line(Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", 8, Cost(1, 1))
 

@@ -1,4 +1,4 @@
-"""A quick CPU suite for the regression gate: `python -m chorus.perf.gate_suite`, then `python -m chorus.perf.gate`.
+"""A quick CPU suite for the regression gate: `python -m chorus.perf.gate.cpu_suite`, then `python -m chorus.perf.gate`.
 
 Ratios of processor time, so that neither the machine's speed nor what else it runs decides: steps with LoRA against
 steps without, and the engine's own work against a fixed loop that is timed beside it. Every round gives one value of
@@ -18,14 +18,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from . import random_model
-from .allocator import Geometry as PoolGeometry
-from .allocator import Study
-from .contenders.chorus import Contender
-from .cpu_time import processor
-from .cpu_workload import Geometry, Job, Workload
-from .schedule_time import Load, schedule_times
-from .step_overhead import StepTimer
+from .. import random_model
+from ..allocator import Geometry as PoolGeometry
+from ..allocator import Study
+from ..contenders.chorus import Contender
+from ..cpu_time import processor
+from ..cpu_workload import Geometry, Job, Workload
+from ..schedule_time import Load, schedule_times
+from ..step_overhead import StepTimer
 
 #: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
 WORKLOAD = Workload(
@@ -44,7 +44,7 @@ _AROUND = ("schedule", "prepare", "draw", "update", "other")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate_suite", description=__doc__.split("\n\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate.cpu_suite", description=__doc__.split("\n\n")[0])
     parser.add_argument("--rounds", type=int, default=9, help="values of each metric (default: %(default)s)")
     args = parser.parse_args(argv)
     result = measure(args.rounds)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.perf import profile_tables as tables
+from chorus.perf.profile import tables
 
 FILES = Path(__file__).parent / "profiles"
 

@@ -1,0 +1,1 @@
+"""Results held against baselines, beyond what noise explains."""

@@ -1,1 +1,0 @@
-"""Whether a result is worse than its baseline, beyond what noise explains."""
