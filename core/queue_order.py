@@ -32,10 +32,10 @@ class QueueOrder:
         policy: QueuePolicy,
         store: AdapterStore,
         overdue_before: float,
-        may_run: Callable[[Adapter, Request], bool] = lambda adapter, request: True,
+        may_run: Callable[[Adapter, Request], bool] | None = None,
     ) -> None:
         """may_run: whether an adapter that is not resident, or of which there may be too many, is worth a look; it is
-        given its first waiting request."""
+        given its first waiting request. None: every adapter is."""
         self._policy = policy
         self._overdue_before = overdue_before
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
@@ -56,9 +56,9 @@ class QueueOrder:
                 else:
                     continue
                 group = groups[adapter]
-                head = group.head
-                if adapter is None or may_run(adapter, head):
-                    entries.append(self._entry(kind, head, group))
+                head = next(iter(group.requests))
+                if may_run is None or adapter is None or may_run(adapter, head):
+                    entries.append((OVERDUE if head.arrival_time < overdue_before else kind, head.place, kind, group))
             if entries:
                 heapq.heapify(entries)
                 self._tenants[tenant] = entries
