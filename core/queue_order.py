@@ -13,9 +13,6 @@ from .waiting import Group, WaitingQueue
 
 OVERDUE, RESIDENT, COMING = range(3)
 
-#: Of one tenant, beyond which it is quicker to look at the adapters that are not on disk only.
-_MANY_GROUPS = 64
-
 
 class QueueOrder:
     """The waiting requests as one step considers them.
@@ -41,10 +38,11 @@ class QueueOrder:
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
         self._tenant = ""
         near: set[Adapter | None] | None = None
+        most_near = 1 + store.most_near
         for tenant, groups in waiting.tenants.items():
             entries = []
             adapters: Collection[Adapter | None] = groups
-            if len(groups) > _MANY_GROUPS:  # most of them for adapters that are on disk only
+            if len(groups) > most_near:  # most of them for adapters that are on disk only
                 if near is None:
                     near = {None, *store.near()}
                 adapters = near & groups.keys()
