@@ -106,7 +106,8 @@ class Admission:
                 return self._is_here(adapter)
             return True
 
-        order = QueueOrder(waiting, self._policy, self._store, overdue_before, may_come)
+        is_limited = active is not None or bool(self._late) or doubt
+        order = QueueOrder(waiting, self._policy, self._store, overdue_before, may_come if is_limited else None)
         growth: int | None = None
         seats_left = False
         while (request := order.next()) is not None:

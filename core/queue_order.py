@@ -13,9 +13,6 @@ from .waiting import Group, WaitingQueue
 
 OVERDUE, RESIDENT, COMING = range(3)
 
-#: Of one tenant, beyond which it is quicker to look at the adapters that are not on disk only.
-_MANY_GROUPS = 64
-
 
 class QueueOrder:
     """The waiting requests as one step considers them.
@@ -32,19 +29,20 @@ class QueueOrder:
         policy: QueuePolicy,
         store: AdapterStore,
         overdue_before: float,
-        may_run: Callable[[Adapter, Request], bool] = lambda adapter, request: True,
+        may_run: Callable[[Adapter, Request], bool] | None = None,
     ) -> None:
         """may_run: whether an adapter that is not resident, or of which there may be too many, is worth a look; it is
-        given its first waiting request."""
+        given its first waiting request. None: every adapter is."""
         self._policy = policy
         self._overdue_before = overdue_before
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
         self._tenant = ""
         near: set[Adapter | None] | None = None
+        most_near = 1 + store.most_near
         for tenant, groups in waiting.tenants.items():
             entries = []
             adapters: Collection[Adapter | None] = groups
-            if len(groups) > _MANY_GROUPS:  # most of them for adapters that are on disk only
+            if len(groups) > most_near:  # most of them for adapters that are on disk only
                 if near is None:
                     near = {None, *store.near()}
                 adapters = near & groups.keys()
@@ -56,9 +54,9 @@ class QueueOrder:
                 else:
                     continue
                 group = groups[adapter]
-                head = group.head
-                if adapter is None or may_run(adapter, head):
-                    entries.append(self._entry(kind, head, group))
+                head = next(iter(group.requests))
+                if may_run is None or adapter is None or may_run(adapter, head):
+                    entries.append((OVERDUE if head.arrival_time < overdue_before else kind, head.place, kind, group))
             if entries:
                 heapq.heapify(entries)
                 self._tenants[tenant] = entries

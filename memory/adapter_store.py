@@ -148,6 +148,11 @@ class AdapterStore:
         """Whether its bytes are in host memory or being read."""
         return self._images.is_requested(adapter.version)
 
+    @property
+    def most_near(self) -> int:
+        """How many adapters `near` gives at most."""
+        return len(self._resident) + len(self._images)
+
     def near(self) -> Iterable[Adapter]:
         """Adapters that are resident, in host memory or being read."""
         by_version = self._by_version

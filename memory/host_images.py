@@ -160,6 +160,9 @@ class HostImages:
     def is_requested(self, key: Hashable) -> bool:
         return key in self._entries
 
+    def __len__(self) -> int:
+        return len(self._entries)
+
     def __iter__(self) -> Iterator[Hashable]:
         """The keys of all images, whole or being read."""
         return iter(self._entries)

@@ -30,6 +30,8 @@ class FakeAdapter:
 
 
 class FakeStore:
+    most_near = 1 << 20  # every group is looked at
+
     def is_requested(self, adapter):
         return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
 
