@@ -53,7 +53,9 @@ class AdapterStore:
         self._page_bytes = page_bytes
         self._clock = clock
         self._current: dict[str, Adapter] = {}
-        self._retired: set[Adapter] = set()  # replaced or removed versions that requests still hold
+        # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
+        # where objects happen to lie in memory.
+        self._retired: dict[Adapter, None] = {}
         self._pinned: set[Adapter] = set()
         self._loads = LoadsInFlight(pool)
         self._versions = itertools.count(1)
@@ -435,14 +437,14 @@ class AdapterStore:
         if adapter is None:
             return
         if adapter.requests:
-            self._retired.add(adapter)
+            self._retired[adapter] = None
             if not adapter.pages or adapter.transfer is not None:
                 self._request(adapter)  # the directory may be about to change
         else:
             self._remove(adapter)
 
     def _remove(self, adapter: Adapter) -> None:
-        self._retired.discard(adapter)
+        self._retired.pop(adapter, None)
         if adapter.pages:
             self.evict(adapter)
         self._images.drop(adapter.version)

@@ -204,7 +204,7 @@ class HostImages:
         if (entry := self._entries.pop(key, None)) is None:
             return
         if self._under_way.pop(key, None) is not None and not entry.future.cancel():
-            self._reads.set_aside(entry.future)  # nobody looks after it any more
+            self._set_aside(entry)  # nobody looks after it any more
             entry.image.fail(ReadGivenUp("it is not needed any more"))
         self._failed.discard(key)
         if self._given_up.get(key) is not entry:
@@ -231,7 +231,7 @@ class HostImages:
         for key, entry in list(self._under_way.items()):
             watch = entry.watch
             if not entry.is_slow and watch.is_slow(now):
-                entry.is_slow = self._reads.set_aside(entry.future)
+                entry.is_slow = self._set_aside(entry)
             if watch.stalled_seconds(now) > watch.patience:
                 self._give_up(key, entry, f"its read brought nothing for {watch.stalled_seconds(now):.0f} s")
             elif watch.began is None and now - max(watch.last_moved, self._last_moved) > watch.patience:
@@ -265,6 +265,13 @@ class HostImages:
         if entry.has_ended and entry.image.error is not None:
             self._failed.add(key)
 
+    def _set_aside(self, entry: _Entry) -> bool:
+        """Let others be read beside a read; those that have not begun may do so now, and count anew from here."""
+        could = self._reads.set_aside(entry.future)
+        if could:
+            self._last_moved = self._clock()
+        return could
+
     def _give_up(self, key: Hashable, entry: _Entry, why: str) -> None:
         entry.is_given_up = True
         del self._under_way[key]
@@ -274,7 +281,7 @@ class HostImages:
         logger.error("%s", error)
         entry.image.fail(error)
         if not entry.future.cancel():
-            self._reads.set_aside(entry.future)
+            self._set_aside(entry)
             self._given_up[key] = entry
 
     def _forget_returned(self) -> None:

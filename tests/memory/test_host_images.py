@@ -339,6 +339,18 @@ def test_what_waits_behind_others_that_go_on_is_not_given_up(watched):
     assert "could not begin" in str(watched.images.error("behind"))
 
 
+def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched):
+    """Nobody looks at the reads for long; then the one ahead is dropped, and its thread is free at that moment."""
+    watched.request("unwanted")
+    assert watched.began["unwanted"].wait(60)
+    watched.request("behind")
+    watched.now += 40
+    watched.images.drop("unwanted")
+    watched.images._under_way["behind"].future.running = lambda: False  # its thread has not come round to it yet
+    watched.images.watch()
+    assert watched.images.error("behind") is None
+
+
 def test_taking_a_read_that_hangs_ends(watched):
     watched.request("hung")
     assert watched.began["hung"].wait(60)
