@@ -56,8 +56,10 @@ class Fate:
 class Disk:
     """Adapter directories: which content lies in each, how large it is, and how reads go."""
 
-    def __init__(self, rng: random.Random, speed: float) -> None:
+    def __init__(self, rng: random.Random, speed: float, patience: float) -> None:
+        """patience: seconds without anything after which the engine may give up a read."""
         self._rng = rng
+        self._patience = patience
         self._speed = speed
         self._contents = itertools.count(1)
         self.content: dict[Path, int] = {}
@@ -65,7 +67,8 @@ class Disk:
         self.layers: dict[int, int] = {}
         self.broken: set[Path] = set()
         self.unlucky: set[int] = set()
-        """Contents of which a read failed, never ended, or met another content."""
+        """Contents of which a read failed, hung, or met another content."""
+        self.has_hung = False
         self.trouble = rng.choice([0.0, 0.0, 0.1, 0.3])
 
     def write(self, path: Path, pages: int) -> int:
@@ -74,13 +77,18 @@ class Disk:
         self.pages[content], self.layers[content] = pages, self._rng.randint(1, 4)
         return content
 
-    def fate(self, path: Path) -> Fate:
-        seconds = self._speed * 10 ** self._rng.uniform(-1, 1.5)
+    def fate(self, path: Path, content: int) -> Fate:
+        """How a read of `content`, which the directory held when it was registered, goes."""
+        fate = Fate(self._speed * 10 ** self._rng.uniform(-1, 1.5), "good")
         if path in self.broken:
-            return Fate(seconds, "fails")
-        if self._rng.random() < self.trouble:
-            return Fate(seconds, self._rng.choice(["fails", "short", "stuck"]))
-        return Fate(seconds, "good")
+            fate.outcome = "fails"
+        elif self._rng.random() < self.trouble:
+            fate.outcome = self._rng.choice(["fails", "short", "stuck"])
+        hangs = fate.outcome == "stuck" or fate.seconds / self.layers[content] > self._patience
+        self.has_hung |= hangs
+        if hangs or fate.outcome != "good":
+            self.unlucky.add(content)
+        return fate
 
 
 class CheckedAdapters:
@@ -106,9 +114,7 @@ class CheckedAdapters:
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         disk, path, content = self._disk, manifest.path, manifest.mtime_ns
-        fate = disk.fate(path)
-        if fate.outcome != "good":
-            disk.unlucky.add(content)
+        fate = disk.fate(path, content)
         for layer in range(layout.num_layers):
             self._reads.pause(fate.seconds / layout.num_layers)
             if fate.outcome == "stuck" and layer == layout.num_layers - 1:

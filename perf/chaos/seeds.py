@@ -91,7 +91,7 @@ class Life:
         self.num_directories = 0
         self.prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(3)]
         self.config = self._draw_config()
-        self.disk = Disk(rng, rng.choice([0.0002, 0.002, 0.02, 0.2]))
+        self.disk = Disk(rng, rng.choice([0.0002, 0.002, 0.02, 0.2]), self.config.adapter_read_seconds)
         memory: dict = {}
         reads = VirtualReads(self.world, rng.randint(1, 3))
         adapters = CheckedAdapters(self.disk, reads, self.world, memory, rng)
@@ -106,7 +106,7 @@ class Life:
         try:
             actions = (
                 [self._ask] * 6 + [self._step] * 14 + [self._abort, self._load, self._load, self._unload, self._pin,
-                self._unpin, self._wait, self._break, self._fault, self._reclaim]
+                self._unpin, self._wait, self._break, self._fault, self._reclaim, self._preempt]
             )  # fmt: skip
             for _ in range(self.rng.randint(20, 90)):
                 self.rng.choice(actions)()
@@ -137,6 +137,9 @@ class Life:
             max_adapters_per_step=rng.choice([None, None, 1, 2]),
             max_overtake_seconds=rng.choice([0.0, 0.05, 1.0]),
             max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]),
+            max_waiting=rng.choice([None, None, 3, 12]),
+            share_prefix_cache=rng.random() < 0.3,
+            adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]),
             seed=rng.randrange(1 << 30),
         )
 
@@ -154,17 +157,23 @@ class Life:
             promise(pages >= self.engine._pool.num_usable, "an adapter that fits was refused")
 
     def _ask(self) -> None:
+        """One request, or several that begin alike."""
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(NAMES)
         shared = rng.choice(self.prompts)
-        own = [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 6))]
-        prompt = shared[: rng.randint(0, len(shared))] + own
+        shared = shared[: rng.choice([0, len(shared) // 2, len(shared)])]
+        tenant, salt = rng.choice(["", "", "a", "b"]), rng.choice(["", "", "", "salt"])
+        for _ in range(rng.choice([1, 1, 1, 3, 6])):
+            own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
+            self._ask_one(name, shared + own, tenant, salt)
+
+    def _ask_one(self, name: str | None, prompt: list[int], tenant: str, salt: str) -> None:
+        rng = self.rng
         params = SamplingParams(
             max_tokens=rng.randint(1, 12), temperature=rng.choice([0.0, 1.0]), ignore_eos=rng.random() < 0.5,
             stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
             prompt_logprobs=rng.choice([None, None, None, 0]), seed=rng.choice([None, 7]),
         )  # fmt: skip
-        tenant, salt = rng.choice(["", "a", "b"]), rng.choice(["", "", "salt"])
         request = Request(f"r{len(self.asked)}", prompt, params, name, tenant=tenant, cache_salt=salt)
         try:
             self.engine.add_request(request)
@@ -239,19 +248,27 @@ class Life:
         elif active and self.rng.random() < 0.3:
             (self.executor.raises_for if how == "raises" else self.executor.sick).add(self.rng.choice(active))
 
+    def _preempt(self) -> None:
+        scheduler = self.engine._scheduler
+        if scheduler.num_running:
+            scheduler._preempt(self.rng.choice(list(scheduler._running)))
+
     def _reclaim(self) -> None:
         if self.rng.random() < 0.3:
             self.engine.reclaim_idle()
 
     def _step(self) -> None:
-        preempted = self.engine.stats().num_preemptions
+        stats = self.engine.stats()
+        preempted, given_up = stats.num_preemptions, stats.num_given_up_reads
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
         self.executor.glitches = 0
         for output in outputs:
             self._take(output)
-        self.reached["preempted"] += self.engine.stats().num_preemptions > preempted
+        stats = self.engine.stats()
+        self.reached["preempted"] += stats.num_preemptions > preempted
+        self.reached["reads given up"] += stats.num_given_up_reads > given_up
         if not outputs:
             self.world.advance(0.0005)
 
@@ -300,7 +317,8 @@ class Life:
         id, text = output.request_id, asked.error or ""
         guilty = id in self.executor.raises_for or id in self.executor.sick or "pinned adapters" in text
         if not guilty:
-            promise(asked.content in self.disk.unlucky, f"{id} failed without a reason: {text}")
+            waited = self.disk.has_hung and "could not begin, because all others hang" in text
+            promise(waited or asked.content in self.disk.unlucky, f"{id} failed without a reason: {text}")
             promise("changed on disk" not in text or not asked.was_here, f"{id} lost bytes that were here: {text}")
 
 

@@ -53,6 +53,9 @@ class Nobody:
     requests = ()
 
 
+#: Adapter reads wait for the machine, which lets time go by in leaps.
+PATIENT = 1e9
+
 #: How often what the machine is for came about, over all of its runs.
 reached: Counter[str] = Counter()
 
@@ -78,25 +81,39 @@ class Clock:
 
 
 class LazyReads(Reads):
-    """Reads that end when the machine says so, or when somebody waits for their result."""
+    """Reads that end when the machine says so, or when somebody waits for their result; but some hang."""
 
     class Read(Future):
         def __init__(self, read: Callable[[], Any]) -> None:
             super().__init__()
             self.read = read
+            self.hangs = False
 
         def result(self, timeout: float | None = None) -> Any:
             self.finish()
             return super().result(timeout)
 
+        def hang(self) -> None:
+            """Begin and bring nothing until `come_back`."""
+            self.hangs = self.set_running_or_notify_cancel()
+
+        def come_back(self) -> None:
+            self.hangs = False
+            self._run()
+
         def finish(self) -> None:
-            if not self.done() and self.set_running_or_notify_cancel():
+            if not self.hangs and not self.done() and self.set_running_or_notify_cancel():
+                self._run()
+
+        def _run(self) -> None:
+            if not self.done():
                 try:
                     self.set_result(self.read())
                 except Exception as error:
                     self.set_exception(error)
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._reads: list[LazyReads.Read] = []
 
     @property
@@ -111,6 +128,8 @@ class LazyReads(Reads):
     def wait(self, pending: list[Future], timeout: float) -> None:
         for read in pending:
             read.finish()
+        if not any(read.done() for read in pending):
+            self._clock.now += timeout
 
     def shutdown(self) -> None:
         pass
@@ -346,7 +365,7 @@ class EngineMachine(RuleBasedStateMachine):
         spare_tokens=st.sampled_from([0, 1, 5, 40]),
         chunked=st.sampled_from([True, True, False]),
         prefix_cache=st.sampled_from([True, True, True, False]),
-        inline=st.booleans(),
+        inline=st.sampled_from([False, False, True]),
         host_pages=st.sampled_from([0, 3, 9, 100]),
         lookahead=st.sampled_from([1, 2, 8]),
         max_adapters=st.sampled_from([None, None, 1, 2]),
@@ -354,12 +373,14 @@ class EngineMachine(RuleBasedStateMachine):
         prefetch=st.sampled_from([0, 0, 1, 3]),
         eviction=st.sampled_from(["cost", "lru"]),
         max_load_stall=st.sampled_from([0.0, 0.02, 0.02]),
+        patience=st.sampled_from([PATIENT, 0.3]),
         max_waiting=st.sampled_from([None, None, 3, 12]),
         share=st.booleans(),
     )
     def build(
         self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
-        host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, max_waiting, share,
+        host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, patience, max_waiting,
+        share,
     ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
@@ -374,7 +395,7 @@ class EngineMachine(RuleBasedStateMachine):
             lookahead=lookahead,
             max_adapters_per_step=max_adapters,
             max_overtake_seconds=max_overtake,
-            adapter_read_seconds=1e9,  # reads wait for the machine, which lets time go by in leaps
+            adapter_read_seconds=patience,
             prefetch=prefetch,
             eviction=eviction,
             max_load_stall_seconds=max_load_stall,
@@ -386,7 +407,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.executor = CheckingExecutor(self.config, self.requests, self.clock)
         self.executor.on_plan = self._check_order
-        self.reads = InlineReads() if inline else LazyReads()
+        self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
         self.engine.store.wait_for_reads = self._wait
         self.scheduler = self.engine._scheduler
@@ -411,6 +432,7 @@ class EngineMachine(RuleBasedStateMachine):
         inline = isinstance(self.reads, InlineReads)  # what was asked for in this step is ready in the next
         assert self._pending() or preempted or inline, "the engine has work, runs nothing and waits for nothing"
         reached["waited for a read"] += 1
+        self.clock.now += timeout * (self.config.adapter_read_seconds < PATIENT)
 
     def _pending(self):
         return [] if isinstance(self.reads, InlineReads) else self.reads.pending
@@ -523,7 +545,17 @@ class EngineMachine(RuleBasedStateMachine):
     def finish_reads(self, data, count):
         """In any order."""
         for _ in range(min(count, len(self._pending()))):
-            data.draw(st.sampled_from(self._pending())).finish()
+            read = data.draw(st.sampled_from(self._pending()))
+            read.come_back() if read.hangs else read.finish()
+
+    @precondition(lambda self: self.config.adapter_read_seconds < PATIENT)
+    @precondition(lambda self: any(not read.hangs for read in self._pending()))
+    @rule()
+    def hang_reads(self):
+        """They bring nothing until `finish_reads` says so, or until the end; by then they may have been given up."""
+        for read in list(self._pending()):
+            if not read.hangs:
+                read.hang()
 
     @rule(count=st.integers(1, 12))
     def step(self, count):
@@ -552,8 +584,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
 
     def _note_preemptions(self):
+        """Whoever was sent back goes on before all others, even one that began in this very step."""
         for request in self.scheduler._waiting:
-            if request.id in self.running_before:
+            if request.state in (RequestState.SWAPPED, RequestState.LATE):
                 reached["preempted"] += 1
                 self.requests[request.id].preempted = True
 
@@ -563,6 +596,8 @@ class EngineMachine(RuleBasedStateMachine):
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
         using = {r.adapter for r in self.scheduler._running} - {None}
+        full = len(using) >= (self.config.max_adapters_per_step or 100)
+        overdue = []
         for request in started:
             reached[f"state {request.state}"] += 1
         for waiting in self.scheduler._waiting:
@@ -574,9 +609,14 @@ class EngineMachine(RuleBasedStateMachine):
                 continue
             if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, Nobody).requests:
                 continue  # held back until its prompt has been computed for another
-            barred = adapter not in using and len(using) >= (self.config.max_adapters_per_step or 100)
+            overdue.append(waiting)
+        # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
+        barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
+        turn = min(barred, default=float("inf"))
+        for waiting in overdue:
+            behind = waiting.adapter is not None and turn <= waiting.place
             for other in first:
-                if other.tenant == waiting.tenant and not (barred and other.adapter is None):
+                if other.tenant == waiting.tenant and not (behind and other.adapter is None):
                     assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
         oldest = min((r.arrival_time for r in self.scheduler._waiting), default=float("inf"))
         reached["overtaken"] += any(arrival > oldest for arrival in fresh)
@@ -605,11 +645,19 @@ class EngineMachine(RuleBasedStateMachine):
         if "pinned adapters" in output.error:
             assert not self._could_fit(expected.adapter, len(expected.tokens)), "there was room for it"
             reached["no room beside pinned"] += 1
+        elif self._is_given_up(output.error):
+            reached["a read was given up"] += 1
         else:
             assert (
                 output.request_id in self.executor.raises_for | self.executor.sick
                 or expected.path in self.executor.adapters.broken
             ), "an innocent request failed"
+
+    def _is_given_up(self, error):
+        """Whether it says that a read came to an end because it, or every other, brought nothing."""
+        given_up = "was given up" in error or "still hangs" in error
+        assert not given_up or self.config.adapter_read_seconds < PATIENT
+        return given_up
 
     # -- adapters
 
@@ -663,8 +711,8 @@ class EngineMachine(RuleBasedStateMachine):
             assert adapter not in self.pinned
             too_many = 2 * (self.num_pinned + adapter.num_pages) > self.usable
             assert too_many or (not adapter.pages and held + adapter.num_pages > self.usable)
-        except AdapterFormatError:
-            assert adapter.manifest.path in self.executor.adapters.broken
+        except AdapterFormatError as error:
+            assert self._is_given_up(str(error)) or adapter.manifest.path in self.executor.adapters.broken
             assert adapter.transfer is not None or not adapter.pages
         else:
             self.pinned.add(adapter)
@@ -776,11 +824,16 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def host_images_are_counted(self):
         images = self.engine.store._images
-        assert images.num_bytes == sum(entry.num_bytes for entry in images._entries.values())
+        entries = {*images._entries.values(), *images._given_up.values()}
+        assert images.num_bytes == sum(entry.num_bytes for entry in entries)
 
-    def teardown(self):
-        if not hasattr(self, "engine"):
-            return
+    def _end_hanging(self):
+        for read in list(self._pending()):
+            if read.hangs:
+                read.come_back()
+
+    def _live_on(self):
+        """Until every request has ended."""
         remaining = sum(len(e.prompt) + e.params.max_tokens for e in self.requests.values())
         for _ in range(2 * remaining * (1 + len(self.requests)) + 10):
             if not self.engine.has_work():
@@ -789,6 +842,16 @@ class EngineMachine(RuleBasedStateMachine):
                 read.finish()
             self._step()
         assert not self.engine.has_work(), "requests starve"
+
+    def teardown(self):
+        if not hasattr(self, "engine"):
+            return
+        if self.config.adapter_read_seconds < PATIENT:  # they are given up; their threads return when all is over
+            self._live_on()
+        self._end_hanging()
+        self._live_on()
+        self.clock.now += 1.0
+        self.engine.store.watch_reads()
         for request_id, expected in self.requests.items():
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
@@ -810,6 +873,6 @@ def test_the_machine_went_everywhere():
         run_state_machine_as_test(EngineMachine, settings=TestEngineMachine.settings)
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
-    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn"}
+    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn", "a read was given up"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached
