@@ -25,7 +25,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.overload import Overloaded
-from ...core.request import Request
+from ...core.request import Request, RequestState
 from ...core.sampling_params import InvalidRequest, SamplingParams
 from ...core.types import FinishReason, RequestOutput
 from ...memory.adapter import Adapter, Tier
@@ -295,9 +295,22 @@ class Life:
 
     def _check_books(self) -> None:
         self.engine.check_integrity()
+        store = self.engine.store
+        adapters = set(self.current.values())
+        running, held = Counter[Adapter](), Counter[Adapter]()
         for asked in self.asked.values():
-            if asked.adapter is not None and not asked.ended and not asked.was_here:
-                asked.was_here = self.engine.store.tier(asked.adapter) in (Tier.HOST, Tier.DEVICE)
+            adapter = asked.adapter
+            if adapter is None or asked.ended:
+                continue
+            adapters.add(adapter)
+            held[adapter] += asked.request.state is not RequestState.DONE  # else its error is still to be told
+            running[adapter] += asked.request.is_running
+            if not asked.was_here:
+                asked.was_here = store.tier(adapter) in (Tier.HOST, Tier.DEVICE)
+        for adapter in adapters:
+            pins = int(store.is_pinned(adapter))
+            promise(adapter.references == running[adapter] + pins, f"{adapter} is held by nobody, or by too few")
+            promise(adapter.requests == held[adapter] + pins, f"{adapter} is wanted by nobody, or by too few")
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]

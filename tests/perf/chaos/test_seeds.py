@@ -1,0 +1,51 @@
+"""Lives drawn from seeds: the engine passes them, and faults that are planted in it are found."""
+
+import pytest
+
+from chorus.memory.adapter_store import AdapterStore
+from chorus.memory.loads_in_flight import LoadsInFlight
+from chorus.memory.prefix import PrefixCache
+from chorus.perf.chaos.seeds import live
+
+
+def test_the_engine_keeps_its_promises():
+    assert [(seed, cause) for seed, cause, _ in map(live, range(150)) if cause is not None] == []
+
+
+def test_a_seed_gives_the_same_life():
+    assert live(7) == live(7)
+
+
+def blind_prefixes(monkeypatch):
+    """Cached KV of one adapter version is taken for another's."""
+    match, insert = PrefixCache.match, PrefixCache.insert
+    monkeypatch.setattr(PrefixCache, "match", lambda self, version, *rest: match(self, 0, *rest))
+    monkeypatch.setattr(PrefixCache, "insert", lambda self, version, *rest: insert(self, 0, *rest))
+
+
+def hasty_release(monkeypatch):
+    """Pages of a cancelled load are free while a copy still writes to them."""
+
+    def cancel(self, adapter, pages):
+        transfer = adapter.transfer
+        self.end(adapter)
+        transfer.cancel()
+        self._pool.release(pages)
+
+    monkeypatch.setattr(LoadsInFlight, "cancel", cancel)
+
+
+def lasting_pins(monkeypatch):
+    """What a running request holds of its adapter is never given back."""
+    monkeypatch.setattr(AdapterStore, "release", lambda self, adapter: None)
+
+
+def stale_versions(monkeypatch):
+    """Blocks of a version that is gone stay known, and their pages are lost when it comes to the end."""
+    monkeypatch.setattr(PrefixCache, "_forget", lambda self, block: None)
+
+
+@pytest.mark.parametrize("plant", [blind_prefixes, hasty_release, lasting_pins, stale_versions])
+def test_a_planted_fault_is_found(plant, monkeypatch):
+    plant(monkeypatch)
+    assert any(cause is not None for _, cause, _ in map(live, range(300)))
