@@ -8,7 +8,7 @@ def test_models(shared):
     cards = shared.client.get("/v1/models").json()["data"]
     assert [card["id"] for card in cards] == ["base", "alice", "bob"]
     assert [card["parent"] for card in cards] == [None, "base", "base"]
-    assert cards[0]["root"] == "/models/base" and cards[1]["root"] == "/adapters/alice"
+    assert [card["root"] for card in cards[:2]] == ["base", "alice"]
     assert shared.client.get("/v1/models/bob").json()["id"] == "bob"
     assert shared.client.get("/v1/models/none").json()["error"]["code"] == "model_not_found"
 
