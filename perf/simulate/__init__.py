@@ -1,15 +1,12 @@
 """Serving in virtual time: replicas with the real engine, driven by the requests of a workload.
 
+    from chorus.perf.simulate.cluster import least_loaded, simulate
+    from chorus.perf.simulate.replica import Replica
+
     profile = load_profile("a10-llama2-7b-bgmv")
     adapters = SimAdapters(profile.geometry.page_layout(16))
     replicas = [Replica(profile, adapters) for _ in range(60)]
     records = simulate(requests, replicas, least_loaded)
 
-Needs no tensor library.
+Needs no tensor library. The package itself imports nothing: the command line is read before anything heavy is loaded.
 """
-
-from .cluster import first, least_loaded, simulate, simulate_clients
-from .records import Records, Served
-from .replica import Replica
-
-__all__ = ["Records", "Replica", "Served", "first", "least_loaded", "simulate", "simulate_clients"]

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
 from chorus.core.executors.sim import MODEL, SimAdapters
-from chorus.perf.simulate import Replica, least_loaded, simulate, simulate_clients
+from chorus.perf.simulate.cluster import least_loaded, simulate, simulate_clients
+from chorus.perf.simulate.replica import Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit
 
