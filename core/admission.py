@@ -24,7 +24,7 @@ from .waiting import WaitingQueue
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
-"""How long no request starts before its adapter has been read, once one did not come in time."""
+"""Seconds for which no request starts before its adapter has been read, once one did not come in time."""
 
 _AWAY = (Tier.DISK, Tier.LOADING)
 
@@ -176,7 +176,7 @@ class Admission:
         return admitted
 
     def _is_here(self, adapter: Adapter) -> bool:
-        """Whether nothing of it is still to be read."""
+        """True if nothing of it is still to be read."""
         return self._store.tier(adapter) not in _AWAY
 
     def _note_cold(self) -> None:

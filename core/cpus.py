@@ -30,7 +30,7 @@ def cpu_quota(proc: Path = _PROC) -> float | None:
 
 
 def _limit(group: Path, version: int) -> float | None:
-    """What a group's own files allow."""
+    """Limit in a group's own files."""
     try:
         if version == 2:
             quota, period = (group / "cpu.max").read_text().split()

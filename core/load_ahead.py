@@ -17,7 +17,7 @@ from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-#: How many waiting requests are looked at for some whose adapters are to be read, where those of others read slowly.
+#: Most waiting requests that are looked at for adapters to read, where those of others read slowly.
 _MOST_LOOKED_AT = 512
 
 
@@ -97,7 +97,7 @@ class LoadAhead:
                 wanted += adapter.num_pages if adapter.is_idle else 0
 
     def may_load(self, waiting: Iterable[Request]) -> bool:
-        """Whether an adapter may soon be there to be loaded ahead."""
+        """True if an adapter may soon be there to be loaded ahead."""
         window = itertools.islice(waiting, self._limits.prefetch)
         adapters = {request.adapter for request in window if request.adapter is not None}
         there = (Tier.HOST, Tier.FAILED)

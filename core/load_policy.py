@@ -1,4 +1,4 @@
-"""Whether a request may start while its adapter is still being read (DESIGN §4: wait or stream)."""
+"""True if a request may start while its adapter is still being read (DESIGN §4: wait or stream)."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ class LogitEdits:
         self.allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids))
 
     def belongs_to(self, row: ScheduledRow) -> bool:
-        """Whether these are the changes of the row's request."""
+        """True if these are the changes of the row's request."""
         return self._token_ids is row.token_ids and self._params is row.params
 
     def advance(self) -> tuple[np.ndarray, np.ndarray]:

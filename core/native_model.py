@@ -20,7 +20,7 @@ from .weights import LayerWeights, Weights
 
 
 def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """Whether the native decoder was built, runs here, and takes this model in `dtype`."""
+    """True if the native decoder was built, runs here, and takes this model in `dtype`."""
     pair = 4 // dtype.itemsize
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
     return native.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0

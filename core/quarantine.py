@@ -109,7 +109,7 @@ def stamp_of(path: Path) -> Stamp:
 
 
 def is_as_registered(stamp: Stamp, manifest: AdapterManifest) -> bool:
-    """Whether a directory of this state has the weights file that was registered."""
+    """True if a directory of this state has the weights file that was registered."""
     if manifest.identity is None:
         return False
     inode, changed = manifest.identity.inode, manifest.identity.changed_ns

@@ -50,7 +50,7 @@ class Repeats:
         return self._memory.most_steps(running, most, waiting.adapters())
 
     def _stay_waiting(self, plan: StepPlan, waiting: WaitingQueue) -> bool:
-        """Whether those who could not be admitted now can't be while no running request ends; sets `plan.until`.
+        """True if those who could not be admitted now can't be while no running request ends; sets `plan.until`.
 
         Running requests only take pages, so what did not fit won't. But the order changes when a request has been
         overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared.

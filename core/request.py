@@ -135,7 +135,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has a seat, pages and its adapter's pin."""
+        """True if it has a seat, pages and its adapter's pin."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:

@@ -47,7 +47,7 @@ class RequestMemory:
         return ("" if self._share_prefix_cache else request.tenant, request.cache_salt)
 
     def fits(self, request: Request, blocks: list[Block], spare: int = 0) -> bool:
-        """Whether pages for all known tokens and for the adapter can be had without taking any in use.
+        """True if pages for all known tokens and for the adapter can be had without taking any in use.
 
         spare: so many more pages must then still be left.
         """

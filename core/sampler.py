@@ -29,7 +29,7 @@ class Sampling(Protocol):
 
 
 def needs_logits(row: ScheduledRow) -> bool:
-    """Whether more than the largest of the row's logits is asked for."""
+    """True if more than the largest of the row's logits is asked for."""
     params = row.params
     return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
 

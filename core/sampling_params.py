@@ -87,7 +87,7 @@ class SamplingParams:
 
     @property
     def reshapes_logits(self) -> bool:
-        """Whether anything but temperature, min_p, top_k and top_p changes the distribution."""
+        """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
         return bool(
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
             or self.min_tokens or self.bad_words or self.allowed_token_ids is not None

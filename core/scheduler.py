@@ -275,7 +275,7 @@ class Scheduler:
         self._loading = still
 
     def _is_awaited(self, request: Request) -> bool:
-        """Whether a request's adapter was late and is still being read: it takes no place among the next to read."""
+        """True if a request's adapter was late and is still being read: it takes no place among the next to read."""
         return request.state is RequestState.LATE and self._store.is_requested(request.adapter)
 
     def _fail_hopeless(self) -> None:

@@ -24,7 +24,7 @@ BASE_SLOT = -1
 
 
 class FinishReason(StrEnum):
-    """Why a request ended; the values are OpenAI's, plus `abort` and `error`."""
+    """Reason why a request ended; the values are OpenAI's, plus `abort` and `error`."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -63,7 +63,7 @@ class ScheduledRow:
 
     @property
     def scores_prompt(self) -> bool:
-        """Whether the log-probabilities of prompt tokens after this row's are asked for."""
+        """True if the log-probabilities of prompt tokens after this row's are asked for."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
 

@@ -45,7 +45,7 @@ class WaitingQueue:
         return request in self._order
 
     def count(self, tenant: str) -> int:
-        """How many of a tenant wait, those held back left out."""
+        """Number of a tenant's requests that wait, those held back left out."""
         return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
 
     def append(self, request: Request) -> None:

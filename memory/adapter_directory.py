@@ -50,7 +50,7 @@ class AdapterDirectory:
         os.close(self._fd)
 
     def has(self, name: str) -> bool:
-        """Whether there is anything of this name, be it a link to nowhere."""
+        """True if there is anything of this name, be it a link to nowhere."""
         try:
             os.lstat(name, dir_fd=self._fd)
         except OSError:

@@ -75,7 +75,7 @@ class AdapterManifest:
 
 
 def is_adapter_dir(path: Path) -> bool:
-    """Whether a directory means to be an adapter's: anything at all is in its configuration's place."""
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place."""
     return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
 
 

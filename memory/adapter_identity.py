@@ -1,4 +1,4 @@
-"""Whether an adapter's file still is what was registered, and what the adapter is wherever it lies."""
+"""True if an adapter's file still is what was registered, and what the adapter is wherever it lies."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
 
 
 def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
-    """Whether the file has the bytes that were registered."""
+    """True if the file has the bytes that were registered."""
     return (
         file.size == manifest.file_size
         and manifest.places is not None
@@ -77,7 +77,7 @@ class _Reader:
         self._buffer = bytearray(_CHUNK_BYTES)
 
     def has_effect(self, manifest: AdapterManifest) -> bool:
-        """Whether any target changes anything: neither its scale is zero nor all of its A or of its B."""
+        """True if any target changes anything: neither its scale is zero nor all of its A or of its B."""
         return any(
             all(self._has_values(self._info(name)) for name in tensor_names(layer, module))
             for part in manifest.parts
@@ -110,7 +110,7 @@ class _Reader:
         return info
 
     def _has_values(self, info: TensorInfo) -> bool:
-        """Whether any value is not zero; most tensors tell by their first ones."""
+        """True if any value is not zero; most tensors tell by their first ones."""
         glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
         return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
 
@@ -123,7 +123,7 @@ class _Reader:
 
 
 def _any(chunk: memoryview, dtype: str) -> bool:
-    """Whether any value is not zero; minus zero is zero."""
+    """True if any value is not zero; minus zero is zero."""
     wide = ITEM_BYTES[dtype] == 4
     values = np.frombuffer(chunk, dtype=np.uint32 if wide else np.uint16)
     return bool((values & (0x7FFFFFFF if wide else 0x7FFF)).any())

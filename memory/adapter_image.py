@@ -97,7 +97,7 @@ def _read_by_torch(parts: list[_PartReader], layers: range) -> Iterator[int]:
 
 
 def _is_other_header(rows: RowsInFile, places: TensorPlaces, fault: object | None) -> bool:
-    """Whether the header that was read is not the one that was inspected; unknown where it could not be read."""
+    """True if the header that was read is not the one that was inspected; unknown where it could not be read."""
     try:
         return digest_of(rows.bytes(0, places.header_bytes)) != places.digest
     except LookupError:
@@ -164,7 +164,7 @@ def _read(file: TensorFile, name: str, shape: tuple[int, int], buffer: torch.Ten
 
 
 def _all_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite: such have all bits of the exponent set. Far cheaper than `isfinite`."""
+    """True if no value is NaN or infinite: such have all bits of the exponent set. Far cheaper than `isfinite`."""
     import torch
 
     exponents = {torch.float32: 0x7F800000, torch.bfloat16: 0x7F80, torch.float16: 0x7C00}

@@ -145,7 +145,7 @@ class AdapterStore:
         return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
 
     def is_requested(self, adapter: Adapter) -> bool:
-        """Whether its bytes are in host memory or being read."""
+        """True if its bytes are in host memory or being read."""
         return self._images.is_requested(adapter.version)
 
     @property
@@ -179,20 +179,20 @@ class AdapterStore:
         self._images.watch()
 
     def is_slow(self, adapter: Adapter) -> bool:
-        """Whether it is being read for so long that others are read beside it."""
+        """True if it is being read for so long that others are read beside it."""
         return self._images.is_slow(adapter.version)
 
     def can_fit(self, adapter: Adapter) -> bool:
-        """Whether the arena can ever hold it beside the pinned ones."""
+        """True if the arena can ever hold it beside the pinned ones."""
         return bool(adapter.pages) or adapter.num_pages <= self._pool.num_usable - self.num_pinned_pages
 
     @property
     def has_unreadable(self) -> bool:
-        """Whether reads have failed of which nobody was told yet."""
+        """True if reads have failed of which nobody was told yet."""
         return self._images.has_failures
 
     def unreadable(self, adapter: Adapter) -> BaseException | None:
-        """Why its last read failed; None when it didn't, or when somebody was told."""
+        """Reason why its last read failed; None when it didn't, or when somebody was told."""
         return self._images.error(adapter.version)
 
     def forget_unreadable(self) -> None:
@@ -209,7 +209,7 @@ class AdapterStore:
 
     @property
     def has_transfers(self) -> bool:
-        """Whether pages will become idle or free without anybody's doing."""
+        """True if pages will become idle or free without anybody's doing."""
         return bool(self._loads)
 
     def poll(self) -> list[tuple[Adapter, BaseException]]:
@@ -399,7 +399,7 @@ class AdapterStore:
         )
 
     def _may_drop(self, adapter: Adapter) -> bool:
-        """Whether a host image may make room: nobody holds the version, or its pages can be saved in time."""
+        """True if a host image may make room: nobody holds the version, or its pages can be saved in time."""
         return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)
 
     def _is_on_host(self, adapter: Adapter) -> bool:

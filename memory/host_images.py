@@ -44,7 +44,7 @@ class _Entry:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the image is whole, or will never be."""
+        """True if the image is whole, or will never be."""
         return self.is_given_up or self.future.done()
 
 
@@ -146,7 +146,7 @@ class HostImages:
         self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether so many more bytes fit beside what may not be dropped."""
+        """True if so many more bytes fit beside what may not be dropped."""
         excess = self.num_bytes + num_bytes - self.capacity_bytes
         if excess <= 0:
             return True
@@ -168,18 +168,18 @@ class HostImages:
         return iter(self._entries)
 
     def is_ready(self, key: Hashable) -> bool:
-        """Whether `take` would not block: the read has ended, well or badly."""
+        """True if `take` would not block: the read has ended, well or badly."""
         entry = self._entries.get(key)
         return entry is not None and entry.has_ended
 
     def is_slow(self, key: Hashable) -> bool:
-        """Whether it has been read for so long that others are read beside it."""
+        """True if it has been read for so long that others are read beside it."""
         entry = self._under_way.get(key)
         return entry is not None and entry.is_slow
 
     @property
     def has_failures(self) -> bool:
-        """Whether reads have failed, as of the last `watch`, that are not forgotten."""
+        """True if reads have failed, as of the last `watch`, that are not forgotten."""
         return bool(self._failed)
 
     def forget_failures(self) -> None:
@@ -188,7 +188,7 @@ class HostImages:
             self.drop(key)
 
     def error(self, key: Hashable) -> BaseException | None:
-        """Why the read of `key` has failed; None while it has not."""
+        """Reason why the read of `key` has failed; None while it has not."""
         entry = self._entries.get(key)
         return entry.image.error if entry is not None and entry.has_ended else None
 

@@ -31,7 +31,7 @@ _AMBIGUOUS = ("--", "&&", "~~", "||")
 
 
 class PatternError(ValueError):
-    """Why something is no pattern of the kind that is served."""
+    """Reason why something is no pattern of the kind that is served."""
 
 
 class Steps:
@@ -81,7 +81,7 @@ class NamePattern:
             raise refuse(f"{shown(pattern)} is no regular expression as PEFT's files have them: {error}") from None
 
         self.is_one_of_several = parser.has_alternatives
-        """Whether it has a `|` outside of all groups."""
+        """True if it has a `|` outside of all groups."""
 
     def whole(self, names: ModuleNames) -> int:
         """The ends of the names that `re.fullmatch` finds."""

@@ -81,7 +81,7 @@ class PrefixCache:
         return found
 
     def unused(self, blocks: Iterable[Block]) -> int:
-        """How many of the blocks hold a page that nobody uses: taking them lowers what can be reclaimed."""
+        """Number of the blocks whose page nobody uses: taking them lowers what can be reclaimed."""
         return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
 
     def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:

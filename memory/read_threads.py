@@ -139,7 +139,7 @@ class ThreadReads(Reads):
             return job
 
     def _go_on_after(self, done: Future) -> bool:
-        """Whether the thread may look for another read; it was replaced if its last one was set aside."""
+        """True if the thread may look for another read; it was replaced if its last one was set aside."""
         with self._changed:
             self._running.discard(done)
             self._aside.discard(done)

@@ -1,4 +1,4 @@
-"""Whether a read gets on."""
+"""True if a read gets on."""
 
 from __future__ import annotations
 

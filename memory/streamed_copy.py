@@ -63,7 +63,7 @@ class StreamedCopy:
         return self.arrived.wait(layer, timeout)
 
     def is_done(self) -> bool:
-        """Whether every layer is in its pages."""
+        """True if every layer is in its pages."""
         return self.arrived.num_ready == self._layout.num_layers
 
     def has_failed(self) -> bool:
@@ -75,7 +75,7 @@ class StreamedCopy:
             self._let_go()
 
     def is_quiet(self) -> bool:
-        """Whether the pages may be given to others after `cancel`."""
+        """True if the pages may be given to others after `cancel`."""
         return True
 
     def _let_go(self) -> None:

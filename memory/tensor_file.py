@@ -83,7 +83,7 @@ class TensorFile:
             raise self._unreadable(error) from error
 
     def is_unchanged(self) -> bool:
-        """Whether the file still is what was opened, judged by its size and times of change."""
+        """True if the file still is what was opened, judged by its size and times of change."""
         try:
             return self._state() == (self.size, self.mtime_ns, self.identity)
         except OSError as error:

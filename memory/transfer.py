@@ -107,13 +107,13 @@ class Transfer:
     # -- state
 
     def is_done(self) -> bool:
-        """Whether all bytes are in place; issues what can be issued and asks the device, but does not wait."""
+        """True if all bytes are in place; issues what can be issued and asks the device, but does not wait."""
         with self._engine.lock:
             self.advance()
             return not self._has_stopped() and self._count_fired() == len(self._plan.groups)
 
     def has_failed(self) -> bool:
-        """Whether the rest will never come: the read failed, the driver refused a copy, or it was cancelled."""
+        """True if the rest will never come: the read failed, the driver refused a copy, or it was cancelled."""
         with self._engine.lock:
             return self._has_stopped()
 
@@ -124,7 +124,7 @@ class Transfer:
             self._unfollow()
 
     def is_quiet(self) -> bool:
-        """Whether no copy is running and none will be issued: pages and image are their owners' again."""
+        """True if no copy is running and none will be issued: pages and image are their owners' again."""
         with self._engine.lock:
             if not self._has_ended() or self._count_fired() < len(self._events):
                 return False

@@ -104,7 +104,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether the library was built, and this processor can run it in `dtype`."""
+    """True if the library was built, and this processor can run it in `dtype`."""
     found = library()
     return found is not None and dtype in (torch.bfloat16, torch.float32) and bool(found.chorus_supported())
 
@@ -295,7 +295,7 @@ class NativeDecoder:
 
     @property
     def threads(self) -> int:
-        """How many threads the next step takes: all, or fewer while others keep the processors busy."""
+        """Number of threads that the next step takes: all, or fewer while others keep the processors busy."""
         return self._library.chorus_decoder_threads(self._handle)
 
     def close(self) -> None:

@@ -59,7 +59,7 @@ class Results:
         return [sample for sample in found if sample.quiet] or found
 
     def is_noisy(self, contender: str, name: str) -> bool:
-        """Whether no sample was quiet."""
+        """True if no sample was quiet."""
         return not any(sample.quiet for sample in self.samples.get((contender, name), []))
 
     def median(self, contender: str, name: str, value: str) -> float | None:

@@ -132,7 +132,7 @@ class Acceptor:
 
 
 def _has_spoken(accepted: socket.socket) -> bool:
-    """Whether a request's head has come."""
+    """True if a request's head has come."""
     try:
         return b"\r\n\r\n" in accepted.recv(16 << 10, socket.MSG_PEEK)
     except OSError:

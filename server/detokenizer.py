@@ -189,7 +189,7 @@ class TextStream:
 
     @property
     def position(self) -> int:
-        """How many characters the text of the tokens taken has, shown or not; half characters don't count."""
+        """Number of characters that the text of the tokens taken has, shown or not; half characters don't count."""
         return self._begun + len(self._held) + len(self._detokenizer.tail.rstrip(REPLACEMENT))
 
     def push(self, token_ids: Iterable[int]) -> tuple[str, int]:

@@ -79,7 +79,7 @@ class ApiError(Exception):
 
     @property
     def unforeseen(self) -> bool:
-        """Whether only the log can say what happened."""
+        """True if only the log can say what happened."""
         return self.code == "internal_error"
 
     def body(self) -> dict[str, Any]:

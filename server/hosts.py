@@ -21,7 +21,7 @@ class Hosts:
     def __init__(self, bound_to: str, allowed: Sequence[str] | None = None, *, guarded: bool = False) -> None:
         wide = bound_to in _ANY_ADDRESS
         self.only_this_machine = is_loopback(bound_to)
-        """Whether nobody else can reach the server."""
+        """True if nobody else can reach the server."""
         self._any = "*" in allowed if allowed is not None else wide and guarded
         self._any_address = wide and allowed is None
         names = {_plain(name) for name in allowed or ()}
@@ -31,7 +31,7 @@ class Hosts:
         self._names = {name for name in names if name and not name.startswith("*")}
 
     def serves(self, header: str | None) -> bool:
-        """Whether a request with this Host header is meant for this server."""
+        """True if a request with this Host header is meant for this server."""
         if self._any:
             return True
         name = host_name(header)
@@ -48,7 +48,7 @@ class Hosts:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server that listens on `host`."""
+    """True if only this machine can reach a server that listens on `host`."""
     address = _address(_plain(host))
     return address.is_loopback if address is not None else _plain(host) == "localhost"
 
@@ -68,7 +68,7 @@ def host_name(header: str | None) -> str | None:
 
 
 def is_same_origin(origin: str, host: str | None) -> bool:
-    """Whether an Origin header names the very host and port that the request was sent to."""
+    """True if an Origin header names the very host and port that the request was sent to."""
     scheme, separator, rest = origin.partition("://")
     if not separator or host is None or scheme not in ("http", "https"):
         return False

@@ -108,7 +108,7 @@ class HttpConnection(H11Protocol):
         return phase
 
     def overdue(self, now: float, limits: ConnectionLimits) -> str | None:
-        """Why it is to be cut; None while it gets on."""
+        """Reason why it is to be cut; None while it gets on."""
         phase, seconds = self.look(now), now - self.since
         if phase is Phase.HEAD and seconds > limits.head:
             return "no request came"
@@ -128,7 +128,7 @@ class HttpConnection(H11Protocol):
 
     @property
     def holds(self) -> bool:
-        """Whether a request waits until the answer before it was taken."""
+        """True if a request waits until the answer before it was taken."""
         return self._hold is not None
 
     def unread_seconds(self, now: float) -> float:

@@ -41,7 +41,7 @@ class Keys:
         admins = {_digest(key) for key in admin_keys}
         users = {_digest(key) for key in api_keys} - admins
         self.guarded = bool(users)
-        """Whether a key is needed at all."""
+        """True if a key is needed at all."""
         self._has_admins = bool(admins)
         self._known = [(key, True) for key in sorted(admins)] + [(key, not admins) for key in sorted(users)]
 
@@ -65,7 +65,7 @@ class Keys:
 
 
 def changes_adapters(method: str, path: str) -> bool:
-    """Whether a request would change which adapters there are."""
+    """True if a request would change which adapters there are."""
     is_theirs = path == _ADAPTERS or path.startswith(f"{_ADAPTERS}/") or path.rstrip("/") in _ADAPTER_CALLS
     return is_theirs and method not in _READING
 

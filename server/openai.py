@@ -175,7 +175,7 @@ class GenerationRequest(BaseModel):
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is to be generated."""
+        """True if nothing is to be generated."""
         return False
 
     @property

@@ -25,7 +25,7 @@ class Vocabulary:
         probe, meaning = BYTE_LEVEL_PROBE
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
         self.is_bytes = type(backend.decoder).__name__ == "ByteLevel"
-        """Whether a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for what is none."""
+        """True if a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for what is none."""
         self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
         letter = backend.token_to_id("<0x41>")
         has_byte_fallback = letter is not None and backend.decode([letter]) == "A"

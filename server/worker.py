@@ -50,7 +50,7 @@ class EngineWorker:
         self.progress = Progress(clock)
         """What is under way on the engine's thread, and of loads, since when."""
         self.stalled: str | None = None
-        """Why the engine can't be asked just now; set and cleared by whoever watches the progress."""
+        """Reason why the engine can't be asked just now; set and cleared by whoever watches the progress."""
         self._wake = threading.Condition()
         self._inbox: list[Callable[..., None]] = []
         self._stopping = False
@@ -61,7 +61,7 @@ class EngineWorker:
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
         self.failure: str | None = None
-        """Why the engine takes no more requests; None as long as it does."""
+        """Reason why the engine takes no more requests; None as long as it does."""
         self.model: ModelInfo
         """What the engine serves; set once started."""
         self.stats: EngineStats
@@ -75,7 +75,7 @@ class EngineWorker:
 
     @property
     def trouble(self) -> str | None:
-        """Why it is not healthy."""
+        """Reason why it is not healthy."""
         return self.failure or self.stalled
 
     def start(self) -> None:

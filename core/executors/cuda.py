@@ -119,7 +119,7 @@ class CudaExecutor:
         return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len, schedules)
 
     def _measure(self, free_at_first: int) -> int:
-        """How many pages the arena gets, by what the largest step and the graphs leave.
+        """Number of pages that the arena gets, by what the largest step and the graphs leave.
 
         free_at_first: bytes before anything was loaded.
         """

@@ -1,4 +1,4 @@
-"""How much of the machine's memory the CPU's arena takes where the configuration says nothing."""
+"""Size of the CPU's arena where the configuration says nothing."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _meminfo(path: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[int | None]:
-    """What the limits of the process's control groups, and of those above them, leave."""
+    """Bytes that the limits of the process's control groups, and of those above them, leave."""
     found: list[int | None] = []
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, name = line.split(":", 2)

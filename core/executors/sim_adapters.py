@@ -209,7 +209,7 @@ class SimAdapterBackend:
 
     @property
     def is_loading(self) -> bool:
-        """Whether bytes are on their way."""
+        """True if bytes are on their way."""
         return self._clock.now < self._link_free_at
 
     def inspect(self, path: Path) -> AdapterManifest:
@@ -228,7 +228,7 @@ class SimAdapterBackend:
 
     @property
     def is_reading(self) -> bool:
-        """Whether reads are under way, or waiting for a thread, beside which steps take longer."""
+        """True if reads are under way, or waiting for a thread, beside which steps take longer."""
         if self._reads:
             now = self._clock.now
             self._reads = [read for read in self._reads if read[1] > now]

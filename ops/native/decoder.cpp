@@ -364,7 +364,7 @@ class Decoder {
         for (int level = 1; all && level <= (int)later_[g].size(); level++) expand_tile(step, g, tile, level, all, add);
     }
 
-    // Whether a segment's expand is done tile by tile, with the base product, in a step of many tokens.
+    // True if a segment's expand is done tile by tile, with the base product, in a step of many tokens.
     static bool is_fused(const StepDesc& step, int s) {
         return step.segment_end[s] - step.segment_begin[s] >= kLongSegment && !level_of(step, s);
     }
@@ -508,7 +508,7 @@ CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws,
     ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
 }
 
-// How many threads the next step takes: all, or fewer while others keep the processors busy.
+// Number of threads that the next step takes: all, or fewer while others keep the processors busy.
 CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }

@@ -132,7 +132,7 @@ class Team {
         if (counts) waited_ += Clock::now() - began;
     }
 
-    // Whether it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
+    // True if it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
     // the system puts it here, where `sched_yield` would leave it there.
     template <class Ready>
     static bool spin(Ready ready) {

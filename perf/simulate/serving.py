@@ -167,7 +167,7 @@ def _outcome(
 
 
 def _long_idle(loads: np.ndarray) -> np.ndarray:
-    """Whether each look at each replica is one of `RELEASABLE` in a row that found it idle. `[looks, replicas]`."""
+    """True if each look at each replica is one of `RELEASABLE` in a row that found it idle. `[looks, replicas]`."""
     idle = loads == 0
     found = np.zeros_like(idle)
     for start in range(len(idle) - RELEASABLE + 1):

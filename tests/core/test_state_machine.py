@@ -514,7 +514,7 @@ class EngineMachine(RuleBasedStateMachine):
         return None if fits else "prompt" if max_tokens is None else "max_tokens"
 
     def _could_fit(self, adapter, num_tokens):
-        """Whether adapter and tokens fit beside pinned adapters when nothing else is there."""
+        """True if adapter and tokens fit beside pinned adapters when nothing else is there."""
         beside = self.num_pinned if adapter is None or adapter in self.pinned else self.num_pinned + adapter.num_pages
         return beside - (-num_tokens // self.config.block_tokens) <= self.usable
 
@@ -654,7 +654,7 @@ class EngineMachine(RuleBasedStateMachine):
             ), "an innocent request failed"
 
     def _is_given_up(self, error):
-        """Whether it says that a read came to an end because it, or every other, brought nothing."""
+        """True if it says that a read came to an end because it, or every other, brought nothing."""
         given_up = "was given up" in error or "still hangs" in error
         assert not given_up or self.config.adapter_read_seconds < PATIENT
         return given_up

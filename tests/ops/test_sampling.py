@@ -247,7 +247,7 @@ def reference(logits, chance):
 
 
 def may_be_drawn(token, mass, u):
-    """Whether the number u falls into the token's share, up to rounding."""
+    """True if the number u falls into the token's share, up to rounding."""
     upto = mass.cumsum()
     low, high = upto[token] - mass[token], upto[token]
     return mass[token] > 0 and low - 1e-11 * upto[-1] <= u * upto[-1] <= high + 1e-11 * upto[-1]

@@ -49,7 +49,7 @@ def load(live, name, path, **more):
 
 
 def says(live, name, reference, adapter, length=9):
-    """Whether the model `name` answers as the reference's `adapter` does."""
+    """True if the model `name` answers as the reference's `adapter` does."""
     prompt = reference.prompt(adapter, length, COUNT, 3)
     body = {"max_tokens": COUNT, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     response = live.post(model=name, prompt=prompt, **body)
