@@ -42,6 +42,7 @@ class Request:
         "block_table",
         "cache_salt",
         "caching",
+        "call",
         "charged",
         "end_ids",
         "finish_reason",
@@ -80,12 +81,14 @@ class Request:
         streams: bool = True,
         tenant: str = "",
         cache_salt: str = "",
+        call: str = "",
     ) -> None:
         """A request that waits.
 
         streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends.
         tenant: identity of the client that pays for it, empty if unknown. cache_salt: prefix-cache blocks are shared
-        only between requests of equal salt.
+        only between requests of equal salt. call: what it shares with the other requests of a call that has several,
+        empty if it is alone: beside other calls they take turns.
         """
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
@@ -97,6 +100,7 @@ class Request:
         self.streams = streams
         self.tenant = tenant
         self.cache_salt = cache_salt
+        self.call = call
         self.state = RequestState.WAITING
         self.place = 0  # in the queue
         self.began_at = 0  # tokens that were cached when it was last admitted

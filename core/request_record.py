@@ -9,7 +9,7 @@ from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 from .types import TokenLogprobs
 
-VERSION = 1
+VERSION = 2
 
 
 def to_record(request: Request) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def to_record(request: Request) -> dict[str, Any]:
         "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
         "num_prompt_tokens": request.num_prompt_tokens, "num_told": num_told, "params": params_to_wire(request.params),
         "seed": request.seed, "adapter": request.adapter_name, "streams": request.streams, "tenant": request.tenant,
-        "cache_salt": request.cache_salt,
+        "cache_salt": request.cache_salt, "call": request.call,
         "logprobs": [[each.token_id, each.logprob, [list(pair) for pair in each.top]] for each in request.logprobs],
     }  # fmt: skip
 
@@ -37,7 +37,7 @@ def from_record(data: Mapping[str, Any]) -> Request:
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
     request = Request(
         data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"], streams=data["streams"],
-        tenant=data["tenant"], cache_salt=data["cache_salt"],
+        tenant=data["tenant"], cache_salt=data["cache_salt"], call=data["call"],
     )  # fmt: skip
     request.token_ids += tokens[count:]
     request.seed = data["seed"]

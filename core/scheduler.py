@@ -6,8 +6,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
@@ -17,7 +16,7 @@ from .admission import Admission, load_error
 from .load_ahead import LoadAhead
 from .load_policy import LoadPolicy
 from .output_lengths import OutputLengths
-from .overload import Overloaded
+from .overload import QueueRoom
 from .queue_policy import EvenShares, QueuePolicy
 from .repeats import Repeats
 from .request import Request, RequestState
@@ -25,6 +24,7 @@ from .request_memory import RequestMemory
 from .running import Running, group_by_adapter
 from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
+from .step_shares import StepShares
 from .tell import tell
 from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
 from .victim_policy import NewestFirst, VictimPolicy
@@ -61,7 +61,6 @@ class Scheduler:
         self._memory = memory
         self._buckets = buckets
         self._ahead = LoadAhead(limits, store, memory)
-        self._clock = clock
         self._policies = policies or Policies.default()
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths(limits.block_tokens)
@@ -71,9 +70,10 @@ class Scheduler:
         self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._running = Running()
+        self._shares = StepShares(clock)
+        self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # run while their adapter's bytes are still coming
-        self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
         #: Those that lack a page for it, where all that every running request has to compute is its new token.
         self._short: list[Request] | None = None
         self._num_steps = 0
@@ -115,29 +115,8 @@ class Scheduler:
         return self._requests[request_id]
 
     def check_room(self, tenant: str) -> None:
-        """Raise Overloaded when one more request of `tenant` is not to wait.
-
-        A tenant that is known may fill only as much of the queue as it leaves to others, so that whoever comes anew
-        finds room.
-        """
-        most, waiting = self._limits.max_waiting, len(self._waiting)
-        if most is None or waiting < most // 2:
-            return
-        if waiting >= most:
-            text = f"{waiting} generations wait, the queue holds {most}"
-        elif tenant and (own := self._waiting.count(tenant)) >= most - waiting:
-            text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
-        else:
-            return
-        raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
-
-    def _seconds_to_drain(self, count: float) -> float:
-        """How long, by the rate of late, until so many of the waiting requests have begun; from 1 to 60 seconds."""
-        ends = self._ends
-        if len(ends) < 2:
-            return 1.0
-        rate = (len(ends) - 1) / max(1e-9, self._clock() - ends[0])
-        return min(60.0, max(1.0, count / rate))
+        """Raise Overloaded when one more request of `tenant` is not to wait."""
+        self._room.check(self._waiting, tenant)
 
     def add(self, request: Request) -> None:
         params, limits = request.params, self._limits
@@ -168,7 +147,12 @@ class Scheduler:
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
-        chosen, budget, preempted = self._decode_all() or self._schedule_running()
+        sharing = self._shares.choose(self._running) if self._running.calls else None
+        if sharing is None:
+            chosen, budget, preempted = self._decode_all() or self._schedule_running(self._running)
+        else:
+            self._short = None
+            chosen, budget, preempted = self._schedule_running(sharing)
         admitted: dict[Request, int] = {}
         if self._waiting:
             self._fail_hopeless()
@@ -187,6 +171,8 @@ class Scheduler:
             return None
         self._num_steps += 1
         plan = plan_step(self._num_steps, groups, counts, self._buckets)
+        if plan.bucket is None:
+            self._shares.forget()
         if chosen is None and not admitted and self._limits.max_repeat > 1 and not self._admission.awaits_growth:
             plan.repeat = self._repeats.count(plan, self._running, self._waiting)
         return plan
@@ -296,15 +282,15 @@ class Scheduler:
         short = [request for request in short if request.is_running]  # they may have been aborted
         return (None, budget, False) if not short or self._memory.grow_each(short) else None
 
-    def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
-        """Running requests with their token counts, the budget left, and whether any had to be preempted.
+    def _schedule_running(self, taking_part: Sequence[Request]) -> tuple[dict[Request, int], int, bool]:
+        """Those of the running requests with their token counts, the budget left, and whether any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
         """
         budget, running = self._limits.max_num_batched_tokens, self._running
         chosen: dict[Request, int] = {}
         preempted = False
-        for request in sorted(running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
+        for request in sorted(taking_part, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
             if not request.is_running:  # preempted for one before it
@@ -393,7 +379,7 @@ class Scheduler:
         if request.is_running:
             self._running.remove(request)
             self._give_back(request)
-            self._ends.append(self._clock())
+            self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._lengths.end(request.num_output_tokens)
         else:

@@ -65,7 +65,16 @@ class Generation:
         self.choices = [
             Choice(
                 i,
-                Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival, tenant=tenant, cache_salt=cache_salt),
+                Request(
+                    f"{call_id}-{i}",
+                    prompt,
+                    param,
+                    adapter,
+                    self._arrival,
+                    tenant=tenant,
+                    cache_salt=cache_salt,
+                    call=call_id if len(prompts) > 1 else "",
+                ),
                 stream,
                 prompt_token_ids=prompt,
                 shows_stop_token=shows_stop_token,

@@ -301,7 +301,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="checkpoint to serve; default: the built-in one, with 4,096 tokens")
     parser.add_argument("--mutations", type=int, default=100, help="random bodies to send")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
-    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--only", action="append", help="only shapes whose name has this in it; may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or long_model(Path(directory))
@@ -315,7 +315,7 @@ def main() -> int:
             )
             rows = []
             for attack in shapes():
-                if arguments.only in attack.name:
+                if any(part in attack.name for part in arguments.only or [""]):
                     rows.append(strike(server, attack, beside))
                     print(show(rows[-1]), flush=True)
             drawn = []
