@@ -72,8 +72,12 @@ class Admission:
         self._late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
-    def admit(self, running: Running, budget: int) -> dict[Request, int]:
+    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         """Start waiting requests in queue order; those whose adapter is still being read are passed over.
+
+        rows: those of `running` that take part in the step. Once every seat is taken, only calls that have no answer
+        running may begin one more, as long as the step has a row for it and as long as every call that runs has: the
+        answers of calls with several take turns then.
 
         They go from the queue to `running`; returned with how many tokens each is to compute, of `budget` in all.
         The first that lacks pages or token budget ends it, so that a large request is not starved by small ones: pages
@@ -83,7 +87,7 @@ class Admission:
         admitted: dict[Request, int] = {}
         seats = limits.max_num_seqs
         self.awaits_growth = False
-        if budget <= 0 or len(running) >= seats:
+        if budget <= 0 or not self._has_place(running, rows):
             return admitted
         now = self._clock()
         active = None
@@ -107,12 +111,23 @@ class Admission:
             return True
 
         is_limited = active is not None or bool(self._late) or doubt
-        order = QueueOrder(waiting, self._policy, self._store, overdue_before, may_come if is_limited else None)
+
+        def make_order() -> QueueOrder:
+            may_run = may_come if is_limited else None
+            return QueueOrder(waiting, self._policy, self._store, overdue_before, may_run, len(running) >= seats)
+
+        order = make_order()
         growth: int | None = None
         seats_left = False
         while (request := order.next()) is not None:
-            if budget <= 0 or len(running) >= seats:
+            if budget <= 0 or not self._has_place(running, rows + len(admitted)):
                 break
+            if len(running) >= seats and not order.only_firsts:
+                order = make_order()
+                continue
+            if order.only_firsts and request.call in running.calls:
+                order.pass_over()
+                continue
             adapter = request.adapter
             if adapter is not None and is_barred(adapter):
                 if order.is_overdue():
@@ -175,6 +190,12 @@ class Admission:
             self._note_cold()
         return admitted
 
+    def _has_place(self, running: Running, rows: int) -> bool:
+        seats = self._limits.max_num_seqs
+        if len(running) < seats:
+            return True
+        return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
+
     def _is_here(self, adapter: Adapter) -> bool:
         """True if nothing of it is still to be read."""
         return self._store.tier(adapter) not in _AWAY
@@ -185,11 +206,11 @@ class Admission:
         for group in list(unnoted):
             if group.adapter.pages or self._store.tier(group.adapter) is Tier.HOST:
                 continue  # it may be on disk only by the time that it could run
-            for request in reversed(group.requests):
+            for request in group.newest_first():
                 if request.place <= group.noted:
                     break
                 self._count_cold(request)
-            group.noted = next(reversed(group.requests)).place
+            group.noted = next(group.newest_first()).place
             del unnoted[group]
 
     def _count_cold(self, request: Request) -> None:

@@ -30,11 +30,14 @@ class QueueOrder:
         store: AdapterStore,
         overdue_before: float,
         may_run: Callable[[Adapter, Request], bool] | None = None,
+        only_firsts: bool = False,
     ) -> None:
         """may_run: whether an adapter that is not resident, or of which there may be too many, is worth a look; it is
-        given its first waiting request. None: every adapter is."""
+        given its first waiting request. None: every adapter is. only_firsts: of each call only its first answer is
+        considered."""
         self._policy = policy
         self._overdue_before = overdue_before
+        self.only_firsts = only_firsts
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
         self._tenant = ""
         near: set[Adapter | None] | None = None
@@ -54,7 +57,9 @@ class QueueOrder:
                 else:
                     continue
                 group = groups[adapter]
-                head = next(iter(group.requests))
+                if only_firsts and not group.firsts:
+                    continue
+                head = self._head(group)
                 if may_run is None or adapter is None or may_run(adapter, head):
                     entries.append((OVERDUE if head.arrival_time < overdue_before else kind, head.place, kind, group))
             if entries:
@@ -69,7 +74,7 @@ class QueueOrder:
             self._tenant = self._policy.order(self._tenants)
         else:
             (self._tenant,) = self._tenants
-        return self._tenants[self._tenant][0][3].head
+        return self._head(self._tenants[self._tenant][0][3])
 
     def is_overdue(self) -> bool:
         """Of the one that `next` has named."""
@@ -79,8 +84,8 @@ class QueueOrder:
         """The one that `next` has named has left its group."""
         entries = self._tenants[self._tenant]
         _, _, kind, group = entries[0]
-        if group.requests:
-            heapq.heapreplace(entries, self._entry(kind, group.head, group))
+        if group.firsts or (group.more and not self.only_firsts):
+            heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
         else:
             self.pass_over()
 
@@ -90,6 +95,9 @@ class QueueOrder:
         heapq.heappop(entries)
         if not entries:
             del self._tenants[self._tenant]
+
+    def _head(self, group: Group) -> Request:
+        return next(iter(group.firsts)) if self.only_firsts else group.head
 
     def _entry(self, kind: int, head: Request, group: Group) -> tuple[int, int, int, Group]:
         """Places differ, so that groups are never compared."""

@@ -48,6 +48,7 @@ class Request:
         "finish_reason",
         "had_to_wait",
         "id",
+        "is_further",
         "is_quiet",
         "last_block",
         "logprobs",
@@ -103,6 +104,7 @@ class Request:
         self.call = call
         self.state = RequestState.WAITING
         self.place = 0  # in the queue
+        self.is_further = False  # it came behind another answer of its call
         self.began_at = 0  # tokens that were cached when it was last admitted
         self.charged = 0  # tokens of work that its tenant has been charged for since
         self.is_quiet = False  # nothing is told until it ends

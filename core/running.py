@@ -29,6 +29,10 @@ class Running(list[Request]):
         self.lone: dict[Request, None] = {}
         """The others."""
 
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls) + len(self.lone)
+
     def append(self, request: Request) -> None:
         list.append(self, request)
         if self._groups is not None:

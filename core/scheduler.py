@@ -70,7 +70,7 @@ class Scheduler:
         self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._running = Running()
-        self._shares = StepShares(clock)
+        self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # run while their adapter's bytes are still coming
@@ -147,7 +147,7 @@ class Scheduler:
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
-        sharing = self._shares.choose(self._running) if self._running.calls else None
+        sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
         if sharing is None:
             chosen, budget, preempted = self._decode_all() or self._schedule_running(self._running)
         else:
@@ -157,7 +157,8 @@ class Scheduler:
         if self._waiting:
             self._fail_hopeless()
             if not preempted:
-                admitted = self._admission.admit(self._running, budget)
+                rows = len(self._running if chosen is None else chosen)
+                admitted = self._admission.admit(self._running, budget, rows)
                 self._loading += [request for request in admitted if request.state is RequestState.LOADING]
             self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
             if self._limits.prefetch:

@@ -9,6 +9,7 @@ from statistics import median
 
 from .request import Request
 from .running import Running
+from .waiting import WaitingQueue
 
 MAX_SLOWDOWN = 1.8
 """How many times as long a step may take as one in which calls with several answers leave their turns out."""
@@ -36,7 +37,9 @@ class StepShares:
     out keeps its seat, its pages and its state.
     """
 
-    def __init__(self, clock: Callable[[], float]) -> None:
+    def __init__(self, max_rows: int, clock: Callable[[], float]) -> None:
+        """max_rows: of a step."""
+        self._max_rows = max_rows
         self._clock = clock
         self._turns = FIRST_TURNS  # places in a step beyond those in a step of a trial
         self._without: float | None = None  # seconds of a step of a trial, smoothed
@@ -47,29 +50,36 @@ class StepShares:
         self._measured: list[float] | None = None  # where the time of the step under way belongs
         self._began = 0.0
 
-    def choose(self, running: Running) -> list[Request] | None:
-        """Requests of the next step, None for all that run. To be asked while calls with several answers run."""
-        num_calls = len(running.calls) + len(running.lone)
+    def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
+        """Requests of the next step, None for all that run. To be asked while calls with several answers run.
+
+        With every row taken it leaves one to a call that waits for its first.
+        """
+        num_calls, free = running.num_calls, self._max_rows
+        if len(running) >= free and num_calls < free and waiting.has_firsts():
+            free -= 1
         if num_calls < 2:
             self._measured = None
-            return None
+            return None if len(running) <= free else self._deal(running, free)
         now = self._clock()
         if self._measured is not None:
             self._measured.append(now - self._began)
         self._began, self._measured = now, self._window
         turns = len(running) - num_calls + 1  # with which everybody runs
+        given = min(self._turns, free - num_calls + 1)
         if len(self._window) >= WINDOW:
-            if self._num_tried < TRIAL and (self._turns < turns or self._num_untried >= UNTRIED_WINDOWS):
+            if self._num_tried < TRIAL and (given < turns or self._num_untried >= UNTRIED_WINDOWS):
                 self._num_tried += 1
                 self._measured = self._trial
                 return self._deal(running, 0)
             if self._trial:
-                self._adapt(min(self._turns, turns))
+                self._adapt(min(given, turns))
             self._num_untried = 0 if self._num_tried else self._num_untried + 1
             self._num_tried = 0
             self._window.clear()
             self._trial.clear()
-        return None if self._turns >= turns else self._deal(running, self._turns)
+            given = min(self._turns, free - num_calls + 1)
+        return None if given >= turns else self._deal(running, given)
 
     def forget(self) -> None:
         """The step that was chosen last does more than to go on with answers: the time it takes says nothing."""

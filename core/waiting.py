@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -13,16 +14,37 @@ from .request import Request
 class Group:
     """Waiting requests of one tenant for one adapter, in order."""
 
-    __slots__ = ("adapter", "noted", "requests")
+    __slots__ = ("adapter", "firsts", "more", "noted")
 
     def __init__(self, adapter: Adapter | None) -> None:
         self.adapter = adapter
-        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.firsts: OrderedDict[Request, None] = OrderedDict()  # of each call the answer that came first
+        self.more: OrderedDict[Request, None] = OrderedDict()
         self.noted = -math.inf  # place up to which it has been noted that they wait for their adapter
+
+    def __len__(self) -> int:
+        return len(self.firsts) + len(self.more)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.line(request)
+
+    def line(self, request: Request) -> OrderedDict[Request, None]:
+        """Those among which a request belongs."""
+        return self.more if request.is_further else self.firsts
 
     @property
     def head(self) -> Request:
-        return next(iter(self.requests))
+        """The request that comes first."""
+        heads = [next(iter(line)) for line in (self.firsts, self.more) if line]
+        return heads[0] if len(heads) == 1 else min(heads, key=_place)
+
+    def newest_first(self) -> Iterator[Request]:
+        """All of them, the last one first."""
+        return heapq.merge(reversed(self.firsts), reversed(self.more), key=_place, reverse=True)
+
+
+def _place(request: Request) -> int:
+    return request.place
 
 
 class WaitingQueue:
@@ -31,6 +53,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
         self._first = self._last = 0
+        self._last_call = ""  # of the request that came last: the answers of a call come one after another
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
         #: Groups with requests of which nobody has noted yet whether they wait for their adapter.
         self.unnoted: dict[Group, None] = {}
@@ -46,14 +69,16 @@ class WaitingQueue:
 
     def count(self, tenant: str) -> int:
         """Number of a tenant's requests that wait, those held back left out."""
-        return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
+        return sum(len(group) for group in self.tenants.get(tenant, {}).values())
 
     def append(self, request: Request) -> None:
         """Add one that has just come."""
         self._last += 1
         request.place = self._last
         self._order[request] = None
-        self._group(request).requests[request] = None
+        request.is_further = request.call != "" and request.call == self._last_call
+        self._last_call = request.call
+        self._group(request).line(request)[request] = None
 
     def append_first(self, request: Request) -> None:
         """Add one that has run and is to go on before all others."""
@@ -72,11 +97,15 @@ class WaitingQueue:
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Consider a request that was held back, before the others of its group. Nothing happens if it has left."""
+        """Consider a request that was held back, before others of its group. Nothing happens if it has left."""
         if request in self._order:
-            requests = self._group(request).requests
-            requests[request] = None
-            requests.move_to_end(request, last=False)
+            line = self._group(request).line(request)
+            line[request] = None
+            line.move_to_end(request, last=False)
+
+    def has_firsts(self) -> bool:
+        """True if a request may be considered that came as the first of its call."""
+        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
 
     def adapters(self) -> set[Adapter]:
         """Adapters of the requests that may be considered."""
@@ -96,10 +125,10 @@ class WaitingQueue:
     def _leave_group(self, request: Request) -> None:
         groups = self.tenants.get(request.tenant)
         group = None if groups is None else groups.get(request.adapter)
-        if groups is None or group is None or request not in group.requests:
+        if groups is None or group is None or request not in group:
             return
-        del group.requests[request]
-        if not group.requests:
+        del group.line(request)[request]
+        if not group:
             del groups[request.adapter]
             self.unnoted.pop(group, None)
             if not groups:
