@@ -5,23 +5,33 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from statistics import median
+from statistics import fmean
 
 from .request import Request
 from .running import Running
 from .waiting import WaitingQueue
 
-MAX_SLOWDOWN = 1.8
-"""How many times as long a step may take as one in which calls with several answers leave their turns out."""
+MAX_SLOWDOWN = 1.4
+"""How many times as long a step may take as one in which calls with several answers leave their turns out.
 
-FIRST_TURNS = 4
+Those steps are run amid the others, where a server still has to send what the steps before brought: measured against
+what a step takes when nobody takes turns, it is about twice as long.
+"""
+
+FIRST_TURNS = 4.0
 """Turns in a step before anything was measured."""
+
+LEAST_TURNS = 1 / 8
+"""Turns in a step, below which answers are not held back, whatever they cost."""
 
 WINDOW = 30
 """Steps between two trials."""
 
+SPIKES = 3
+"""The longest steps of a window, which are left out: something else held them up."""
+
 TRIAL = 2
-"""Steps of a trial. The first has still to do beside it what the server makes of the step before."""
+"""Steps of a trial."""
 
 UNTRIED_WINDOWS = 8
 """Windows between two trials while everybody runs and that has been found cheap enough."""
@@ -41,7 +51,8 @@ class StepShares:
         """max_rows: of a step."""
         self._max_rows = max_rows
         self._clock = clock
-        self._turns = FIRST_TURNS  # places in a step beyond those in a step of a trial
+        self._turns = FIRST_TURNS  # places in a step beyond those in a step of a trial, on average
+        self._due = 0.0  # what is left of a turn that did not fit into a step as a whole
         self._without: float | None = None  # seconds of a step of a trial, smoothed
         self._window: list[float] = []  # seconds of the steps since the last trial
         self._trial: list[float] = []
@@ -79,19 +90,24 @@ class StepShares:
             self._window.clear()
             self._trial.clear()
             given = min(self._turns, free - num_calls + 1)
-        return None if given >= turns else self._deal(running, given)
+        if given >= turns:
+            return None
+        self._due += given
+        whole = int(self._due)
+        self._due -= whole
+        return self._deal(running, whole)
 
     def forget(self) -> None:
         """The step that was chosen last does more than to go on with answers: the time it takes says nothing."""
         self._measured = None
 
-    def _adapt(self, turns: int) -> None:
+    def _adapt(self, turns: float) -> None:
         """Set how many turns there is time for, now that `turns` of them have been measured."""
         seconds = min(self._trial)
         self._without = seconds if self._without is None else self._without + (seconds - self._without) / 4
-        cost, room = median(self._window) - self._without, (MAX_SLOWDOWN - 1) * self._without
-        least, most = max(1, turns // 2), 2 * turns
-        self._turns = most if cost * most <= room * turns else max(least, int(turns * room / cost))
+        cost, room = fmean(sorted(self._window)[:-SPIKES]) - self._without, (MAX_SLOWDOWN - 1) * self._without
+        wanted = 2.0 if 2 * cost <= room else max(0.5, room / cost)
+        self._turns = max(LEAST_TURNS, turns * wanted)
 
     def _deal(self, running: Running, turns: int) -> list[Request]:
         """One request of each call but the one that is first in turn, and `turns` more in turns, from that one on."""
