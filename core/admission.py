@@ -126,8 +126,7 @@ class Admission:
                 order = make_order()
                 continue
             if order.only_firsts and request.call in running.calls:
-                order.pass_over()
-                continue
+                break
             adapter = request.adapter
             if adapter is not None and is_barred(adapter):
                 if order.is_overdue():

@@ -73,11 +73,17 @@ class Driver:
         return self.executor.plans
 
     def add(
-        self, request_id: str, adapter: str | None, prompt: list[int], streams: bool = True, **params: Any
+        self,
+        request_id: str,
+        adapter: str | None,
+        prompt: list[int],
+        streams: bool = True,
+        call: str = "",
+        **params: Any,
     ) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter, streams=streams)
+        request = Request(request_id, prompt, SamplingParams(**params), adapter, streams=streams, call=call)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

@@ -119,14 +119,19 @@ def test_a_group_that_cannot_run_is_passed_over_whole():
     assert candidates.next() is None
 
 
-@given(st.lists(st.tuples(st.sampled_from("+-^<>"), st.integers(0, 9), st.sampled_from("ab")), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("++-^<>"), st.integers(0, 9), st.sampled_from("ab"), st.sampled_from(["", "c"])),
+        max_size=60,
+    )
+)
 def test_the_queue_is_that_of_its_changes(changes):
     """Requests come, leave, come back before all others, are held back and let go."""
     queue, model, held, known = WaitingQueue(), [], [], 0
-    for what, index, tenant in changes:
+    for what, index, tenant, call in changes:
         if what == "+":
             known += 1
-            request = Request(str(known), [1], SamplingParams(), tenant=tenant)
+            request = Request(str(known), [1], SamplingParams(), tenant=tenant, call=call)
             queue.append(request)
             model.append(request)
         elif model and what in "-^":
@@ -148,6 +153,11 @@ def test_the_queue_is_that_of_its_changes(changes):
         shown = [request for group in groups for request in (*group.firsts, *group.more)]
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
         assert all(groups)
+        for group in groups:
+            mine = sorted((*group.firsts, *group.more), key=lambda request: request.place)
+            assert list(group.newest_first())[::-1] == mine
+            assert (group.head, len(group)) == (mine[0], len(mine))
+        assert queue.has_firsts() == any(not request.is_further for request in shown)
 
 
 class TestEngine:

@@ -49,10 +49,6 @@ MAX_MODEL_LEN = 40
 NAMES = ("alto", "bass", "tenor")
 
 
-class Nobody:
-    requests = ()
-
-
 #: Adapter reads wait for the machine, which lets time go by in leaps.
 PATIENT = 1e9
 
@@ -199,6 +195,7 @@ class CheckingExecutor:
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
         self.glitches = 0
+        self.whole: StepPlan | None = None  # the latest one that is not a row of a failed step that runs alone
         self.pool: PagePool
         self.on_plan: Callable[[StepPlan], None]
         self._last_step = 0
@@ -206,6 +203,8 @@ class CheckingExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.clock.now += 0.001 * plan.num_tokens
+        if self.whole is None or self.whole.step_id != plan.step_id:
+            self.whole = plan
         if self.glitches:
             self.glitches -= 1
             raise RuntimeError("a passing fault")
@@ -450,9 +449,11 @@ class EngineMachine(RuleBasedStateMachine):
         tenants=st.lists(st.sampled_from(["", "a", "b"]), min_size=6, max_size=6),
         salts=st.lists(st.sampled_from(["", "", "", "x"]), min_size=6, max_size=6),
         twins=st.booleans(),
+        together=st.booleans(),
     )
-    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins):
-        """A few requests of similar length, whose prompts begin with the same `shared` tokens."""
+    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins, together):
+        """A few requests of similar length, whose prompts begin with the same `shared` tokens, or all of one call."""
+        call = f"c{next(self.ids)}" if together and len(names) > 1 else ""
         for index, name in enumerate(names):
             params = SamplingParams(
                 max_tokens,
@@ -463,7 +464,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
             )
             size, same = (length, length) if twins else (length + index, shared)
-            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index])
+            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index], call=call)
 
     @rule(
         name=st.sampled_from([None, *NAMES]),
@@ -480,12 +481,12 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))].tokens
         self._add(name, len(before) + more, len(before), SamplingParams(8, temperature=0.0), before)
 
-    def _add(self, name, length, shared, params, stem=None, tenant="", salt=""):
+    def _add(self, name, length, shared, params, stem=None, tenant="", salt="", call=""):
         request_id = f"r{next(self.ids)}"
         stem = [zlib.crc32(f"stem {i}".encode()) % VOCAB for i in range(MAX_MODEL_LEN + 1)] if stem is None else stem
         prompt = stem[: min(shared, length)]
         prompt = prompt + [zlib.crc32(f"{request_id} {i}".encode()) % VOCAB for i in range(length - len(prompt))]
-        request = Request(request_id, prompt, params, name, tenant=tenant, cache_salt=salt)
+        request = Request(request_id, prompt, params, name, tenant=tenant, cache_salt=salt, call=call)
         refusal = self._refusal(name, length, params.max_tokens)
         try:
             self.engine.add_request(request)
@@ -596,6 +597,14 @@ class EngineMachine(RuleBasedStateMachine):
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
         using = {r.adapter for r in self.scheduler._running} - {None}
+        beyond_seats = len(self.scheduler._running) > self.config.max_num_seqs
+        reached["begun beyond the seats"] += beyond_seats and bool(first)
+        plan = self.executor.whole
+        in_step = {row.request_id for row in plan.rows}
+        sitting_out = [r for r in self.scheduler._running if r.id not in in_step]
+        reached["sat out"] += bool(sitting_out)
+        if plan.num_tokens < self.config.max_num_batched_tokens:
+            assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -607,8 +616,10 @@ class EngineMachine(RuleBasedStateMachine):
             if adapter is not None and adapter not in self.here_before:
                 reached["overdue, its adapter not here"] += any(arrival > waiting.arrival_time for arrival in fresh)
                 continue
-            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, Nobody).requests:
+            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, ()):
                 continue  # held back until its prompt has been computed for another
+            if beyond_seats and (waiting.is_further or waiting.call in self.scheduler._running.calls):
+                continue  # it needs a seat, which a call that comes anew does not
             overdue.append(waiting)
         # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
         barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
@@ -778,7 +789,11 @@ class EngineMachine(RuleBasedStateMachine):
     def books_add_up(self):
         self.engine.check_integrity()
         stats = self.engine.stats()
-        assert stats.num_running <= self.config.max_num_seqs
+        running, seats = self.scheduler._running, self.config.max_num_seqs
+        assert running.num_calls <= seats
+        assert all(len(members) <= seats for members in running.calls.values())
+        assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
+        assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
         assert stats.num_free_pages + held == self.usable
@@ -874,5 +889,6 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn", "a read was given up"}
+    assert reached.keys() >= {"sat out", "begun beyond the seats"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached
