@@ -11,7 +11,7 @@ from .request import Request
 from .running import Running
 from .waiting import WaitingQueue
 
-MAX_SLOWDOWN = 1.4
+MAX_SLOWDOWN = 1.35
 """How many times as long a step may take as one in which calls with several answers leave their turns out.
 
 Those steps are run amid the others, where a server still has to send what the steps before brought: measured against
