@@ -59,7 +59,7 @@ class QueueOrder:
                 group = groups[adapter]
                 if only_firsts and not group.firsts:
                     continue
-                head = self._head(group)
+                head = next(iter(group.firsts)) if only_firsts or not group.more else group.head
                 if may_run is None or adapter is None or may_run(adapter, head):
                     entries.append((OVERDUE if head.arrival_time < overdue_before else kind, head.place, kind, group))
             if entries:

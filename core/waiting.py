@@ -35,8 +35,13 @@ class Group:
     @property
     def head(self) -> Request:
         """The request that comes first."""
-        heads = [next(iter(line)) for line in (self.firsts, self.more) if line]
-        return heads[0] if len(heads) == 1 else min(heads, key=_place)
+        if not self.more:
+            return next(iter(self.firsts))
+        further = next(iter(self.more))
+        if not self.firsts:
+            return further
+        first = next(iter(self.firsts))
+        return first if first.place < further.place else further
 
     def newest_first(self) -> Iterator[Request]:
         """All of them, the last one first."""
