@@ -270,20 +270,21 @@ class Engine:
         """Names of the adapters of running and of waiting requests, sorted."""
         return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
 
-    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without making anything of it.
 
-        roots: directories below which its files must lie; none: anywhere. It and `check_weights` may be called from any
-        thread: they take as long as the disk does and no step waits for them. Raises AdapterFormatError.
+        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`. It
+        and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
+        them. Raises AdapterFormatError.
         """
-        return self.check_weights(self._executor.adapters.inspect(path, roots))
+        return self.check_weights(self._executor.adapters.inspect(path, roots), image)
 
-    def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
+    def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
         """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
 
         The hash of the content is left out: it takes several times as long as all the rest.
         """
-        self._executor.adapters.read(manifest, self.store.layout_of(manifest), HostImage())
+        self._executor.adapters.read(manifest, self.store.layout_of(manifest), image or HostImage())
         return with_effect(manifest)
 
     def pin_adapter(self, name: str) -> None:
