@@ -57,7 +57,7 @@ class Admission:
         self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
         self._late: set[Adapter] = set()  # did not come in time: no request starts before all of it has been read
         self._doubt_until = 0.0
-        self.awaits_growth = False  # the last `admit` ended for what is expected to grow, which may differ in any step
+        self._growth: int | None = None  # pages that running requests are still expected to take; None: to be counted
         self.num_cold_starts = 0  # requests whose adapter was not all there when they could begin
 
     def settle(self) -> None:
@@ -82,7 +82,6 @@ class Admission:
         limits, waiting = self._limits, self._waiting
         admitted: dict[Request, int] = {}
         seats = limits.max_num_seqs
-        self.awaits_growth = False
         if budget <= 0 or len(running) >= seats:
             return admitted
         now = self._clock()
@@ -108,7 +107,7 @@ class Admission:
 
         is_limited = active is not None or bool(self._late) or doubt
         order = QueueOrder(waiting, self._policy, self._store, overdue_before, may_come if is_limited else None)
-        growth: int | None = None
+        self._growth = None
         seats_left = False
         while (request := order.next()) is not None:
             if budget <= 0 or len(running) >= seats:
@@ -137,7 +136,7 @@ class Admission:
             if self._prefills.wait(request, len(blocks)):
                 order.go_on()
                 continue
-            if not self._memory.fits(request, blocks):
+            if not self._has_room(request, blocks, running):
                 if self._store.give_up_loads():
                     continue
                 if running or self._store.has_transfers:
@@ -146,18 +145,6 @@ class Admission:
                 order.go_on()
                 self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
                 continue
-            if running:
-                if growth is None:
-                    growth = self._lengths.growth_of(running)
-                block = limits.block_tokens
-                own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
-                if not self._memory.fits(request, blocks, growth + max(0, own)) and not self._memory.fits(
-                    request, blocks, self._lengths.peak_growth(running, request)
-                ):
-                    if self._store.give_up_loads():
-                        continue
-                    self.awaits_growth = True
-                    break
             waiting.remove(request)
             order.go_on()
             count = min(missing, budget)
@@ -166,7 +153,8 @@ class Admission:
             running.append(request)
             admitted[request] = count
             budget -= count
-            growth = None if growth is None else growth + self._lengths.growth(request)
+            if self._growth is not None:
+                self._growth += self._lengths.growth(request)
             if active is not None and adapter is not None:
                 active.add(adapter)
         else:
@@ -174,6 +162,23 @@ class Admission:
         if seats_left and waiting:
             self._note_cold()
         return admitted
+
+    def _has_room(self, request: Request, blocks: list[Block], running: Running) -> bool:
+        """True if there are pages for what a request has, and for what it and those that run are expected to grow by.
+
+        blocks: of the prefix cache, from which it starts.
+        """
+        if not self._memory.fits(request, blocks):
+            return False
+        if not running:
+            return True
+        if self._growth is None:
+            self._growth = self._lengths.growth_of(running)
+        block = self._limits.block_tokens
+        own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
+        return self._memory.fits(request, blocks, self._growth + max(0, own)) or self._memory.fits(
+            request, blocks, self._lengths.peak_growth(running, request)
+        )
 
     def _is_here(self, adapter: Adapter) -> bool:
         """True if nothing of it is still to be read."""

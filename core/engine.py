@@ -68,8 +68,11 @@ class EngineStats:
 class Engine:
     """Schedule → execute → update, one step at a time, on one thread.
 
-    The executor and the clock are injected, so that the same policy code serves and simulates.
+    The executor and the clock are injected, so that the same policy code serves and simulates. A subclass may bring its
+    own kind of `Scheduler`.
     """
+
+    scheduler_type: type[Scheduler] = Scheduler
 
     def __init__(
         self,
@@ -106,7 +109,6 @@ class Engine:
             prefetch=config.prefetch,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
-            max_repeat=getattr(executor, "max_repeat", 1),
             max_waiting=config.max_waiting,
         )
         buckets = DecodeBuckets(config.max_num_seqs)
@@ -115,9 +117,8 @@ class Engine:
             config.share_prefix_cache,
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
-        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock, policies)
+        self._scheduler = self.scheduler_type(limits, self.store, memory, loads, buckets, clock, policies)
         self._seeds = random.Random(config.seed)
-        self._num_steps = 0
         self._next_check = 0.0
         self.quarantine: dict[str, Quarantined] = {}
         """Adapters of the adapters directory that are not served, by name."""
@@ -201,7 +202,6 @@ class Engine:
             if plan.bucket is None:
                 self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
-            self._num_steps += result.count
         elif not outputs and self._scheduler.has_work():
             self.store.wait_for_reads(READ_WAIT_SECONDS)
         return outputs
@@ -250,7 +250,7 @@ class Engine:
             num_kv_pages=pool.count(PageKind.KV),
             num_adapter_pages=pool.count(PageKind.ADAPTER),
             num_cached_pages=pool.count(PageKind.CACHED),
-            num_steps=self._num_steps,
+            num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,

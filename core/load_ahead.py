@@ -95,10 +95,3 @@ class LoadAhead:
                     self._refused.add(adapter)
                     continue
                 wanted += adapter.num_pages if adapter.is_idle else 0
-
-    def may_load(self, waiting: Iterable[Request]) -> bool:
-        """True if an adapter may soon be there to be loaded ahead."""
-        window = itertools.islice(waiting, self._limits.prefetch)
-        adapters = {request.adapter for request in window if request.adapter is not None}
-        there = (Tier.HOST, Tier.FAILED)
-        return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)

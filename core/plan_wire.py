@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,7 +11,7 @@ from ..memory.adapter import Adapter
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 1
+VERSION = 2
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
@@ -22,8 +21,6 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
         "step_id": plan.step_id,
         "mode": str(plan.mode),
         "bucket": plan.bucket,
-        "repeat": plan.repeat,
-        "until": None if math.isinf(plan.until) else plan.until,
         "adapters": [
             {"name": adapter.name, "version": adapter.version, "pages": list(adapter.pages)}
             for adapter in plan.adapters
@@ -47,9 +44,8 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
     if data["v"] != VERSION:
         raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
     rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
-    until = math.inf if data["until"] is None else data["until"]
     adapters = [find(adapter) for adapter in data["adapters"]]
-    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"], data["repeat"], until)
+    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"])
     plan.mode = StepMode(data["mode"])
     return plan
 

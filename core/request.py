@@ -47,9 +47,7 @@ class Request:
         "finish_reason",
         "had_to_wait",
         "id",
-        "is_quiet",
         "last_block",
-        "logprobs",
         "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -59,13 +57,11 @@ class Request:
         "place",
         "prompt_hash",
         "prompt_logprobs",
-        "quiet_until",
         "room",
         "row",
         "seed",
         "start_time",
         "state",
-        "streams",
         "tenant",
         "token_ids",
     )
@@ -77,13 +73,11 @@ class Request:
         params: SamplingParams,
         adapter_name: str | None = None,
         arrival_time: float = 0.0,
-        streams: bool = True,
         tenant: str = "",
         cache_salt: str = "",
     ) -> None:
         """A request that waits.
 
-        streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends.
         tenant: identity of the client that pays for it, empty if unknown. cache_salt: prefix-cache blocks are shared
         only between requests of equal salt.
         """
@@ -94,15 +88,12 @@ class Request:
         self.params = params
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
-        self.streams = streams
         self.tenant = tenant
         self.cache_salt = cache_salt
         self.state = RequestState.WAITING
         self.place = 0  # in the queue
         self.began_at = 0  # tokens that were cached when it was last admitted
         self.charged = 0  # tokens of work that its tenant has been charged for since
-        self.is_quiet = False  # nothing is told until it ends
-        self.quiet_until = 0  # tokens computed, before which there is nothing to tell, to cache or to end
         self.start_time: float | None = None  # when it was admitted first
         self.had_to_wait = False  # for its adapter, when it could have run otherwise
         self.seed = params.seed
@@ -112,7 +103,6 @@ class Request:
         self.row: ScheduledRow | None = None  # its part of the last step in which it computed one token
         self.max_length = 0  # tokens, prompt included, with which it ends; known once it is queued
         self.end_ids: frozenset[int] = frozenset()  # tokens that end it before that
-        self.logprobs: list[TokenLogprobs] = []  # of generated tokens that have not been told
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
         self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
         self.prompt_hash: int | None = None  # once it was asked for

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from operator import itemgetter
-
 from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
 from ..memory.kv import BlockTable
@@ -33,12 +30,17 @@ class RequestMemory:
         self._prefix = prefix
         self._reclaimer = reclaimer
         self._block_tokens = block_tokens
-        self._use_prefix_cache = use_prefix_cache
+        self.use_prefix_cache = use_prefix_cache
         self._share_prefix_cache = share_prefix_cache
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or that nobody uses."""
+        return self._reclaimer.available
 
     def match(self, request: Request) -> list[Block]:
         """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
-        if not self._use_prefix_cache or request.params.prompt_logprobs is not None:
+        if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
         return self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
 
@@ -52,7 +54,7 @@ class RequestMemory:
         spare: so many more pages must then still be left.
         """
         wanted = -(-request.num_tokens // self._block_tokens) - len(blocks) + spare
-        available = self._reclaimer.available
+        available = self.num_available_pages
         if blocks:
             available -= self._prefix.unused(blocks)
         adapter = request.adapter
@@ -84,12 +86,12 @@ class RequestMemory:
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
-        request.caching = self._use_prefix_cache
+        request.caching = self.use_prefix_cache
         self.grow(request, request.num_computed_tokens + count)
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
         """Free `num_pages` while at least `wanted` more could still be freed. False, and nothing done, if not."""
-        return self._reclaimer.available - wanted >= num_pages and self._reclaimer.make_room(num_pages)
+        return self.num_available_pages - wanted >= num_pages and self._reclaimer.make_room(num_pages)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
@@ -115,61 +117,6 @@ class RequestMemory:
             request.room += block
         return True
 
-    @property
-    def caches_prefixes(self) -> bool:
-        return self._use_prefix_cache
-
-    def most_steps(self, requests: list[Request], steps: int, wanted: set[Adapter | None]) -> int:
-        """How many decode steps of all of `requests` there are pages for, at most `steps`; the first one has its own.
-
-        wanted: adapters whose pages are not to be taken; they are evicted after all others.
-        """
-        available = self._reclaimer.available
-        if wanted:
-            available -= sum(len(adapter.pages) for adapter in wanted if adapter is not None and adapter.is_idle)
-        if len(requests) * -(-steps // self._block_tokens) <= available:
-            return steps
-        least = 1
-        while least < steps:
-            middle = (least + steps + 1) // 2
-            if self._missing_pages(requests, middle - 1) <= available:
-                least = middle
-            else:
-                steps = middle - 1
-        return least
-
-    def _missing_pages(self, requests: list[Request], steps: int) -> int:
-        """Pages to allocate before every one of `requests`, each about to compute a token, can compute `steps` more."""
-        return sum(r.block_table.missing_pages(r.num_computed_tokens + 1 + steps) for r in requests)
-
-    def catch_up(self, requests: list[Request], steps: int) -> None:
-        """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
-
-        Their tokens are known already. Blocks become known, and others are evicted for new ones, in the order of these
-        steps.
-        """
-        block = self._block_tokens
-        if not self._use_prefix_cache or not any(request.caching for request in requests):
-            for _ in range(0, steps, block):
-                requests = [request for request in requests if request.room < len(request.token_ids)]
-                self.grow_each(requests)
-            return
-        starts = [request.num_computed_tokens for request in requests]
-        ends = sorted(
-            (end, index)
-            for index, start in enumerate(starts)
-            for end in range(-(start + 1) % block, steps, block)  # the steps that complete a block
-        )
-        for end, group in itertools.groupby(ends, itemgetter(0)):
-            indices = [index for _, index in group]
-            for index in indices:
-                requests[index].num_computed_tokens = starts[index] + end + 1
-                self.remember(requests[index])
-            for index in indices:
-                self.grow(requests[index], starts[index] + end + 2)
-        for request, start in zip(requests, starts, strict=True):
-            request.num_computed_tokens = start + steps
-
     def remember(self, request: Request) -> None:
         """Make the blocks that the request has completed known to the prefix cache."""
         step = self._block_tokens
@@ -189,7 +136,6 @@ class RequestMemory:
         """Give back pages and pin."""
         request.block_table.free()
         request.block_table = request.last_block = request.row = None
-        request.quiet_until = 0
         if request.adapter is not None:
             self._store.release(request.adapter)
 

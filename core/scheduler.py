@@ -19,14 +19,12 @@ from .load_policy import LoadPolicy
 from .output_lengths import OutputLengths
 from .overload import Overloaded
 from .queue_policy import EvenShares, QueuePolicy
-from .repeats import Repeats
 from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter
 from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
-from .tell import tell
-from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
+from .types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .victim_policy import NewestFirst, VictimPolicy
 from .waiting import WaitingQueue
 
@@ -44,7 +42,12 @@ class Policies:
 
 
 class Scheduler:
-    """Owns the queues; what requests hold is given and taken by `RequestMemory`."""
+    """Owns the queues; what requests hold is given and taken by `RequestMemory`.
+
+    A subclass may bring its own kind of `Admission`.
+    """
+
+    admission_type: type[Admission] = Admission
 
     def __init__(
         self,
@@ -65,18 +68,15 @@ class Scheduler:
         self._policies = policies or Policies.default()
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths(limits.block_tokens)
-        self._admission = Admission(
+        self._admission = self.admission_type(
             limits, self._waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
         )
-        self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._running = Running()
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # run while their adapter's bytes are still coming
         self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
-        #: Those that lack a page for it, where all that every running request has to compute is its new token.
-        self._short: list[Request] | None = None
-        self._num_steps = 0
+        self.num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
@@ -168,79 +168,29 @@ class Scheduler:
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
-        chosen, budget, preempted = self._decode_all() or self._schedule_running()
-        admitted: dict[Request, int] = {}
+        all_decode, preempted = self._grow_decodes(), False
+        counts: dict[Request, int] = {}
+        if not all_decode:
+            counts, preempted = self._schedule_running()
         if self._waiting:
-            self._fail_hopeless()
-            if not preempted:
-                admitted = self._admission.admit(self._running, budget)
-                self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-            self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
-            if self._limits.prefetch:
-                self._ahead.load(self._waiting)
-        if chosen is None:
-            groups, counts = self._running.by_adapter(), admitted
-        else:
-            counts = chosen | admitted
-            groups = group_by_adapter(counts)
-        if not groups:
-            return None
-        self._num_steps += 1
-        plan = plan_step(self._num_steps, groups, counts, self._buckets)
-        if chosen is None and not admitted and self._limits.max_repeat > 1 and not self._admission.awaits_growth:
-            plan.repeat = self._repeats.count(plan, self._running, self._waiting)
-        return plan
+            used = len(self._running) if all_decode else sum(counts.values())
+            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, preempted)
+        groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
+        return plan_step(self.num_steps + 1, groups, counts, self._buckets) if groups else None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take a step's result: advance, append drawn tokens, finish what is done."""
+        """Apply a step's result: append the drawn tokens, end requests that are done, return what is new."""
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
-        outputs: list[RequestOutput] = []
-        if result.count > 1:
-            self._catch_up(plan, result)
-        requests, tokens = self._requests, result.tokens
-        special = result.unready or result.errors or result.logprobs or result.prompt_logprobs
-        num_drawn, num_ended = len(plan.rows), 0
-        short: list[Request] = []
+        self.num_steps += 1
+        requests, outputs = self._requests, []
+        has_extras = result.unready or result.errors or result.prompt_logprobs
         for row in plan.rows:
             request = requests.get(row.request_id)
-            if request is None or (special and not self._take_special(request, result, info, outputs)):
-                num_drawn -= 1
+            if request is None or (has_extras and not self._apply_extras(request, result, info, outputs)):
                 continue
-            token_ids, samples = request.token_ids, row.samples
-            computed = request.num_computed_tokens = len(token_ids) if samples else row.start + len(row.tokens)
-            if computed < request.quiet_until:
-                token = row.tokens[0] = tokens[row.request_id]
-                row.start = computed
-                token_ids.append(token)
-                if computed >= request.room:
-                    short.append(request)
-                continue
-            if request.caching:
-                self._memory.remember(request)
-            if not samples:
-                num_drawn -= 1
-                continue
-            token = tokens[row.request_id]
-            token_ids.append(token)
-            reason = None
-            if token in request.end_ids:
-                reason = FinishReason.STOP
-            elif computed + 1 >= request.max_length:
-                reason = FinishReason.LENGTH
-            if reason is not None or not request.is_quiet:
-                outputs.append(tell(request, token, result.count, info, reason))
-            if reason is not None:
-                self._finish(request, reason)
-                num_ended += 1
-                continue
-            if computed >= request.room:
-                short.append(request)
-            if request.row is not None:  # the one of the next step
-                row.tokens, row.start = [token], computed
-                if request.is_quiet and not (request.end_ids or request.caching):
-                    request.quiet_until = request.max_length - 1
-        self.num_generated_tokens += num_drawn * result.count
-        self._short = short if num_drawn - num_ended == len(self._running) else None
+            output = self._advance(request, row, result, info)
+            if output is not None:
+                outputs.append(output)
         if result.unready:
             self._send_back_late(plan, result)
         return outputs
@@ -284,20 +234,24 @@ class Scheduler:
             self._waiting.remove(request)
             self._fail(request, load_error(request, error))
 
-    def _decode_all(self) -> tuple[None, int, bool] | None:
-        """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.
+    def _grow_decodes(self) -> bool:
+        """Fast path: True if every running request decodes one token and has a page for it.
 
-        Then nothing is listed but those that are admitted; None when it takes more than that.
+        False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
-        budget = self._limits.max_num_batched_tokens - len(self._running)
-        short, self._short = self._short, None  # until the step's result is known, should it ever be
-        if short is None or budget < 0:
-            return None
-        short = [request for request in short if request.is_running]  # they may have been aborted
-        return (None, budget, False) if not short or self._memory.grow_each(short) else None
+        short = []
+        for request in self._running:
+            computed = request.num_computed_tokens
+            if len(request.token_ids) - computed > 1:
+                return False
+            if request.room <= computed:
+                short.append(request)
+        if len(self._running) > self._limits.max_num_batched_tokens:
+            return False
+        return not short or self._memory.grow_each(short)
 
-    def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
-        """Running requests with their token counts, the budget left, and whether any had to be preempted.
+    def _schedule_running(self) -> tuple[dict[Request, int], bool]:
+        """Running requests with their token counts, and whether any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
         """
@@ -323,7 +277,19 @@ class Scheduler:
             else:
                 chosen[request] = count
                 budget -= count
-        return chosen, budget, preempted
+        return chosen, preempted
+
+    def _schedule_waiting(self, budget: int, preempted: bool) -> dict[Request, int]:
+        """Admit waiting requests, with their token counts, and have the adapters of those behind them read."""
+        self._fail_hopeless()
+        admitted: dict[Request, int] = {}
+        if not preempted:
+            admitted = self._admission.admit(self._running, budget)
+            self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
+        if self._limits.prefetch:
+            self._ahead.load(self._waiting)
+        return admitted
 
     def _preempt(self, request: Request) -> None:
         """Give back a running request's pages and pin; it recomputes prompt and output when it runs again.
@@ -359,8 +325,10 @@ class Scheduler:
         self._policies.queue.refund(request, request.charged - (request.num_computed_tokens - request.began_at))
         self._memory.release(request)
 
-    def _take_special(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
-        """Take what few rows bring beside a token. False where a row was computed in vain, or failed."""
+    # -- a step's result
+
+    def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
+        """Apply a row's error and prompt log-probabilities; False if it produced nothing."""
         if request.id in result.unready:
             return False
         if error := result.errors.get(request.id):
@@ -368,18 +336,35 @@ class Scheduler:
             outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
             return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
-        if logprobs := result.logprobs.get(request.id):
-            request.logprobs.append(logprobs)
         return True
 
-    def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
-        """Bring the requests of a plan that ran more than once to the last of its steps."""
-        steps, tokens = result.count - 1, result.tokens
-        requests = [self._requests[row.request_id] for row in plan.rows]
-        for request in requests:
-            request.token_ids += [tokens[request.id]] * steps
-        self._memory.catch_up(requests, steps)
-        self._num_steps += steps
+    def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
+        """Move a request past its row of a step, and end it if it is done; its output if it drew a token."""
+        computed = request.num_computed_tokens = row.start + len(row.tokens)
+        if request.caching:
+            self._memory.remember(request)
+        if not row.samples:
+            return None
+        token = result.tokens[row.request_id]
+        request.token_ids.append(token)
+        self.num_generated_tokens += 1
+        if row is request.row:
+            row.tokens, row.start = [token], computed  # of the next step
+        reason = stop_token = None
+        if token in request.end_ids:
+            reason, stop_token = FinishReason.STOP, token
+        elif computed + 1 >= request.max_length:
+            reason = FinishReason.LENGTH
+        logprobs = result.logprobs and result.logprobs.get(row.request_id)
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
+            prompt_logprobs = tuple(request.prompt_logprobs)
+        if reason is not None:
+            self._finish(request, reason)
+        return RequestOutput(
+            row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
+            (logprobs,) if logprobs else (), prompt_logprobs,
+        )  # fmt: skip
 
     # -- finishing
 

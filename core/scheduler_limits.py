@@ -19,5 +19,4 @@ class SchedulerLimits:
     prefetch: int = 0
     max_adapters_per_step: int | None = None
     max_overtake_seconds: float = 1.0
-    max_repeat: int = 1
     max_waiting: int | None = None

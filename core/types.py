@@ -6,7 +6,6 @@ what the engine hands outwards. No tensors here: the simulator runs the same cod
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -71,10 +70,8 @@ class ScheduledRow:
 class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
+    rows: those of decoding requests are reused and moved on by `Scheduler.update`: read them before that.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
-    repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
-    would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
-    until: of these, none may begin at or after this time, by the engine's clock.
     mode: by which weights it runs.
     """
 
@@ -82,8 +79,6 @@ class StepPlan:
     rows: list[ScheduledRow]
     adapters: list[Adapter]
     bucket: int | None = None
-    repeat: int = 1
-    until: float = math.inf
     num_tokens: int = field(init=False)
     mode: StepMode = field(init=False)
 
@@ -125,7 +120,6 @@ class StepResult:
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
     unready: requests whose part was computed in vain, see `retract`.
-    count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -133,7 +127,6 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
-    count: int = 1
 
     def retract(self, request_id: str) -> None:
         """What was computed for a request is void: its adapter had not come. It is to run again."""
@@ -160,8 +153,6 @@ class StepInfo(NamedTuple):
 
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
-
-    A request that doesn't stream has two outputs at most, or one more where it fails: then it tells its error only.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first

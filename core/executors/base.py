@@ -20,11 +20,7 @@ class ModelInfo:
 
 
 class Executor(Protocol):
-    """Owns the model's weights and the arena; knows no queues.
-
-    An executor that has `max_repeat`, above 1, may run a plan up to its `repeat` times in a row and say so in
-    `StepResult.count`. It promises that the tokens that it draws end no request.
-    """
+    """Owns the model's weights and the arena; knows no queues."""
 
     model: ModelInfo
     layout: PageLayout

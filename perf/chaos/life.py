@@ -177,7 +177,7 @@ class Life:
         for _ in range(rng.choice([1, 1, 1, 4])):
             params = SamplingParams(MAX_TOKENS, temperature=rng.choice([0.0, 0.0, 1.0]), seed=rng.randrange(3))
             request = Request(
-                f"r{self.count}", list(tokens), params, skill, streams=rng.random() < 0.7,
+                f"r{self.count}", list(tokens), params, skill,
                 tenant=rng.choice(["", "a", "b"]), cache_salt=rng.choice(["", "", "x"]),
             )  # fmt: skip
             self.count += 1

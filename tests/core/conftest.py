@@ -72,12 +72,10 @@ class Driver:
     def plans(self) -> list[StepPlan]:
         return self.executor.plans
 
-    def add(
-        self, request_id: str, adapter: str | None, prompt: list[int], streams: bool = True, **params: Any
-    ) -> Request:
+    def add(self, request_id: str, adapter: str | None, prompt: list[int], **params: Any) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter, streams=streams)
+        request = Request(request_id, prompt, SamplingParams(**params), adapter)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ...core.costs.models import CostModel
 from ...memory.adapter_format import AdapterFormatError, AdapterManifest
 from ...memory.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.host_image import HostImage
 from ...memory.layer_stream import LayerStream
 from ...memory.layout import MODULES, PageLayout
 from ...memory.reads import Reads
-from ..costs.models import CostModel
 
 
 class VirtualClock:
@@ -131,12 +131,11 @@ class SimRead(Future):
         return False
 
 
-class SimStream:
-    """How many layers of an image have been read: evenly from `start` to `end`."""
-
-    __slots__ = ("_clock", "_has_failed", "_num_layers", "end", "start")
+class SimStream(LayerStream):
+    """An image whose layers are read evenly from `start` to `end`."""
 
     def __init__(self, clock: VirtualClock, start: float, num_layers: int) -> None:
+        super().__init__()
         self._clock = clock
         self._has_failed = False
         self._num_layers = num_layers

@@ -1,0 +1,176 @@
+"""The simulator's scheduler: it decides as the real one does, and says how long it would go on deciding the same."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.admission import Admission
+from ...core.request import Request
+from ...core.running import Running
+from ...core.scheduler import Scheduler
+from ...core.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...memory.adapter import Tier
+from ...memory.prefix import Block
+from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
+
+MOST_REPEATS = 1 << 20
+
+
+class SimRequest(Request):
+    """A request with two outputs at most: its first token, and all others when it ends.
+
+    has_told: it has had the first. quiet_until: tokens computed, before which there is nothing to tell, to cache or to
+    end.
+    """
+
+    __slots__ = ("has_told", "quiet_until")
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.has_told = False
+        self.quiet_until = 0
+
+
+class SimAdmission(Admission):
+    """awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step."""
+
+    awaits_growth = False
+
+    def admit(self, running: Running, budget: int) -> dict[Request, int]:
+        self.awaits_growth = False
+        return super().admit(running, budget)
+
+    def _has_room(self, request: Request, blocks: list[Block], running: Running) -> bool:
+        has_room = super()._has_room(request, blocks, running)
+        self.awaits_growth = not has_room and self._memory.fits(request, blocks)
+        return has_room
+
+
+class SimScheduler(Scheduler):
+    """Takes `SimRequest`s only. No token ends a request, so that each draws all that it may."""
+
+    admission_type = SimAdmission
+    _admission: SimAdmission
+    _requests: dict[str, SimRequest]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
+        self._all_drew = False  # every running request drew a token in the last step
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
+        plan = super().schedule()
+        if plan is None or len(plan.rows) != self._num_decoding or self._admission.awaits_growth:
+            return plan
+        return self._repeated(plan)
+
+    def _grow_decodes(self) -> bool:
+        all_decode = super()._grow_decodes()
+        self._num_decoding = len(self._running) if all_decode and self._all_drew else 0
+        self._all_drew = False  # until the step's result is known, should it ever be
+        return all_decode
+
+    def _repeated(self, plan: StepPlan) -> StepPlan:
+        """A decode step of all running requests, with how many such steps come until the next decision.
+
+        Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
+        requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
+        """
+        if self._store.has_transfers:
+            return plan
+        most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self._running]))
+        until = math.inf
+        if most > 1 and self._waiting:
+            until = self._overtaking_until()
+            if self._may_load_ahead() or until is None:
+                return plan
+        if most > 1:
+            wanted = self._waiting.adapters()
+            most = most_steps(self._memory, self._limits.block_tokens, self._running, most, wanted)
+        if most == 1:
+            return plan
+        return RepeatedPlan(plan.step_id, plan.rows, plan.adapters, plan.bucket, repeat=most, until=until)
+
+    def _may_load_ahead(self) -> bool:
+        """True if a waiting request's adapter may soon be there to be loaded ahead."""
+        window = itertools.islice(self._waiting, self._limits.prefetch)
+        adapters = {request.adapter for request in window if request.adapter is not None}
+        there = (Tier.HOST, Tier.FAILED)
+        return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
+
+    def _overtaking_until(self) -> float | None:
+        """When the order of the queue changes, if nobody in it can be admitted before a running request ends.
+
+        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
+        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
+        where somebody may be admitted sooner.
+        """
+        limits, until = self._limits, math.inf
+        if len(self._running) >= limits.max_num_seqs:
+            return until
+        if self._memory.use_prefix_cache:
+            return None
+        overdue_before = self._clock() - limits.max_overtake_seconds
+        for request in self._waiting:
+            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+                return None
+            if request.arrival_time >= overdue_before:
+                until = min(until, request.arrival_time + limits.max_overtake_seconds)
+        return until
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Take a step's result, or that of several like it; requests with nothing to tell cost little."""
+        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        if isinstance(result, RepeatedResult):
+            self._catch_up(plan.rows, result)
+        self.num_steps += 1
+        outputs: list[RequestOutput] = []
+        num_quiet = num_going = 0
+        for row in plan.rows:
+            request = self._requests.get(row.request_id)
+            if request is None or row.request_id in result.unready:
+                continue
+            token_ids, computed = request.token_ids, row.start + 1
+            if computed < request.quiet_until:
+                num_quiet += 1
+                request.num_computed_tokens = row.start = computed
+                token_ids.append(result.tokens[row.request_id])
+            elif (output := self._advance(request, row, result, info)) is not None:
+                num_going += output.finish_reason is None
+                self._tell(request, output, outputs)
+        self.num_generated_tokens += num_quiet
+        self._all_drew = num_quiet + num_going == len(self._running)
+        if result.unready:
+            self._send_back_late(plan, result)
+        return outputs
+
+    def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
+        """Bring the requests of a plan that ran several times to the last of its steps."""
+        steps = result.count - 1
+        requests = [self._requests[row.request_id] for row in rows]
+        for row, request in zip(rows, requests, strict=True):
+            request.token_ids += [result.tokens[row.request_id]] * steps
+            row.start += steps
+        catch_up(self._memory, self._limits.block_tokens, requests, steps)
+        self.num_steps += steps
+        self.num_generated_tokens += steps * len(rows)
+
+    def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
+        """Add an output that the request is to have: its first one, and its last with all tokens since."""
+        if not request.has_told:
+            request.has_told = True
+        elif output.finish_reason is None:
+            if request.row is not None and not request.caching:
+                request.quiet_until = request.max_length - 1
+            return
+        else:
+            output = output._replace(token_ids=tuple(request.token_ids[request.num_prompt_tokens + 1 :]))
+        outputs.append(output)
+
+    def _give_back(self, request: SimRequest) -> None:
+        super()._give_back(request)
+        request.quiet_until = 0
