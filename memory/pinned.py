@@ -125,13 +125,6 @@ class PinnedBuffers:
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
-    def reserve(self) -> None:
-        """Pin as many chunks as the limit grants now, so that no load has to wait for it."""
-        with self._lock:
-            while self._held() + self._chunk_bytes <= self._limit_bytes:
-                if not self._pin(self._chunk_bytes):
-                    return
-
     @property
     def num_bytes_used(self) -> int:
         """Pinned bytes in tensors that are alive."""

@@ -174,13 +174,6 @@ class CostModel:
         pairs = num_tokens * (num_tokens + 1) / 2
         return self.prefill.seconds(num_tokens, 1, pairs, num_tokens * rank, rank, num_tokens)
 
-    def streamed_seconds(self, prefill: float, load: float) -> float:
-        """A prefill whose adapter arrives layer by layer during it: each layer waits for its own bytes only.
-
-        Whichever of the two is slower sets the pace, and the other is behind or ahead of it by one layer.
-        """
-        return max(prefill + load / self.num_layers, load + prefill / self.num_layers)
-
     def swap_seconds(self, num_bytes: int) -> float:
         """KV of `num_bytes` out to the host, or back in."""
         return self.link.seconds(num_bytes)
