@@ -100,7 +100,8 @@ class _PackedWeights:
         self._free = hugepages.empty((count,), dtype)
 
     def add(self, weight: torch.Tensor) -> torch.Tensor:
-        shape = native.packed_shape(*weight.shape, weight.dtype)
+        rows, columns = weight.shape
+        shape = native.packed_shape(rows, columns, weight.dtype)
         here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
         return native.pack(weight, here.view(shape))
 

@@ -117,11 +117,12 @@ class PinnedBuffers:
             self._collect()
             place = self._take(num_units)
             if place is None:
+                lease = None
                 self.num_unpinned += 1
             else:
                 self._num_units_used += num_units
                 lease = self._lease(*place, num_units)
-        if place is None:
+        if lease is None:
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeGuard
 
 from . import strict_json
 from .adapter_error import AdapterFormatError, shown
@@ -178,7 +178,7 @@ class TensorFile:
         return AdapterFormatError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
-def _is_counts(value: Any) -> bool:
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
     return (
         isinstance(value, list)
         and len(value) <= MAX_DIMENSIONS

@@ -187,12 +187,15 @@ class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
     def __init__(self, model: NativeModel, threads: int) -> None:
-        self._library = library()
+        found = library()
+        if found is None:
+            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+        self._library = found
         self._model = model  # keeps the tensors alive
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
         layers = (_Layer * len(model.layers))()
         for descriptor, layer in zip(layers, model.layers, strict=True):
-            for name, _ in _Layer._fields_:
+            for name, *_ in _Layer._fields_:
                 tensor = getattr(layer, name)
                 setattr(descriptor, name, None if tensor is None else _pointer(tensor))
         description = _Model(

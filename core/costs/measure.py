@@ -272,11 +272,12 @@ def steady(every: Sequence[Sequence[float]]) -> list[float]:
 
 def fit_decode(samples: Samples) -> Fit:
     """The terms of `DecodeCost`; `knee` is the bucket size with which they explain the most, 0 where none helps."""
-    best = None
+    best: Fit | None = None
     for knee in (math.inf, *sorted({work.rows for work in samples.work})[:-1]):
         found = fit(DECODE_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
         if best is None or found.r2 > best.r2 + _KNEE_GAIN:
             best = replace(found, terms=found.terms | {"knee": 0.0 if math.isinf(knee) else float(knee)})
+    assert best is not None
     return best
 
 

@@ -6,9 +6,10 @@ Every number is an object `{"value": …, "source": "where it is from"}`. A term
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,7 +19,10 @@ from .models import CostModel, DecodeCost, DiskCost, Kernel, MergeCost, Overhead
 
 FORMAT = 1
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class ProfileError(ValueError):
@@ -124,9 +128,9 @@ class Profile(_Strict):
         )
 
     def _model(self, part: str, kind: type[T]) -> T:
-        known = kind.__dataclass_fields__
+        known = [field.name for field in fields(kind)]
         given = getattr(self, part).terms
-        if unknown := sorted(given.keys() - known.keys()):
+        if unknown := sorted(given.keys() - set(known)):
             raise ProfileError(
                 f"profile {self.name}: {part}.terms.{unknown[0]} is no term; known ones are {', '.join(known)}"
             )
