@@ -216,16 +216,6 @@ class Engine:
         """Tokens whose KV a page holds."""
         return self._block_tokens
 
-    @property
-    def num_cold_starts(self) -> int:
-        """Requests so far whose adapter was not all there when they could begin."""
-        return self._scheduler.num_cold_starts
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that are free, or that nobody uses."""
-        return self._reclaimer.available
-
     def check_when_idle(self) -> None:
         """Check the books when nothing is to be done, at most once a second. Raises IntegrityError.
 

@@ -45,7 +45,6 @@ class Request:
         "charged",
         "end_ids",
         "finish_reason",
-        "had_to_wait",
         "id",
         "last_block",
         "max_length",
@@ -95,7 +94,6 @@ class Request:
         self.began_at = 0  # tokens that were cached when it was last admitted
         self.charged = 0  # tokens of work that its tenant has been charged for since
         self.start_time: float | None = None  # when it was admitted first
-        self.had_to_wait = False  # for its adapter, when it could have run otherwise
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None

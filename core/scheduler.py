@@ -6,7 +6,6 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from .admission import Admission, load_error
 from .load_ahead import LoadAhead
 from .load_policy import LoadPolicy
 from .output_lengths import OutputLengths
-from .overload import Overloaded
+from .overload import QueueRoom
 from .queue_policy import EvenShares, QueuePolicy
 from .request import Request, RequestState
 from .request_memory import RequestMemory
@@ -64,7 +63,6 @@ class Scheduler:
         self._memory = memory
         self._buckets = buckets
         self._ahead = LoadAhead(limits, store, memory)
-        self._clock = clock
         self._policies = policies or Policies.default()
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths(limits.block_tokens)
@@ -73,9 +71,9 @@ class Scheduler:
         )
         self._requests: dict[str, Request] = {}
         self._running = Running()
+        self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # run while their adapter's bytes are still coming
-        self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
         self.num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
@@ -99,11 +97,6 @@ class Scheduler:
         """Names of adapters that waiting requests will use."""
         return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
 
-    @property
-    def num_cold_starts(self) -> int:
-        """Requests whose adapter was not all there when they could begin."""
-        return self._admission.num_cold_starts
-
     def has_work(self) -> bool:
         return bool(self._requests or self._failed)
 
@@ -115,29 +108,8 @@ class Scheduler:
         return self._requests[request_id]
 
     def check_room(self, tenant: str) -> None:
-        """Raise Overloaded when one more request of `tenant` is not to wait.
-
-        A tenant that is known may fill only as much of the queue as it leaves to others, so that whoever comes anew
-        finds room.
-        """
-        most, waiting = self._limits.max_waiting, len(self._waiting)
-        if most is None or waiting < most // 2:
-            return
-        if waiting >= most:
-            text = f"{waiting} generations wait, the queue holds {most}"
-        elif tenant and (own := self._waiting.count(tenant)) >= most - waiting:
-            text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
-        else:
-            return
-        raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
-
-    def _seconds_to_drain(self, count: float) -> float:
-        """How long, by the rate of late, until so many of the waiting requests have begun; from 1 to 60 seconds."""
-        ends = self._ends
-        if len(ends) < 2:
-            return 1.0
-        rate = (len(ends) - 1) / max(1e-9, self._clock() - ends[0])
-        return min(60.0, max(1.0, count / rate))
+        """Raise Overloaded when one more request of `tenant` is not to wait."""
+        self._room.check(self._waiting, tenant)
 
     def add(self, request: Request) -> None:
         params, limits = request.params, self._limits
@@ -378,7 +350,7 @@ class Scheduler:
         if request.is_running:
             self._running.remove(request)
             self._give_back(request)
-            self._ends.append(self._clock())
+            self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._lengths.end(request.num_output_tokens)
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
 
@@ -13,12 +12,11 @@ from .request import Request
 class Group:
     """Waiting requests of one tenant for one adapter, in order."""
 
-    __slots__ = ("adapter", "noted", "requests")
+    __slots__ = ("adapter", "requests")
 
     def __init__(self, adapter: Adapter | None) -> None:
         self.adapter = adapter
         self.requests: OrderedDict[Request, None] = OrderedDict()
-        self.noted = -math.inf  # place up to which it has been noted that they wait for their adapter
 
     @property
     def head(self) -> Request:
@@ -32,8 +30,6 @@ class WaitingQueue:
         self._order: OrderedDict[Request, None] = OrderedDict()
         self._first = self._last = 0
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
-        #: Groups with requests of which nobody has noted yet whether they wait for their adapter.
-        self.unnoted: dict[Group, None] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -89,8 +85,6 @@ class WaitingQueue:
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
-        if request.adapter is not None:
-            self.unnoted[group] = None
         return group
 
     def _leave_group(self, request: Request) -> None:
@@ -101,6 +95,5 @@ class WaitingQueue:
         del group.requests[request]
         if not group.requests:
             del groups[request.adapter]
-            self.unnoted.pop(group, None)
             if not groups:
                 del self.tenants[request.tenant]

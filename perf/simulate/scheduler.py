@@ -7,8 +7,9 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.admission import Admission
-from ...core.request import Request
+from ...core.admission import Admission, Step
+from ...core.queue_order import QueueOrder
+from ...core.request import Request, RequestState
 from ...core.running import Running
 from ...core.scheduler import Scheduler
 from ...core.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
@@ -22,31 +23,93 @@ MOST_REPEATS = 1 << 20
 class SimRequest(Request):
     """A request with two outputs at most: its first token, and all others when it ends.
 
-    has_told: it has had the first. quiet_until: tokens computed, before which there is nothing to tell, to cache or to
-    end.
+    has_told: it has had the first. is_cold: its adapter was not all there when it could have begun. quiet_until: tokens
+    computed, before which there is nothing to tell, to cache or to end.
     """
 
-    __slots__ = ("has_told", "quiet_until")
+    __slots__ = ("has_told", "is_cold", "quiet_until")
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.has_told = False
+        self.is_cold = False
         self.quiet_until = 0
 
 
 class SimAdmission(Admission):
-    """awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step."""
+    """Admission that also counts cold starts.
 
-    awaits_growth = False
+    awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
+    unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.awaits_growth = False
+        self.num_cold_starts = 0
+        self.unnoted: dict[SimRequest, None] = {}
+        self._current_order: QueueOrder | None = None
+        self._has_passed_over = False
 
     def admit(self, running: Running, budget: int) -> dict[Request, int]:
-        self.awaits_growth = False
-        return super().admit(running, budget)
+        self.awaits_growth = self._has_passed_over = False
+        self._current_order = None
+        admitted = super().admit(running, budget)
+        for request in admitted:
+            self.unnoted.pop(request, None)
+            if request.state is RequestState.LOADING:
+                self._count_cold(request)
+        order = self._current_order
+        if order is not None and (self._has_passed_over or order.next() is None):
+            self._note_cold()
+        return admitted
 
-    def _has_room(self, request: Request, blocks: list[Block], running: Running) -> bool:
-        has_room = super()._has_room(request, blocks, running)
+    def _order(self, step: Step) -> QueueOrder:
+        self._current_order = super()._order(step)
+        return self._current_order
+
+    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
+        may_join = super()._may_join(request, step, order, budget)
+        self._has_passed_over |= not may_join
+        return may_join
+
+    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+        has_room = super()._has_room(request, blocks, step)
         self.awaits_growth = not has_room and self._memory.fits(request, blocks)
         return has_room
+
+    def stays_shut_until(self, running: Running) -> float | None:
+        """When the order of the queue changes, if nobody in it can be admitted before a running request ends.
+
+        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
+        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
+        where somebody may be admitted sooner.
+        """
+        limits, until = self._limits, math.inf
+        if len(running) >= limits.max_num_seqs:
+            return until
+        if self.awaits_growth or self._memory.use_prefix_cache:
+            return None
+        overdue_before = self._clock() - limits.max_overtake_seconds
+        for request in self._waiting:
+            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+                return None
+            if request.arrival_time >= overdue_before:
+                until = min(until, request.arrival_time + limits.max_overtake_seconds)
+        return until
+
+    def _note_cold(self) -> None:
+        """Seats are free and requests wait: count those whose adapter is still to be read."""
+        for request in list(self.unnoted):
+            if request not in self._waiting:
+                del self.unnoted[request]
+            elif not request.adapter.pages and self._store.tier(request.adapter) is not Tier.HOST:
+                del self.unnoted[request]
+                self._count_cold(request)
+
+    def _count_cold(self, request: SimRequest) -> None:
+        self.num_cold_starts += not request.is_cold
+        request.is_cold = True
 
 
 class SimScheduler(Scheduler):
@@ -61,10 +124,15 @@ class SimScheduler(Scheduler):
         self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
         self._all_drew = False  # every running request drew a token in the last step
 
+    @property
+    def num_cold_starts(self) -> int:
+        """Requests whose adapter was not all there when they could begin."""
+        return self._admission.num_cold_starts
+
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
-        if plan is None or len(plan.rows) != self._num_decoding or self._admission.awaits_growth:
+        if plan is None or len(plan.rows) != self._num_decoding:
             return plan
         return self._repeated(plan)
 
@@ -85,9 +153,10 @@ class SimScheduler(Scheduler):
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self._running]))
         until = math.inf
         if most > 1 and self._waiting:
-            until = self._overtaking_until()
-            if self._may_load_ahead() or until is None:
+            shut_until = self._admission.stays_shut_until(self._running)
+            if shut_until is None or self._may_load_ahead():
                 return plan
+            until = shut_until
         if most > 1:
             wanted = self._waiting.adapters()
             most = most_steps(self._memory, self._limits.block_tokens, self._running, most, wanted)
@@ -101,26 +170,6 @@ class SimScheduler(Scheduler):
         adapters = {request.adapter for request in window if request.adapter is not None}
         there = (Tier.HOST, Tier.FAILED)
         return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
-
-    def _overtaking_until(self) -> float | None:
-        """When the order of the queue changes, if nobody in it can be admitted before a running request ends.
-
-        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
-        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
-        where somebody may be admitted sooner.
-        """
-        limits, until = self._limits, math.inf
-        if len(self._running) >= limits.max_num_seqs:
-            return until
-        if self._memory.use_prefix_cache:
-            return None
-        overdue_before = self._clock() - limits.max_overtake_seconds
-        for request in self._waiting:
-            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
-                return None
-            if request.arrival_time >= overdue_before:
-                until = min(until, request.arrival_time + limits.max_overtake_seconds)
-        return until
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Take a step's result, or that of several like it; requests with nothing to tell cost little."""
@@ -170,6 +219,16 @@ class SimScheduler(Scheduler):
         else:
             output = output._replace(token_ids=tuple(request.token_ids[request.num_prompt_tokens + 1 :]))
         outputs.append(output)
+
+    def add(self, request: SimRequest) -> None:
+        super().add(request)
+        if request.adapter is not None:
+            self._admission.unnoted[request] = None
+
+    def _send_back(self, request: SimRequest, state: RequestState) -> None:
+        super()._send_back(request, state)
+        if request.adapter is not None:
+            self._admission.unnoted[request] = None
 
     def _give_back(self, request: SimRequest) -> None:
         super()._give_back(request)
