@@ -10,14 +10,14 @@ from ..memory.adapter import Adapter, Tier
 from ..memory.adapter_format import AdapterFormatError
 from ..memory.adapter_store import AdapterStore
 from ..memory.prefix import Block
-from .load_policy import LoadPolicy
+from .config import SchedulerLimits
+from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
+from .policies import QueuePolicy
 from .queue_order import QueueOrder
-from .queue_policy import QueuePolicy
 from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running
-from .scheduler_limits import SchedulerLimits
 from .shared_prefills import SharedPrefills
 from .waiting import WaitingQueue
 

@@ -20,16 +20,16 @@ from ..memory.host_images import HostImages, Reads, ThreadReads
 from ..memory.pages import PageKind, PagePool
 from ..memory.prefix import PrefixCache
 from ..memory.reclaim import Reclaimer
-from .config import EngineConfig
+from .config import EngineConfig, SchedulerLimits
 from .executors.base import Executor, ModelInfo
-from .load_policy import LoadPolicy
+from .load_ahead import LoadPolicy
+from .policies import Policies
 from .quarantine import Quarantined, register_directories
 from .request import Request
 from .request_memory import RequestMemory
 from .request_record import from_record, to_record
 from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Policies, Scheduler
-from .scheduler_limits import SchedulerLimits
+from .scheduler import Scheduler
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)

@@ -15,7 +15,7 @@ from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.rope import RotaryEmbedding, Rotation
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .ranges import span
+from .nvtx_spans import span
 from .weights import LayerWeights, Weights
 
 

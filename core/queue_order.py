@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
-from .queue_policy import QueuePolicy
+from .policies import QueuePolicy
 from .request import Request
 from .waiting import Group, WaitingQueue
 

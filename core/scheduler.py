@@ -7,37 +7,22 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from .admission import Admission, load_error
-from .load_ahead import LoadAhead
-from .load_policy import LoadPolicy
+from .config import SchedulerLimits
+from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import OutputLengths
 from .overload import QueueRoom
-from .queue_policy import EvenShares, QueuePolicy
+from .policies import Policies
 from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter
-from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
 from .types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from .victim_policy import NewestFirst, VictimPolicy
 from .waiting import WaitingQueue
-
-
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What may be decided otherwise than by default."""
-
-    queue: QueuePolicy
-    victim: VictimPolicy
-
-    @classmethod
-    def default(cls) -> Policies:
-        return cls(EvenShares(), NewestFirst())
 
 
 class Scheduler:
@@ -63,7 +48,7 @@ class Scheduler:
         self._memory = memory
         self._buckets = buckets
         self._ahead = LoadAhead(limits, store, memory)
-        self._policies = policies or Policies.default()
+        self._policies = policies or Policies()
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths(limits.block_tokens)
         self._admission = self.admission_type(

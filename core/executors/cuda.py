@@ -17,7 +17,7 @@ from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
 from ..model import DecoderModel
 from ..model_config import ModelConfig
-from ..ranges import span
+from ..nvtx_spans import span
 from ..sampler import draw, needs_logits, score_prompts
 from ..types import StepPlan, StepResult
 from ..weights import open_weights

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.policies import EvenShares
 from chorus.core.queue_order import QueueOrder
-from chorus.core.queue_policy import EvenShares
 from chorus.core.request import Request
 from chorus.core.sampling_params import SamplingParams
 from chorus.core.waiting import WaitingQueue

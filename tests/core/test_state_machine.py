@@ -417,7 +417,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
-            self.register(name, pages, False)
+            self.register(name, pages)
 
     @property
     def usable(self):
