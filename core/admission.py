@@ -182,10 +182,9 @@ class Step:
         self._store = store
         self._late = late
         self._doubts = now < doubt_until
-        self._seats = limits.max_num_seqs
-        self._most_adapters = limits.max_adapters_per_step
+        self._limits = limits
         self._adapters: set[Adapter] | None = None
-        if self._most_adapters is not None:
+        if limits.max_adapters_per_step is not None:
             self._adapters = {request.adapter for request in running if request.adapter is not None}
         self._reserved = math.inf  # place in the queue of the first request that has reserved one
 
@@ -207,7 +206,7 @@ class Step:
     def is_barred(self, adapter: Adapter) -> bool:
         """True if it would be one adapter too many."""
         adapters = self._adapters
-        return adapters is not None and adapter not in adapters and len(adapters) >= self._most_adapters
+        return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
 
     def reserve(self, request: Request) -> None:
         """Keep a place for an overdue request that is barred."""
@@ -217,7 +216,7 @@ class Step:
         """True if a request would take what is kept for one before it."""
         if self._reserved >= request.place:
             return False
-        return request.adapter is not None or len(self.running) >= self._seats - 1
+        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
 
     def add(self, request: Request, lengths: OutputLengths) -> None:
         """A request has been admitted."""

@@ -98,7 +98,7 @@ class Request:
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
         self.room = 0  # tokens that its pages hold
-        self.row: ScheduledRow | None = None  # its part of the last step in which it computed one token
+        self.row: ScheduledRow | None = None  # its part of every step since it began to decode; None before
         self.max_length = 0  # tokens, prompt included, with which it ends; known once it is queued
         self.end_ids: frozenset[int] = frozenset()  # tokens that end it before that
         self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output

@@ -196,15 +196,12 @@ class Scheduler:
 
         False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
-        short = []
-        for request in self._running:
-            computed = request.num_computed_tokens
-            if len(request.token_ids) - computed > 1:
-                return False
-            if request.room <= computed:
-                short.append(request)
-        if len(self._running) > self._limits.max_num_batched_tokens:
+        running = self._running
+        if len(running) > self._limits.max_num_batched_tokens:
             return False
+        if any(len(r.token_ids) - r.num_computed_tokens > 1 for r in [r for r in running if r.row is None]):
+            return False
+        short = [request for request in running if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
 
     def _schedule_running(self) -> tuple[dict[Request, int], bool]:

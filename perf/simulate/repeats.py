@@ -66,6 +66,10 @@ def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Reques
     steps.
     """
     if not any(request.caching for request in requests):
+        if steps > len(requests) * block_tokens:
+            for request in requests:
+                memory.grow(request, len(request.token_ids))
+            return
         for _ in range(0, steps, block_tokens):
             requests = [request for request in requests if request.room < len(request.token_ids)]
             memory.grow_each(requests)

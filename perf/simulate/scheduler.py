@@ -11,17 +11,19 @@ from ...core.admission import Admission, Step
 from ...core.queue_order import QueueOrder
 from ...core.request import Request, RequestState
 from ...core.running import Running
+from ...core.sampling_params import SamplingParams
 from ...core.scheduler import Scheduler
 from ...core.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...memory.adapter import Tier
 from ...memory.prefix import Block
+from .executor import TOKEN
 from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
 
 MOST_REPEATS = 1 << 20
 
 
 class SimRequest(Request):
-    """A request with two outputs at most: its first token, and all others when it ends.
+    """A request with two outputs at most: with its first token and, when it ends, with its last one.
 
     has_told: it has had the first. is_cold: its adapter was not all there when it could have begun. quiet_until: tokens
     computed, before which there is nothing to tell, to cache or to end.
@@ -29,8 +31,15 @@ class SimRequest(Request):
 
     __slots__ = ("has_told", "is_cold", "quiet_until")
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        adapter_name: str | None = None,
+        arrival_time: float = 0.0,
+    ) -> None:
+        super().__init__(request_id, prompt_token_ids, params, adapter_name, arrival_time)
         self.has_told = False
         self.is_cold = False
         self.quiet_until = 0
@@ -60,7 +69,7 @@ class SimAdmission(Admission):
             if request.state is RequestState.LOADING:
                 self._count_cold(request)
         order = self._current_order
-        if order is not None and (self._has_passed_over or order.next() is None):
+        if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
         return admitted
 
@@ -113,7 +122,7 @@ class SimAdmission(Admission):
 
 
 class SimScheduler(Scheduler):
-    """Takes `SimRequest`s only. No token ends a request, so that each draws all that it may."""
+    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may."""
 
     admission_type = SimAdmission
     _admission: SimAdmission
@@ -177,23 +186,26 @@ class SimScheduler(Scheduler):
         if isinstance(result, RepeatedResult):
             self._catch_up(plan.rows, result)
         self.num_steps += 1
+        requests, unready = self._requests, result.unready
         outputs: list[RequestOutput] = []
-        num_quiet = num_going = 0
+        num_quiet, num_going = len(plan.rows), 0
         for row in plan.rows:
-            request = self._requests.get(row.request_id)
-            if request is None or row.request_id in result.unready:
+            request = requests.get(row.request_id)
+            if request is not None and row.start + 1 < request.quiet_until and not unready:
+                row.start += 1
+                request.num_computed_tokens = row.start
+                request.token_ids.append(TOKEN)
                 continue
-            token_ids, computed = request.token_ids, row.start + 1
-            if computed < request.quiet_until:
-                num_quiet += 1
-                request.num_computed_tokens = row.start = computed
-                token_ids.append(result.tokens[row.request_id])
-            elif (output := self._advance(request, row, result, info)) is not None:
+            num_quiet -= 1
+            if request is None or row.request_id in unready:
+                continue
+            output = self._advance(request, row, result, info)
+            if output is not None:
                 num_going += output.finish_reason is None
                 self._tell(request, output, outputs)
         self.num_generated_tokens += num_quiet
         self._all_drew = num_quiet + num_going == len(self._running)
-        if result.unready:
+        if unready:
             self._send_back_late(plan, result)
         return outputs
 
@@ -202,23 +214,19 @@ class SimScheduler(Scheduler):
         steps = result.count - 1
         requests = [self._requests[row.request_id] for row in rows]
         for row, request in zip(rows, requests, strict=True):
-            request.token_ids += [result.tokens[row.request_id]] * steps
+            request.token_ids += [TOKEN] * steps
             row.start += steps
         catch_up(self._memory, self._limits.block_tokens, requests, steps)
         self.num_steps += steps
         self.num_generated_tokens += steps * len(rows)
 
     def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
-        """Add an output that the request is to have: its first one, and its last with all tokens since."""
-        if not request.has_told:
+        """Add an output that the request is to have: its first one, and its last."""
+        if output.finish_reason is None and not request.caching:
+            request.quiet_until = request.max_length - 1
+        if output.finish_reason is not None or not request.has_told:
             request.has_told = True
-        elif output.finish_reason is None:
-            if request.row is not None and not request.caching:
-                request.quiet_until = request.max_length - 1
-            return
-        else:
-            output = output._replace(token_ids=tuple(request.token_ids[request.num_prompt_tokens + 1 :]))
-        outputs.append(output)
+            outputs.append(output)
 
     def add(self, request: SimRequest) -> None:
         super().add(request)
