@@ -290,7 +290,7 @@ class Life:
 
     def _move(self, request_id: str) -> None:
         """Take a request out as plain data and let it come back, as if from another engine."""
-        request, skill, told = self.asked[request_id]
+        _, skill, told = self.asked[request_id]
         if request_id not in self.engine._scheduler or (skill is not None and skill not in self.current):
             return
         record = self.engine.export_request(request_id)

@@ -306,22 +306,21 @@ class Life:
     def _check_books(self) -> None:
         self.engine.check_integrity()
         store = self.engine.store
-        adapters = set(self.current.values())
-        running, held = Counter[Adapter](), Counter[Adapter]()
+        held = {adapter: (pins := int(store.is_pinned(adapter)), pins) for adapter in self.current.values()}
         for asked in self.active.values():
-            adapter, state = asked.adapter, asked.request.state
-            asked.was_sent_back |= state in (RequestState.LATE, RequestState.SWAPPED)
+            request, adapter = asked.request, asked.adapter
+            if request.state in (RequestState.LATE, RequestState.SWAPPED):
+                asked.was_sent_back = True
             if adapter is None:
                 continue
-            adapters.add(adapter)
-            held[adapter] += state is not RequestState.DONE  # else its error is still to be told
-            running[adapter] += asked.request.is_running
+            references, requests = held.get(adapter, (0, 0))
+            is_here = request.state is not RequestState.DONE  # else its error is still to be told
+            held[adapter] = references + request.is_running, requests + is_here
             if not asked.was_here:
                 asked.was_here = store.tier(adapter) in (Tier.HOST, Tier.DEVICE)
-        for adapter in adapters:
-            pins = int(store.is_pinned(adapter))
-            if (adapter.references, adapter.requests) != (running[adapter] + pins, held[adapter] + pins):
-                raise Violation(f"{adapter} is held, or wanted, by too many or by too few")
+        for adapter, expected in held.items():
+            if (adapter.references, adapter.requests) != expected:
+                raise Violation(f"{adapter} is held, or wanted, by too many or by too few: {expected}")
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
