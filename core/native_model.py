@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from ..memory.arena import Arena
 from ..ops import native
 from ..ops.native_sampling import NativeSampling
 from ..ops.rope import rotary_table
+from ..ops.sampling import Chances
 from ..ops.sgmv import Segments
 from .batch import StepBatch
 from .model_config import ModelConfig
@@ -53,7 +55,7 @@ class NativeDecoderModel:
 
     @property
     def best(self) -> list[int]:
-        """For each row of the last step's logits its likeliest token, -1 where the logits are not finite."""
+        """For each row of the last step's logits its likeliest or drawn token, -1 where the logits are not finite."""
         return self._decoder.best
 
     @property
@@ -61,9 +63,12 @@ class NativeDecoderModel:
         """Draws from logits with the decoder's threads."""
         return self._decoder.sampling
 
-    def keep_logits(self, rows: Sequence[int] | None) -> None:
-        """Of which tokens steps from now on give logits, None: of all; `best` is always there."""
-        self._decoder.kept = rows
+    def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
+        """Of which tokens steps from now on give logits, None: of all; `best` is always there.
+
+        chances: of which tokens `best` is drawn from the whole vocabulary; their logits need not be kept for that.
+        """
+        self._decoder.kept, self._decoder.chances = rows, chances
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -35,7 +35,7 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import Sampling, draw, needs_logits, score_prompts
+from ..sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
 from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
@@ -95,17 +95,19 @@ class CpuExecutor:
         model, rows = self._model, plan.rows
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
-            model.keep_logits(asking)
+            drawn = {index: chances for index in asking if (chances := whole_chances(rows[index]))}
+            asking = [index for index in asking if index not in drawn]
+            model.keep_logits(asking, drawn)
             logits = self._forward(plan)
-            result = self._draw(rows, model.best, logits, range(len(asking)))
+            result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(asking)})
         else:
             with torch.inference_mode():
                 logits = self._forward(plan)
-                result = self._draw(rows, greedy(logits), logits, asking)
+                result = self._draw(rows, greedy(logits), logits, {index: index for index in asking})
         return self._without_late(plan, result)
 
     def _draw(
-        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Mapping[int, int]
     ) -> StepResult:
         result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids)
         if any(row.scores_prompt for row in rows):

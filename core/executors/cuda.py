@@ -77,7 +77,7 @@ class CudaExecutor:
                 logits, likeliest = steps.ragged(rows, plan.adapters)
             else:
                 logits, likeliest = steps.decode(plan.bucket, rows, plan.adapters)
-            asking = [index for index, row in enumerate(rows) if needs_logits(row)]
+            asking = {index: index for index, row in enumerate(rows) if needs_logits(row)}
             result = draw(rows, likeliest, logits, asking, self._sampling, self.model.eos_token_ids)
             if any(row.scores_prompt for row in rows):
                 score_prompts(rows, steps.score_logits, self._sampling, self.model.vocab_size, result)

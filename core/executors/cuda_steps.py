@@ -229,7 +229,7 @@ class CudaSteps:
             rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
         logits, _ = self.ragged(rows, ())
         sampling, result = TorchSampling(), StepResult()
-        draw(rows, [0] * len(rows), logits, range(len(rows)), sampling, ())
+        draw(rows, [0] * len(rows), logits, {index: index for index in range(len(rows))}, sampling, ())
         score_prompts(rows, self.score_logits, sampling, vocab, result)
 
     def close(self) -> None:

@@ -13,6 +13,7 @@
 #include "elementwise.h"
 #include "file_rows.h"
 #include "gemm.h"
+#include "head_draws.h"
 #include "pool.h"
 #include "prefill_attention.h"
 #include "sampling.h"
@@ -46,7 +47,7 @@ class Decoder {
         grow_heads(count);
         team_.run([&](int thread) {
             int phase = 0;
-            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr);
+            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr, false);
         });
     }
 
@@ -121,6 +122,7 @@ class Decoder {
             attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_);
         }
         grow_heads(step.logits_wanted);
+        draws_.plan(step.draw_inverse, step.logits_wanted, m_.vocab);
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, 2 * kPanel * kSegmentChunk);
             grow(s.rows, rank);
@@ -207,18 +209,35 @@ class Decoder {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
         const int rows = step.logits_wanted;
-        run_head(thread, phase, 0, rows, step.logits, step.logit_rows);
-        if (thread) return;
-        for (int r = 0; r < rows; r++) {
-            Best all = best_[r];
-            for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + r]);
-            step.best[r] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
+        run_head(thread, phase, 0, rows, step.logits, step.logit_rows, draws_.any());
+        if (draws_.any()) {
+            team_.each(phase, rows, [&](int r) { choose(step, thread, r); });
+        } else if (!thread) {
+            for (int r = 0; r < rows; r++) choose(step, thread, r);
         }
+    }
+
+    // The row's likeliest token, or the one that is drawn.
+    void choose(const StepDesc& step, int thread, int row) {
+        const int rows = step.logits_wanted;
+        Best all = best_[row];
+        for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + row]);
+        step.best[row] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
+        if (step.best[row] < 0 || !draws_.any() || !(step.draw_inverse[row] > 0)) return;
+        step.best[row] = draws_.draw(row, all.value, step.draw_u[row], [&](int panel) {
+            const int columns = std::min(kPanel, m_.vocab - panel * kPanel);
+            const long ldn = spread<T>(m_.hidden);
+            float* y = scratch_[thread].logits.data();
+            panel_product<T>(normed_.data() + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden), m_.hidden, y,
+                             kPanel, columns, false, nullptr);
+            return std::pair(y, columns);
+        });
     }
 
     // The head's product with normalised rows, and the best of each while they are in the cache. logits: null when none are
     // kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the other.
-    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept) {
+    // draws: whether some are drawn from.
+    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept, bool draws) {
         const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
@@ -234,6 +253,7 @@ class Decoder {
             for (int r = 0; r < t.rows; r++) {
                 const float* row = y + (long)r * ldy;
                 best[t.row + r].see(row, t.columns, t.column);
+                if (draws) draws_.see(t.row + r, row, t.columns, t.column);
                 if (kept && kept[t.row + r] >= 0) convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
             }
         }, [](const LoraUnit&) {});
@@ -441,6 +461,7 @@ class Decoder {
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
     Sampling sampling_;
+    HeadDraws draws_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<T> normed_, q_, attended_, act_, h_;

@@ -79,6 +79,29 @@ inline __m512 exp16(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabilities are added
+
+// 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
+// x is at most 1/32 and takes few terms.
+inline __m512d exp2_8(__m512d x) {
+    alignas(64) static constexpr double sixteenths[16] = {
+        1.0, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
+        1.189207115002721, 1.241857812073484, 1.2968395546510096, 1.3542555469368927,
+        1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
+        1.681792830507429, 1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
+    const __mmask8 some = _mm512_cmp_pd_mask(x, _mm512_set1_pd(kNoMass * kLog2e), _CMP_GE_OQ);
+    const __m512d round = _mm512_set1_pd(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
+    const __m512d sum = _mm512_add_pd(x, round), n = _mm512_sub_pd(sum, round), r = _mm512_sub_pd(x, n);
+    const __m512d whole = _mm512_permutex2var_pd(_mm512_load_pd(sixteenths), _mm512_castpd_si512(sum), _mm512_load_pd(sixteenths + 8));
+    constexpr double ln2 = 0.69314718055994530942, ln4 = ln2 * ln2, ln8 = ln4 * ln2;
+    static constexpr double factors[] = {ln8 * ln8 / 720, ln8 * ln4 / 120, ln8 * ln2 / 24, ln8 / 6, ln4 / 2, ln2};
+    __m512d p = _mm512_set1_pd(ln8 * ln8 * ln2 / 5040);
+#pragma GCC unroll 6
+    for (double factor : factors) p = _mm512_fmadd_pd(p, r, _mm512_set1_pd(factor));
+    return _mm512_maskz_scalef_pd(some, _mm512_fmadd_pd(_mm512_mul_pd(p, r), whole, whole), n);
+}
+
 // Elements of the reduction dimension that one multiply-accumulate takes: a bf16 pair, or one float32.
 template <class T> struct Kind;
 

@@ -124,6 +124,11 @@ def test_wrong_input_is_named(shared, path, body, status, param):
     shared.wait_until(lambda: shared.worker.stats.num_running == 0)
 
 
+def test_all_wrong_keys_of_a_logit_bias_are_named(shared):
+    message = shared.post(COMPLETIONS, prompt="a", logit_bias={"bad1": 1, "5": 1, "bad2": 1}).json()["error"]["message"]
+    assert "'bad1', 'bad2'" in message and "'5'" not in message
+
+
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"[1]", b'"x"', b"\xff\xfe", b"[" * 100_000, b'{"model": "base", "prompt": "\\ud800"}']
 )
