@@ -24,7 +24,7 @@ from .waiting import WaitingQueue
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
-"""Seconds for which no request starts before its adapter has been read, once one did not come in time."""
+"""Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
 
 
 class Admission:
@@ -42,7 +42,7 @@ class Admission:
         clock: Callable[[], float],
         fail: Callable[[Request, str], None],
     ) -> None:
-        """fail: ends a request that is in no queue, and says why."""
+        """fail: ends a request that is in no queue, with an error message."""
         self._limits = limits
         self._waiting = waiting
         self._policy = policy
@@ -53,26 +53,26 @@ class Admission:
         self._clock = clock
         self._fail = fail
         self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
-        self._late: set[Adapter] = set()  # did not come in time: no request starts before all of it has been read
+        self._late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
 
     def settle(self) -> None:
-        """Take note of what has ended since the last step."""
+        """Release requests whose shared prefill is done, and forget late adapters that have been read."""
         if self._prefills:
             self._prefills.settle()
         if self._late:
             self._late = {adapter for adapter in self._late if adapter.requests and not _is_read(self._store, adapter)}
 
     def note_late(self, adapter: Adapter) -> None:
-        """An adapter did not come in time: estimates of reads are wrong, and for a while none is believed."""
+        """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
         self._late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int) -> dict[Request, int]:
         """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
 
-        Those whose adapter is not there yet are passed over. The first that lacks tokens or pages ends it, so that
-        small requests don't starve a large one.
+        Requests whose adapter is not available yet are skipped. Admission stops at the first request that lacks tokens
+        or pages, so that small requests don't starve a large one.
         """
         limits = self._limits
         admitted: dict[Request, int] = {}
@@ -98,7 +98,7 @@ class Admission:
                 break
             self._waiting.remove(request)
             order.go_on()
-            if not has_room:  # nobody will ever make more room than there is now
+            if not has_room:  # nothing runs that could free more pages
                 self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
             elif self._start(request, blocks, count := min(missing, budget)):
                 admitted[request] = count
@@ -111,7 +111,7 @@ class Admission:
         return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
-        """True unless a request waits for its adapter, or for one adapter fewer in the step."""
+        """True unless a request must wait for its adapter, or for a free adapter place in the step."""
         adapter = request.adapter
         if adapter is not None and step.is_barred(adapter):
             if order.is_overdue():
@@ -124,9 +124,9 @@ class Admission:
         return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not step.running)
 
     def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
-        """True if there are pages for a request's known tokens, and for what all requests are expected to grow by.
+        """True if there are pages for a request's known tokens and for the expected growth of all that run.
 
-        blocks: of the prefix cache, from which it starts.
+        blocks: its prefix in the prefix cache.
         """
         if not self._memory.fits(request, blocks):
             return False
@@ -141,7 +141,7 @@ class Admission:
         )
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
-        """Let a waiting request run; a broken adapter fails only this request."""
+        """Start a waiting request; False if its adapter can't be loaded, which fails this request only."""
         if request.start_time is None:
             request.start_time = self._clock()
         try:
@@ -159,10 +159,10 @@ class Admission:
 
 
 class Step:
-    """The requests that run while some are admitted, and the adapters that may join theirs.
+    """One step's admission: the running requests, and the adapters that may join them.
 
-    At most `max_adapters_per_step` run. An overdue request that waits for one adapter fewer reserves its place: those
-    behind it in the queue may neither bring an adapter nor take the last seat.
+    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
+    it: requests behind it in the queue may neither add an adapter nor take the last seat.
     """
 
     def __init__(
@@ -174,11 +174,11 @@ class Step:
         now: float,
         doubt_until: float,
     ) -> None:
-        """late: adapters that must have been read before a request starts; all of them until `doubt_until`."""
+        """late: adapters whose requests start only once they have been read; until `doubt_until` that holds for all."""
         self.running = running
         self.overdue_before = now - limits.max_overtake_seconds
         self.growth: int | None = None
-        """Pages that `running` is still expected to take; None until they are counted."""
+        """Pages that `running` is expected to grow by; None until they are counted."""
         self._store = store
         self._late = late
         self._doubts = now < doubt_until
@@ -186,15 +186,15 @@ class Step:
         self._adapters: set[Adapter] | None = None
         if limits.max_adapters_per_step is not None:
             self._adapters = {request.adapter for request in running if request.adapter is not None}
-        self._reserved = math.inf  # place in the queue of the first request that has reserved one
+        self._reserved = math.inf  # queue position of the first request that has a place reserved
 
     @property
     def is_limited(self) -> bool:
-        """True if some adapters must not join."""
+        """True if not every adapter may join."""
         return self._adapters is not None or self._doubts or bool(self._late)
 
     def may_come(self, adapter: Adapter, head: Request) -> bool:
-        """True if an adapter may join; `head` is the first request that waits for it."""
+        """True if an adapter may join the step; `head` is the first request that waits for it."""
         if self.is_barred(adapter):
             if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
                 self.reserve(head)
@@ -204,22 +204,22 @@ class Step:
         return True
 
     def is_barred(self, adapter: Adapter) -> bool:
-        """True if it would be one adapter too many."""
+        """True if the step has no place for an adapter."""
         adapters = self._adapters
         return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
 
     def reserve(self, request: Request) -> None:
-        """Keep a place for an overdue request that is barred."""
+        """Reserve a place for an overdue request whose adapter is barred."""
         self._reserved = min(self._reserved, request.place)
 
     def is_reserved(self, request: Request) -> bool:
-        """True if a request would take what is kept for one before it."""
+        """True if a request would take the place reserved for one before it."""
         if self._reserved >= request.place:
             return False
         return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
 
     def add(self, request: Request, lengths: OutputLengths) -> None:
-        """A request has been admitted."""
+        """Add an admitted request."""
         self.running.append(request)
         if self.growth is not None:
             self.growth += lengths.growth(request)
@@ -233,7 +233,7 @@ def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
 
 
 def load_error(request: Request, error: BaseException) -> str:
-    """What a request is told whose adapter was not loaded."""
+    """Return the error message for a request whose adapter could not be loaded."""
     if isinstance(error, AdapterFormatError):
         return str(error)
     logger.error("loading %r failed", request.adapter, exc_info=error)

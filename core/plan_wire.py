@@ -15,7 +15,7 @@ VERSION = 2
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
-    """Lists, dicts, strings, numbers and None only; an adapter is its name, version and pages."""
+    """Return the plan as lists, dicts, strings, numbers and None; an adapter is its name, version and pages."""
     return {
         "v": VERSION,
         "step_id": plan.step_id,
@@ -37,7 +37,7 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
 
 
 def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-    """The plan that `plan_to_wire` was given. find: the receiver's adapter for an entry of `adapters`.
+    """Return the plan of `plan_to_wire`'s data. find: the receiver's adapter for an entry of `adapters`.
 
     Raises ValueError for another version of the format.
     """
@@ -51,7 +51,7 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as plain data; what JSON has no keys or tuples for becomes lists."""
+    """Return sampling parameters as plain data that JSON can hold."""
     data = asdict(params)
     data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
     data["stop_token_ids"] = list(params.stop_token_ids)
@@ -60,7 +60,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that `params_to_wire` was given; InvalidRequest where they are wrong."""
+    """Return the parameters of `params_to_wire`'s data. Raises InvalidRequest if they are invalid."""
     lists = {
         "logit_bias": {int(token): bias for token, bias in data["logit_bias"]},
         "stop_token_ids": tuple(data["stop_token_ids"]),

@@ -12,7 +12,7 @@ from .request import Request
 
 
 class RequestMemory:
-    """Gives requests their pages and takes them back; decides nothing about who goes first."""
+    """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order."""
 
     def __init__(
         self,
@@ -24,7 +24,7 @@ class RequestMemory:
         use_prefix_cache: bool,
         share_prefix_cache: bool = False,
     ) -> None:
-        """share_prefix_cache: between tenants, too."""
+        """share_prefix_cache: also between tenants."""
         self._pool = pool
         self._store = store
         self._prefix = prefix
@@ -35,23 +35,23 @@ class RequestMemory:
 
     @property
     def num_available_pages(self) -> int:
-        """Pages that are free, or that nobody uses."""
+        """Pages that are free or can be evicted."""
         return self._reclaimer.available
 
     def match(self, request: Request) -> list[Block]:
-        """Known blocks that the request can start from; none when it wants every prompt token's log-probability."""
+        """Return the cached blocks of the request's prefix; none if it asks for its prompt's log-probabilities."""
         if not self.use_prefix_cache or request.params.prompt_logprobs is not None:
             return []
         return self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
 
     def scope(self, request: Request) -> tuple[str, str]:
-        """Whom a request shares its blocks with: its own tenant, and of that the requests of equal salt."""
+        """Return the key within which blocks are shared: the request's tenant and its salt."""
         return ("" if self._share_prefix_cache else request.tenant, request.cache_salt)
 
     def fits(self, request: Request, blocks: list[Block], spare: int = 0) -> bool:
-        """True if pages for all known tokens and for the adapter can be had without taking any in use.
+        """True if there are pages for all known tokens and for the adapter, and `spare` more.
 
-        spare: so many more pages must then still be left.
+        blocks: the request's cached prefix.
         """
         wanted = -(-request.num_tokens // self._block_tokens) - len(blocks) + spare
         available = self.num_available_pages
@@ -66,9 +66,9 @@ class RequestMemory:
         return wanted <= available
 
     def start(self, request: Request, blocks: list[Block], count: int) -> None:
-        """Take the matched prefix, pin the adapter and take pages for `count` more tokens; the request `fits`.
+        """Take the matched prefix, pin the adapter and allocate pages for `count` more tokens; the request `fits`.
 
-        An adapter that is still being read is taken as it is: its bytes go on coming.
+        An adapter may still be being read: its layers arrive during the prefill.
         Raises what loading the adapter raises; then nothing is held.
         """
         table = BlockTable(self._pool, self._prefix, self._block_tokens, self._prefix.take(blocks, request.num_tokens))
@@ -90,11 +90,11 @@ class RequestMemory:
         self.grow(request, request.num_computed_tokens + count)
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
-        """Free `num_pages` while at least `wanted` more could still be freed. False, and nothing done, if not."""
+        """Free `num_pages` if at least `wanted` more could still be freed; False, and nothing done, if not."""
         return self.num_available_pages - wanted >= num_pages and self._reclaimer.make_room(num_pages)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
-        """Make the block table cover `num_tokens`, evicting what nobody uses if need be; False if that can't be had."""
+        """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""
         short = num_tokens - request.room
         if short > 0:
             missing = -(-short // self._block_tokens)
@@ -105,9 +105,9 @@ class RequestMemory:
         return True
 
     def grow_each(self, requests: list[Request]) -> bool:
-        """Add a page to each of `requests`, evicting what nobody uses if need be.
+        """Add a page to each of `requests`, evicting unused pages if needed.
 
-        False, and nothing done, if that can't be had for all.
+        False, and nothing done, if there are not enough for all.
         """
         count, block = len(requests), self._block_tokens
         if count > self._pool.num_free and not self._reclaimer.make_room(count):
@@ -118,7 +118,7 @@ class RequestMemory:
         return True
 
     def remember(self, request: Request) -> None:
-        """Make the blocks that the request has completed known to the prefix cache."""
+        """Insert the blocks that the request has completed into the prefix cache."""
         step = self._block_tokens
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
@@ -133,7 +133,7 @@ class RequestMemory:
             request.num_known_blocks += 1
 
     def release(self, request: Request) -> None:
-        """Give back pages and pin."""
+        """Free the request's pages and its adapter's pin."""
         request.block_table.free()
         request.block_table = request.last_block = request.row = None
         if request.adapter is not None:

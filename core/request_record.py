@@ -12,9 +12,9 @@ VERSION = 2
 
 
 def to_record(request: Request) -> dict[str, Any]:
-    """What a request has asked and drawn. Draws depend on tokens, seed and parameters only, so that is all of it.
+    """Return a request's parameters and tokens; sampling depends on tokens, seed and parameters only.
 
-    Its client has got all of its generated tokens.
+    Its client has received all tokens that were generated so far.
     """
     return {
         "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
@@ -25,9 +25,9 @@ def to_record(request: Request) -> dict[str, Any]:
 
 
 def from_record(data: Mapping[str, Any]) -> Request:
-    """A request that goes on where the record ends. ValueError for another version of the format.
+    """Return a request that continues where the record ends. ValueError for another version of the format.
 
-    When it came first is not taken over: that was told by another engine's clock.
+    Its arrival time is not taken over, as it refers to another engine's clock.
     """
     if data["v"] != VERSION:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")

@@ -26,9 +26,9 @@ from .waiting import WaitingQueue
 
 
 class Scheduler:
-    """Owns the queues; what requests hold is given and taken by `RequestMemory`.
+    """Owns the waiting and running queues; `RequestMemory` allocates and frees what requests hold.
 
-    A subclass may bring its own kind of `Admission`.
+    A subclass, such as the simulator's, may override what is documented here, and name its own `admission_type`.
     """
 
     admission_type: type[Admission] = Admission
@@ -58,7 +58,7 @@ class Scheduler:
         self._running = Running()
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
-        self._loading: list[Request] = []  # run while their adapter's bytes are still coming
+        self._loading: list[Request] = []  # running while their adapter is still being loaded
         self.num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
@@ -89,14 +89,15 @@ class Scheduler:
         return request_id in self._requests
 
     def get(self, request_id: str) -> Request:
-        """A request in progress; KeyError when it is not here (any more)."""
+        """Return a request in progress; KeyError when it is unknown or done."""
         return self._requests[request_id]
 
     def check_room(self, tenant: str) -> None:
-        """Raise Overloaded when one more request of `tenant` is not to wait."""
+        """Raise Overloaded when the queue has no room for one more request of `tenant`."""
         self._room.check(self._waiting, tenant)
 
     def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
         params, limits = request.params, self._limits
         request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
         if not params.ignore_eos:
@@ -113,7 +114,7 @@ class Scheduler:
                 self._ahead.read(self._waiting)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its pages; False when it is not here (any more)."""
+        """End a request and free its pages; False when it is unknown or done."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -121,7 +122,7 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
+        """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
@@ -136,7 +137,7 @@ class Scheduler:
         return plan_step(self.num_steps + 1, groups, counts, self._buckets) if groups else None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply a step's result: append the drawn tokens, end requests that are done, return what is new."""
+        """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs."""
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self.num_steps += 1
         requests, outputs = self._requests, []
@@ -153,12 +154,12 @@ class Scheduler:
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
-        """Outputs of requests that failed before they could run."""
+        """Return the outputs of requests that failed before they could run, once."""
         failed, self._failed = self._failed, []
         return failed
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
-        """The KV pages that requests hold, for `PagePool.check_integrity`."""
+        """Yield the KV pages that requests hold, for `PagePool.check_integrity`."""
         for request in self._requests.values():
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
@@ -166,7 +167,7 @@ class Scheduler:
     # -- choosing
 
     def _settle_loads(self) -> None:
-        """End the requests whose adapter will never come; nothing of it stays."""
+        """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self._running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
@@ -182,11 +183,11 @@ class Scheduler:
         self._loading = still
 
     def _is_awaited(self, request: Request) -> bool:
-        """True if a request's adapter was late and is still being read: it takes no place among the next to read."""
+        """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
         return request.state is RequestState.LATE and self._store.is_requested(request.adapter)
 
     def _fail_hopeless(self) -> None:
-        """End the requests that wait for an adapter that can't be had."""
+        """End the waiting requests whose adapter can't be loaded."""
         for request, error in self._ahead.hopeless(self._waiting):
             self._waiting.remove(request)
             self._fail(request, load_error(request, error))
@@ -205,9 +206,9 @@ class Scheduler:
         return not short or self._memory.grow_each(short)
 
     def _schedule_running(self) -> tuple[dict[Request, int], bool]:
-        """Running requests with their token counts, and whether any had to be preempted.
+        """Return running requests with their token counts, and True if any had to be preempted.
 
-        Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
+        Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
         budget, running = self._limits.max_num_batched_tokens, self._running
         chosen: dict[Request, int] = {}
@@ -234,7 +235,7 @@ class Scheduler:
         return chosen, preempted
 
     def _schedule_waiting(self, budget: int, preempted: bool) -> dict[Request, int]:
-        """Admit waiting requests, with their token counts, and have the adapters of those behind them read."""
+        """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
         if not preempted:
@@ -246,15 +247,15 @@ class Scheduler:
         return admitted
 
     def _preempt(self, request: Request) -> None:
-        """Give back a running request's pages and pin; it recomputes prompt and output when it runs again.
+        """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
 
-        Draws depend on (seed, position) only, so what it already gave stays true.
+        Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
         """
         self._send_back(request, RequestState.SWAPPED)
         self.num_preemptions += 1
 
     def _send_back(self, request: Request, state: RequestState) -> None:
-        """Let a running request give all that it holds and wait again."""
+        """Free all that a running request holds and put it at the head of the queue."""
         self._running.remove(request)
         self._give_back(request)
         request.state = state
@@ -263,9 +264,9 @@ class Scheduler:
         self._waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
-        """Let the requests of adapters that did not come in time wait again, until all of it is there.
+        """Send requests whose adapter did not arrive in time back to the queue until it is complete.
 
-        They keep neither seats nor pages; the adapter gives its pages back, too, as soon as they are wanted.
+        They keep neither seats nor pages, and the adapter's own pages may be evicted.
         """
         slots = {row.slot for row in plan.rows if row.request_id in result.unready}
         late = {plan.adapters[slot] for slot in slots}
@@ -275,14 +276,14 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     def _give_back(self, request: Request) -> None:
-        """Take what a running request holds, and settle what its tenant has been charged."""
+        """Free all that a running request holds, and refund its tenant for what it has not computed."""
         self._policies.queue.refund(request, request.charged - (request.num_computed_tokens - request.began_at))
         self._memory.release(request)
 
     # -- a step's result
 
     def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
-        """Apply a row's error and prompt log-probabilities; False if it produced nothing."""
+        """Apply a row's error and prompt log-probabilities; False if the row produced nothing."""
         if request.id in result.unready:
             return False
         if error := result.errors.get(request.id):
@@ -293,7 +294,7 @@ class Scheduler:
         return True
 
     def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
-        """Move a request past its row of a step, and end it if it is done; its output if it drew a token."""
+        """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
         computed = request.num_computed_tokens = row.start + len(row.tokens)
         if request.caching:
             self._memory.remember(request)
@@ -303,7 +304,7 @@ class Scheduler:
         request.token_ids.append(token)
         self.num_generated_tokens += 1
         if row is request.row:
-            row.tokens, row.start = [token], computed  # of the next step
+            row.tokens, row.start = [token], computed  # the row is reused for the next step
         reason = stop_token = None
         if token in request.end_ids:
             reason, stop_token = FinishReason.STOP, token
@@ -323,7 +324,7 @@ class Scheduler:
     # -- finishing
 
     def _fail(self, request: Request, error: str) -> None:
-        """End a request that is in no queue."""
+        """End a request that is in neither queue, with an error."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
         self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error))

@@ -1,7 +1,7 @@
-"""The values that cross boundaries: what a caller asks, what a step does, what it gave.
+"""Values that cross boundaries: a step's plan, its result, and a request's output.
 
 `StepPlan` is the only way from the scheduler to an executor and `StepResult` the only way back; `RequestOutput` is
-what the engine hands outwards. No tensors here: the simulator runs the same code without torch.
+what the engine returns. No tensors here: the simulator runs the same code without torch.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One request's part of a step: tokens `start … start+len(tokens)` of it are computed.
+    """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
 
     slot: index into `StepPlan.adapters`, `BASE_SLOT` for the base model.
     pages: the request's block table, covering at least `start + len(tokens)` tokens.
-    params: how to draw and what to report. seed makes the draw a function of (seed, position).
-    samples: the row's last token is the request's last known one, so that a new token is drawn at position `kv_len`.
+    params: how to sample and what to report. seed: makes sampling a function of (seed, position).
+    samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
-    edits: what the sampler keeps of the request from step to step; it makes it anew where it is missing.
+    edits: the sampler's state of the request, kept from step to step; created when missing.
     """
 
     request_id: str
@@ -57,12 +57,12 @@ class ScheduledRow:
 
     @property
     def kv_len(self) -> int:
-        """Tokens in the KV cache once this row has run."""
+        """Tokens in the KV cache after this row."""
         return self.start + len(self.tokens)
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the log-probabilities of prompt tokens after this row's are asked for."""
+        """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
 
@@ -70,9 +70,9 @@ class ScheduledRow:
 class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
-    rows: those of decoding requests are reused and moved on by `Scheduler.update`: read them before that.
+    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
-    mode: by which weights it runs.
+    mode: the weights it runs with.
     """
 
     step_id: int
@@ -92,14 +92,14 @@ class StepPlan:
         return len(self.adapters)
 
     def to_wire(self) -> dict[str, Any]:
-        """The plan as plain data, for another process."""
+        """Return the plan as plain data, for another process."""
         from .plan_wire import plan_to_wire
 
         return plan_to_wire(self)
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """What `to_wire` gave. find: the receiver's adapter for the name, version and pages of the sender's."""
+        """Return the plan of `to_wire`'s data. find: maps a sender's name, version and pages to the adapter here."""
         from .plan_wire import plan_from_wire
 
         return plan_from_wire(data, find)
@@ -116,10 +116,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What an executor gives back, per request id: the drawn token, asked-for log-probabilities, what went wrong.
+    """An executor's results by request id: sampled tokens, requested log-probabilities, errors.
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
-    unready: requests whose part was computed in vain, see `retract`.
+    unready: requests whose rows are void because their adapter did not arrive in time.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -129,7 +129,7 @@ class StepResult:
     unready: set[str] = field(default_factory=set)
 
     def retract(self, request_id: str) -> None:
-        """What was computed for a request is void: its adapter had not come. It is to run again."""
+        """Discard a request's results, because its adapter did not arrive in time."""
         for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.errors):
             found.pop(request_id, None)
         self.unready.add(request_id)
@@ -143,7 +143,7 @@ class StepResult:
 
 
 class StepInfo(NamedTuple):
-    """What shared a step; carried on outputs so that a client can see its batch."""
+    """Size of a step; carried on outputs so that clients can see their batch."""
 
     step_id: int
     num_requests: int
@@ -155,8 +155,8 @@ class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
-    logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for.
+    logprobs: one per new token, if requested. prompt_logprobs: one per prompt token but the first, on the first output,
+    if requested.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The waiting requests: in order of arrival, and by tenant and adapter, so that a step need not look at each."""
+"""The waiting queue: in order of arrival, and by tenant and adapter, so that a step need not scan every request."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Group:
 
 
 class WaitingQueue:
-    """Every change costs the same however many wait."""
+    """Waiting requests; every operation on one of them takes constant time."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
@@ -41,18 +41,18 @@ class WaitingQueue:
         return request in self._order
 
     def count(self, tenant: str) -> int:
-        """Number of a tenant's requests that wait, those held back left out."""
+        """Return the number of a tenant's waiting requests, without those held back."""
         return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
 
     def append(self, request: Request) -> None:
-        """Add one that has just come."""
+        """Add a new request at the end."""
         self._last += 1
         request.place = self._last
         self._order[request] = None
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add one that has run and is to go on before all others."""
+        """Add a request that has run already, before all others."""
         self._first -= 1
         request.place = self._first
         self._order[request] = None
@@ -64,18 +64,18 @@ class WaitingQueue:
         self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
-        """Keep a request waiting without its being considered, until it is released."""
+        """Keep a request in the queue, but not among the candidates for admission, until it is released."""
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Consider a request that was held back, before the others of its group. Nothing happens if it has left."""
+        """Make a held-back request the first candidate of its group. Does nothing if it has left the queue."""
         if request in self._order:
             requests = self._group(request).requests
             requests[request] = None
             requests.move_to_end(request, last=False)
 
     def adapters(self) -> set[Adapter]:
-        """Adapters of the requests that may be considered."""
+        """Return the adapters of all candidates for admission."""
         return {adapter for groups in self.tenants.values() for adapter in groups if adapter is not None}
 
     def _group(self, request: Request) -> Group:
