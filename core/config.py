@@ -1,4 +1,4 @@
-"""What an engine is built from. One schema: the server's settings extend it with flags, environment and file."""
+"""Configuration of an engine. One schema: the server's settings extend it with flags, environment and file."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ class EngineConfig(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """Budgets of a step and bounds of a request, as the scheduler goes by them."""
+    """Limits of a step and of a request that the scheduler keeps."""
 
     max_num_seqs: int
     max_num_batched_tokens: int

@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind over the arena: Llama, Mistral, Qwen2 and Qwen3 by what their configuration says."""
+"""Llama-family decoder over the arena: Llama, Mistral, Qwen2 and Qwen3, by the checkpoint's configuration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The decoder on the native CPU kernels: same batches in, same logits out as `DecoderModel`."""
+"""Decoder on the native CPU kernels; takes the batches and gives the logits of `DecoderModel`."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ class NativeDecoderModel:
 
 
 class _PackedWeights:
-    """Room for all of a model's packed projections in one piece: on huge pages even those that are smaller than one."""
+    """One buffer for all packed projections of a model, so that even small ones lie on huge pages."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
@@ -112,7 +112,7 @@ class _PackedWeights:
 
 
 def _native_layer(layer: LayerWeights) -> native.NativeLayer:
-    """The layer as the library wants it: its projections are packed already, everything else becomes float32."""
+    """Return a layer in the library's form: packed projections as they are, everything else as float32."""
     parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
     packed = ("qkv", "o", "gate_up", "down")
     return native.NativeLayer(

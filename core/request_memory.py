@@ -1,4 +1,4 @@
-"""What a running request holds: its pages, the prefix it started from, and its adapter's pin."""
+"""Memory of running requests: their pages, cached prefixes and adapter pins."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ _KNEE_GAIN = 1e-4  # of R², below which a knee explains nothing
 
 
 class MeasureError(ValueError):
-    """What was given can't be measured; the text says what is needed."""
+    """The input can't be measured; the text says what is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def typical(times: Sequence[float]) -> float:
 
 
 def steady(every: Sequence[Sequence[float]]) -> list[float]:
-    """What each of several things takes that were timed in turns: medians, scaled so that their sum is the means'."""
+    """Return the typical seconds of each of several things timed in turns: medians, scaled to the sum of the means."""
     medians = list(map(median_low, every))
     scale = sum(map(typical, every)) / sum(medians)
     return [scale * seconds for seconds in medians]
@@ -295,7 +295,7 @@ def fit_transfer(num_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
 
 
 def forget_file(path: Path) -> bool:
-    """Ask the system to drop a file's cached pages; whether it can be asked."""
+    """Ask the system to drop a file's cached pages; False if it can't be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False
     with path.open("rb") as file:

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Kernel(StrEnum):
-    """How LoRA is computed for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
+    """LoRA kernel for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
 
     BGMV = "bgmv"
     SGMV = "sgmv"
@@ -105,7 +105,7 @@ class DiskCost(TransferCost):
     contention: float = 0.0
 
     def delay(self, seconds: float, left: float) -> float:
-        """How much longer a step of `seconds` takes beside a read that takes `left` seconds more."""
+        """Return the extra time of a step of `seconds` beside a read that takes `left` seconds more."""
         if not self.contention:
             return 0.0
         return min(seconds * self.contention / (1.0 - self.contention), left * self.contention)
@@ -139,7 +139,7 @@ class OverheadCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Everything that has a price on one device with one base model.
+    """Cost models of one device with one base model.
 
     disk: from an adapter's file to its host image. link: from the host image to the device; a swapped-out request's KV
     pages take it too. network: a request's way to another replica. None: not known here.

@@ -26,7 +26,7 @@ T = TypeVar("T", bound="DataclassInstance")
 
 
 class ProfileError(ValueError):
-    """A profile that can't be used; the text names the file, the field and the mend."""
+    """A profile that can't be used; the text names the file, the field and the fix."""
 
 
 class _Strict(BaseModel):
@@ -34,7 +34,7 @@ class _Strict(BaseModel):
 
 
 class Number(_Strict):
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: float = Field(ge=0)
     source: str = Field(min_length=3)
@@ -46,7 +46,7 @@ class Whole(_Strict):
 
 
 class FitReport(_Strict):
-    """How well a fitted model explains the steps it was fitted to. samples: steps, each the mean of its repeats."""
+    """Goodness of a fit to the steps that were measured. samples: steps, each the mean of its repeats."""
 
     r2: float = Field(le=1)
     mean_error: float = Field(ge=0)
@@ -54,7 +54,7 @@ class FitReport(_Strict):
 
 
 class Terms(_Strict):
-    """The terms of one cost model; which names are allowed depends on the model."""
+    """The terms of one cost model, which defines their names."""
 
     terms: dict[str, Number]
     fit: FitReport | None = None
@@ -95,7 +95,7 @@ class Geometry(_Strict):
 
 
 class Profile(_Strict):
-    """What a JSON file holds. memory_bytes: the arena that KV and adapters share."""
+    """Contents of a profile's JSON file. memory_bytes: the arena that KV and adapters share."""
 
     format: Literal[1] = FORMAT
     name: str = Field(min_length=1)

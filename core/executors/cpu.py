@@ -69,7 +69,7 @@ class CpuExecutor:
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
-                torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
+                torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
                 self._sampling: Sampling = self._model.sampling
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
@@ -122,7 +122,7 @@ class CpuExecutor:
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Take back what rows gave whose adapter didn't come in time."""
+        """Discard the results of rows whose adapter did not arrive in time."""
         if plan.adapters and (late := self._lora.late_slots()):
             for row in plan.rows:
                 if row.slot in late:
@@ -206,7 +206,7 @@ class CpuAdapterBackend:
 
     @cached_property
     def _page_bits(self) -> np.ndarray:
-        """Made once: torch lets other Python threads run whenever it is asked for anything, and a step is to begin."""
+        """Cached, because each call into torch releases the GIL, which delays the start of a step."""
         return bits_of(self._arena.pages)
 
 

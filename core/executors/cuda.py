@@ -66,7 +66,7 @@ class CudaExecutor:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """What has been captured so far, in order."""
+        """The captured buckets and modes, in order of capture."""
         return self._steps.captured
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -88,7 +88,7 @@ class CudaExecutor:
             return result
 
     def close(self) -> None:
-        """Give the GPU's memory back. The executor is of no use afterwards."""
+        """Free the GPU's memory. The executor can't be used afterwards."""
         self._device.synchronize()
         self.adapters.close()
         self._steps.close()

@@ -12,7 +12,7 @@ from .executor import SimExecutor
 from .scheduler import SimScheduler
 
 MODEL = Path("simulated")
-"""What `EngineConfig.model` holds where no checkpoint is read."""
+"""`EngineConfig.model` where no checkpoint is read."""
 
 
 class SimEngine(Engine):

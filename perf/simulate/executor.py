@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from ...memory.adapter import Adapter
 
 TOKEN = 1
-"""What every row draws. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
+"""The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
 _NONE: frozenset[int] = frozenset()
 
@@ -107,7 +107,7 @@ class SimExecutor:
         return self.adapters.stalled_seconds
 
     def price(self, plan: StepPlan) -> StepPrice:
-        """What `execute` would take now."""
+        """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows = self.costs, plan.rows
@@ -131,7 +131,7 @@ class SimExecutor:
         return price
 
     def end(self, plan: StepPlan) -> float:
-        """When `execute` would be done by the horizon as it is."""
+        """Return the time at which `execute` would end, given the current horizon."""
         return self._clock.now + self._length(plan, self.price(plan))[1]
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -152,7 +152,7 @@ class SimExecutor:
         """Nothing is held."""
 
     def _length(self, plan: StepPlan, price: StepPrice) -> tuple[int, float]:
-        """How many steps run until the horizon, and their seconds."""
+        """Return the number of steps that run until the horizon, and their seconds."""
         if not isinstance(plan, RepeatedPlan) or price.single:
             return 1, price.first
         timed, horizon = self._timed, self.horizon

@@ -36,7 +36,7 @@ class RepeatedResult(StepResult):
 def most_steps(
     memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int, wanted: Iterable[Adapter]
 ) -> int:
-    """How many decode steps of all of `requests` there are pages for, at most `steps`; the first one has its own.
+    """Return how many decode steps of all of `requests` there are pages for, at most `steps`; the first has its own.
 
     wanted: adapters whose pages are not to be taken; they are evicted after all others.
     """

@@ -1,4 +1,4 @@
-"""The simulator's scheduler: it decides as the real one does, and says how long it would go on deciding the same."""
+"""The simulator's scheduler: the serving one, which also plans many equal decode steps at once."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ MOST_REPEATS = 1 << 20
 class SimRequest(Request):
     """A request with two outputs at most: with its first token and, when it ends, with its last one.
 
-    has_told: it has had the first. is_cold: its adapter was not all there when it could have begun. quiet_until: tokens
-    computed, before which there is nothing to tell, to cache or to end.
+    has_told: it has had its first output. is_cold: its adapter was not all there when it could have begun.
+    quiet_until: number of computed tokens below which it has no output, caches nothing and does not end.
     """
 
     __slots__ = ("has_told", "is_cold", "quiet_until")
@@ -88,7 +88,7 @@ class SimAdmission(Admission):
         return has_room
 
     def stays_shut_until(self, running: Running) -> float | None:
-        """When the order of the queue changes, if nobody in it can be admitted before a running request ends.
+        """Return when the queue's order changes, if nobody in it can be admitted before a running request ends.
 
         Running requests only take pages, so what did not fit won't. But the order changes when a request has been
         overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
@@ -152,7 +152,7 @@ class SimScheduler(Scheduler):
         return all_decode
 
     def _repeated(self, plan: StepPlan) -> StepPlan:
-        """A decode step of all running requests, with how many such steps come until the next decision.
+        """Return a decode step of all running requests with the number of such steps until the next decision.
 
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
         requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
@@ -181,7 +181,7 @@ class SimScheduler(Scheduler):
         return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take a step's result, or that of several like it; requests with nothing to tell cost little."""
+        """Apply the result of a step, or of several equal ones; requests without an output cost little."""
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         if isinstance(result, RepeatedResult):
             self._catch_up(plan.rows, result)
@@ -210,7 +210,7 @@ class SimScheduler(Scheduler):
         return outputs
 
     def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
-        """Bring the requests of a plan that ran several times to the last of its steps."""
+        """Advance the requests of a repeated plan to the last of its steps."""
         steps = result.count - 1
         requests = [self._requests[row.request_id] for row in rows]
         for row, request in zip(rows, requests, strict=True):
@@ -221,7 +221,7 @@ class SimScheduler(Scheduler):
         self.num_generated_tokens += steps * len(rows)
 
     def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
-        """Add an output that the request is to have: its first one, and its last."""
+        """Add a request's output if it is its first or its last."""
         if output.finish_reason is None and not request.caching:
             request.quiet_until = request.max_length - 1
         if output.finish_reason is not None or not request.has_told:

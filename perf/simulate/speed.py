@@ -1,4 +1,4 @@
-"""How fast the simulator is: engine steps per second of processor time, and a cluster's time and memory.
+"""Speed of the simulator: engine steps per second of processor time, and a cluster's time and memory.
 
     python -m chorus.perf.simulate.speed [--seconds N] [--json]
 
