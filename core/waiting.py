@@ -5,9 +5,13 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from ..memory.adapter import Adapter
 from .request import Request
+
+
+_BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
 
 
 class Group:
@@ -26,11 +30,11 @@ class Group:
 
 
 class WaitingQueue:
-    """Every change costs the same however many wait."""
+    """Every change costs the same however many wait; of those that come back, by how many came back before."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
-        self._first = self._last = 0
+        self._last = 0
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
         #: Groups with requests of which nobody has noted yet whether they wait for their adapter.
         self.unnoted: dict[Group, None] = {}
@@ -56,11 +60,10 @@ class WaitingQueue:
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add one that has run and is to go on before all others."""
-        self._first -= 1
-        request.place = self._first
-        self._order[request] = None
-        self._order.move_to_end(request, last=False)
+        """Add one that has run: it goes on before all that have not, and of those that have in order of arrival."""
+        if request.place > 0:
+            request.place -= _BEFORE_ALL
+        _insert(self._order, request)
         self.release(request)
 
     def remove(self, request: Request) -> None:
@@ -72,11 +75,9 @@ class WaitingQueue:
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Consider a request that was held back, before the others of its group. Nothing happens if it has left."""
+        """Consider a request that was held back, at its place in its group. Nothing happens if it has left."""
         if request in self._order:
-            requests = self._group(request).requests
-            requests[request] = None
-            requests.move_to_end(request, last=False)
+            _insert(self._group(request).requests, request)
 
     def adapters(self) -> set[Adapter]:
         """Adapters of the requests that may be considered."""
@@ -104,3 +105,11 @@ class WaitingQueue:
             self.unnoted.pop(group, None)
             if not groups:
                 del self.tenants[request.tenant]
+
+
+def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
+    """Put a request before the first of a later place; few are expected to be before it."""
+    before = list(takewhile(lambda other: other.place < request.place, requests))
+    requests[request] = None
+    for earlier in (request, *reversed(before)):
+        requests.move_to_end(earlier, last=False)
