@@ -12,11 +12,15 @@ from ..memory.adapter import Adapter
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 1
+VERSION = 2
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
-    """Lists, dicts, strings, numbers and None only; an adapter is its name, version and pages."""
+    """Lists, dicts, strings, numbers and None only.
+
+    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None until
+    it has been computed, which a server does in the background.
+    """
     return {
         "v": VERSION,
         "step_id": plan.step_id,
@@ -25,7 +29,10 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
         "repeat": plan.repeat,
         "until": None if math.isinf(plan.until) else plan.until,
         "adapters": [
-            {"name": adapter.name, "version": adapter.version, "pages": list(adapter.pages)}
+            {
+                "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+                "pages": list(adapter.pages),
+            }
             for adapter in plan.adapters
         ],
         "rows": [

@@ -104,7 +104,7 @@ class StepPlan:
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """What `to_wire` gave. find: the receiver's adapter for the name, version and pages of the sender's."""
+        """What `to_wire` gave. find: the receiver's adapter for the name, version, content hash and pages of the sender's."""
         from .plan_wire import plan_from_wire
 
         return plan_from_wire(data, find)

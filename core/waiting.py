@@ -10,7 +10,6 @@ from itertools import takewhile
 from ..memory.adapter import Adapter
 from .request import Request
 
-
 _BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
 
 
