@@ -18,8 +18,8 @@ VERSION = 2
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
     """Lists, dicts, strings, numbers and None only.
 
-    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None until
-    it has been computed, which a server does in the background.
+    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
+    until it has been computed, which a server does in the background.
     """
     return {
         "v": VERSION,

@@ -104,7 +104,7 @@ class StepPlan:
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """What `to_wire` gave. find: the receiver's adapter for the name, version, content hash and pages of the sender's."""
+        """The plan that `to_wire` was given. find: the receiver's adapter for an entry of the sender's `adapters`."""
         from .plan_wire import plan_from_wire
 
         return plan_from_wire(data, find)
