@@ -12,13 +12,12 @@ constexpr int kQueryTile = 6;    // that share a pass over the values: 6 × 4 ac
 
 struct AttentionUnit { int row, kv_head, token, tokens; };
 
-// The last tokens of a row see the most keys: they come first, so that the threads end together.
 inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads, std::vector<AttentionUnit>& units) {
     units.clear();
     const int block = std::max(1, kQueryBlock / (heads / kv_heads));
     for (int row = 0; row < rows; row++) {
         const int begin = qo_indptr[row], end = qo_indptr[row + 1];
-        for (int t = begin + (end - 1 - begin) / block * block; t >= begin; t -= block)
+        for (int t = begin; t < end; t += block)
             for (int h = 0; h < kv_heads; h++) units.push_back({row, h, t, std::min(block, end - t)});
     }
 }
