@@ -342,6 +342,7 @@ def test_who_has_no_key_goes_by_the_address(shared):
 
     assert tenant("192.0.2.1") == tenant("192.0.2.1", authorization="Bearer none") != tenant("192.0.2.2")
     assert tenant("2001:db8::1") == tenant("2001:db8::2:1") != tenant("2001:db8:0:1::1"), "one machine has a whole /64"
+    assert tenant("::ffff:192.0.2.1") == tenant("192.0.2.1") != tenant("::ffff:192.0.2.2")
     shared.engine.asked.clear()
     shared.post(model="base", prompt="ok")
     assert shared.engine.asked[0].tenant == "at-127.0.0.1"
