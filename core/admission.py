@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..memory.adapter import Adapter, Tier
-from ..memory.adapter_format import AdapterFormatError
+from ..memory.adapter_error import AdapterFormatError, LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.prefix import Block
 from .load_policy import LoadPolicy
@@ -204,7 +204,7 @@ class Admission:
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
             return False
         request.state = RequestState.RUNNING
         if request.adapter is not None and request.adapter.transfer is not None:
@@ -217,9 +217,10 @@ class Admission:
         return True
 
 
-def load_error(request: Request, error: BaseException) -> str:
-    """What a request is told whose adapter was not loaded."""
+def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
+    """The message for a request whose adapter was not loaded, and why it was not, unless that is our own fault."""
     if isinstance(error, AdapterFormatError):
-        return str(error)
+        return str(error), error.failure
     logger.error("loading %r failed", request.adapter, exc_info=error)
-    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}"
+    failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
+    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
+from ..memory.adapter_error import LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from .admission import Admission, load_error
@@ -263,7 +264,8 @@ class Scheduler:
         for adapter, error in self._store.poll():
             for request in [request for request in self._running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
-                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=load_error(request, error)))
+                reason, failure = load_error(request, error)
+                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
             self._store.evict(adapter)
         still = []
         for request in self._loading:
@@ -282,7 +284,7 @@ class Scheduler:
         """End the requests that wait for an adapter that can't be had."""
         for request, error in self._ahead.hopeless(self._waiting):
             self._waiting.remove(request)
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
 
     def _decode_all(self) -> tuple[None, int, bool] | None:
         """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.
@@ -383,11 +385,11 @@ class Scheduler:
 
     # -- finishing
 
-    def _fail(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: str, failure: LoadFailure | None = None) -> None:
         """End a request that is in no queue."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
-        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error))
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.is_running:

@@ -12,6 +12,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..graphs.runner import StepMode
+from ..memory.adapter_error import LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -165,7 +166,7 @@ class RequestOutput(NamedTuple):
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for.
+    output, when asked for. failure: why its adapter was not loaded, where that is the error.
     """
 
     request_id: str
@@ -177,3 +178,4 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    failure: LoadFailure | None = None
