@@ -233,7 +233,7 @@ def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
 
 
 def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
-    """Return the error message for a request whose adapter was not loaded, and why it was not, unless that is our own fault."""
+    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own."""
     if isinstance(error, AdapterFormatError):
         return str(error), error.failure
     logger.error("loading %r failed", request.adapter, exc_info=error)
