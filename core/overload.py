@@ -20,23 +20,22 @@ class Overloaded(Exception):
 
 
 class QueueRoom:
-    """How many requests may wait."""
+    """Limit of the waiting queue, shared by tenants."""
 
     def __init__(self, most: int | None, clock: Callable[[], float]) -> None:
-        """most: requests that may wait; None: any number."""
+        """most: requests that may wait; None: no limit."""
         self._most = most
         self._clock = clock
         self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
 
     def note_end(self) -> None:
-        """A running request has ended."""
+        """Record that a running request has ended."""
         self._ends.append(self._clock())
 
     def check(self, queue: WaitingQueue, tenant: str) -> None:
-        """Raise Overloaded when one more request of `tenant` is not to wait.
+        """Raise Overloaded when there is no room for one more request of `tenant`.
 
-        A tenant that is known may fill only as much of the queue as it leaves to others, so that whoever comes anew
-        finds room.
+        A tenant's waiting requests must not outnumber the free places, so that new tenants find room.
         """
         most, waiting = self._most, len(queue)
         if most is None or waiting < most // 2:
@@ -50,7 +49,7 @@ class QueueRoom:
         raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
 
     def _seconds_to_drain(self, count: float) -> float:
-        """How long, by the rate of late, until so many of the waiting requests have begun; from 1 to 60 seconds."""
+        """Return how long `count` waiting requests take to start, by the recent rate; from 1 to 60 seconds."""
         ends = self._ends
         if len(ends) < 2:
             return 1.0

@@ -71,12 +71,18 @@ class AdapterStore:
 
     # -- registry
 
-    def register(self, name: str, source: Path | AdapterManifest, *, check_weights: bool = False) -> Adapter:
+    def register(
+        self,
+        name: str,
+        source: Path | AdapterManifest,
+        *,
+        image: HostImage | None = None,
+    ) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        source: a directory, which is read and checked here, or the manifest of one that was. check_weights: read the
-        weights now, so that what only they can tell, such as NaN, is known before the earlier version is given up; the
-        caller waits for the disk, and the first request doesn't.
+        source: a directory, which is read and checked here, or the manifest of one that was. image: the
+        weights of a manifest that was checked, so that what was checked is what is served, whatever becomes of the
+        directory.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
@@ -84,9 +90,8 @@ class AdapterStore:
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
         layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
-        if check_weights:
-            self._request(adapter)
-            self._images.take(adapter.version)
+        if image is not None:
+            self._keep(adapter, image)
         previous = self._current.get(name)
         self._retire(previous)
         self._current[name] = adapter
@@ -413,9 +418,12 @@ class AdapterStore:
             logger.exception("saving %r failed", adapter)
             return
         if image is not None:
-            self._by_version[adapter.version] = adapter
-            size = adapter.num_pages * self._page_bytes
-            self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
+            self._keep(adapter, image)
+
+    def _keep(self, adapter: Adapter, image: HostImage) -> None:
+        self._by_version[adapter.version] = adapter
+        size = adapter.num_pages * self._page_bytes
+        self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
 
     def _observe(self, adapter: Adapter, cost: str, start: float) -> None:
         seconds = self._clock() - start

@@ -18,6 +18,7 @@ from ..memory.adapter_error import AdapterFormatError, shown
 from ..memory.adapter_format import STEM, AdapterManifest
 from ..memory.adapter_identity import open_unchanged
 from ..memory.adapter_store import UnknownAdapter
+from ..memory.host_image import HostImage
 from ..memory.limited_threads import LimitedThreads, NoThreadLeft
 from .adapter_keeper import AdapterKeeper
 from .adapter_requests import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
@@ -163,8 +164,8 @@ class AdapterApi:
             raise _already_loaded(name, name_field)
         try:
             async with self._checking:
-                manifest = await self._beside(partial(self._check, directory))
-            seen, replaced = await self._call(lambda engine: _swap(engine, name, manifest, replace=replace))
+                manifest, image = await self._beside(partial(self._check, directory))
+            seen, replaced = await self._call(lambda engine: _swap(engine, name, manifest, image, replace=replace))
         except AdapterFormatError as error:
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
         except FileExistsError:
@@ -174,11 +175,12 @@ class AdapterApi:
         report(name, manifest)
         return seen, replaced
 
-    def _check(self, directory: Path) -> AdapterManifest:
-        """What is to be swapped in, as it is on the disk at the end of the check."""
-        manifest = self._worker.check_adapter(directory, self._roots.roots)
+    def _check(self, directory: Path) -> tuple[AdapterManifest, HostImage]:
+        """The adapter that is to be swapped in, as it is on the disk at the end of the check, and its weights."""
+        image = HostImage()
+        manifest = self._worker.check_adapter(directory, self._roots.roots, image)
         with open_unchanged(manifest):
-            return manifest
+            return manifest, image
 
     async def _beside(self, function: Callable[[], T]) -> T:
         """Runs what asks the disk on a thread of its own, and waits no longer than a load may take."""
@@ -208,15 +210,16 @@ class AdapterApi:
         return await asyncio.wrap_future(self._worker.call(function))
 
 
-def _swap(engine: Engine, name: str, manifest: AdapterManifest, *, replace: bool) -> tuple[_Seen, bool]:
-    """Registers what was checked, on the engine's thread, and has it read. FileExistsError unless it may replace."""
+def _swap(
+    engine: Engine, name: str, manifest: AdapterManifest, image: HostImage, *, replace: bool
+) -> tuple[_Seen, bool]:
+    """Registers what was checked, on the engine's thread, with its weights. FileExistsError unless it may replace."""
     store = engine.store
     replaced = name in store
     if replaced and not replace:
         raise FileExistsError(name)
-    adapter = store.register(name, manifest)
+    store.register(name, manifest, image=image)
     engine.quarantine.pop(name, None)
-    store.read_ahead([adapter])
     return _Seen.of(store, name), replaced
 
 

@@ -17,6 +17,7 @@ from ..core.quarantine import Quarantined, Stamp, is_as_registered, report, stam
 from ..memory.adapter import Tier
 from ..memory.adapter_error import AdapterFormatError
 from ..memory.adapter_identity import with_content
+from ..memory.host_image import HostImage
 from ..memory.limited_threads import LimitedThreads, NoThreadLeft
 from .errors import EngineUnavailable
 from .worker import EngineWorker
@@ -64,9 +65,11 @@ class AdapterKeeper:
             try:
                 self._try_again()
                 self._hash_some()
-            except EngineUnavailable:
-                return
-            except Exception:
+            except EngineUnavailable as error:
+                if self._worker.failure is not None:
+                    return
+                log.warning("adapters are looked after later: %s", error)  # a stall ends, or the server does
+            except Exception:  # whatever a stranger's files brought about must not end what looks after all others
                 log.exception("looking after the adapters failed; it goes on")
 
     # -- quarantine
@@ -86,13 +89,14 @@ class AdapterKeeper:
 
     def _try(self, one: Quarantined, stamp: Stamp) -> None:
         try:
-            manifest = self._beside(partial(self._worker.check_adapter, one.path))
+            image = HostImage()
+            manifest = self._beside(partial(self._worker.check_adapter, one.path, image=image))
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
             self._call(partial(_keep, again))
             return
-        if manifest is not None and self._call(partial(_release, one.name, manifest)):
+        if manifest is not None and self._call(partial(_release, one.name, manifest, image)):
             log.info("adapter %s changed and is served now", one.name)
             report(one.name, manifest)
 
@@ -188,11 +192,11 @@ def _set_aside(one: Quarantined, version: int, engine: Engine) -> bool:
     return True
 
 
-def _release(name: str, manifest: AdapterManifest, engine: Engine) -> bool:
+def _release(name: str, manifest: AdapterManifest, image: HostImage, engine: Engine) -> bool:
     """Out of quarantine, on the engine's thread; False when it was removed or replaced meanwhile."""
     if engine.quarantine.pop(name, None) is None or name in engine.store:
         return False
-    engine.store.register(name, manifest)
+    engine.store.register(name, manifest, image=image)
     return True
 
 

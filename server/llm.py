@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from ..core.request import Request
 from ..core.sampling_params import InvalidRequest, SamplingParams
 from ..core.types import FinishReason, RequestOutput, TokenLogprobs
+from ..memory.host_image import HostImage
 from .choice import Choice
 from .errors import GenerationFailed
 from .generation import Generation
@@ -153,8 +154,9 @@ class LLM:
 
         Raises AdapterFormatError, and leaves what was there, when the directory can't be served.
         """
-        manifest = self._worker.check_adapter(Path(path))
-        self._worker.call(lambda engine: engine.store.register(name, manifest)).result()
+        image = HostImage()
+        manifest = self._worker.check_adapter(Path(path), image=image)
+        self._worker.call(lambda engine: engine.store.register(name, manifest, image=image)).result()
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; answers in progress finish with it. UnknownAdapter if there is none of that name."""

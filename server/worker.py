@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from ..core.executors.base import ModelInfo
     from ..core.request import Request
     from ..memory.adapter_format import AdapterManifest
+    from ..memory.host_image import HostImage
 
 log = logging.getLogger(__name__)
 
@@ -127,15 +128,15 @@ class EngineWorker:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
 
-    def check_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+    def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
 
-        roots: directories below which its files must lie; none: anywhere.
+        roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`.
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
         with self.progress.loading():
-            return self._engine.check_adapter(path, roots)
+            return self._engine.check_adapter(path, roots, image)
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
         """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""

@@ -72,8 +72,8 @@ class History:
             skills = self.skills_at(asked.name, asked.begin, asked.end)
             if asked.status == 404:
                 right = None in skills
-            elif asked.cut is not None:  # its directory was overwritten before a byte was read: an error, no mixture
-                right = not asked.answer and "changed on disk" in asked.cut
+            elif asked.cut is not None:
+                right = False
             else:
                 right = asked.status == 200 and any(
                     expected[skill, asked.text] == asked.answer for skill in skills if skill is not None
@@ -174,7 +174,7 @@ def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) 
         for skill in SKILLS:
             shutil.copytree(BUILTIN_ADAPTERS / skill, root / skill)
         settings = Settings(
-            adapters=root, memory_bytes=memory_bytes, host_cache_bytes=1 << 20, threads=1, log_level="warning"
+            adapters=root, memory_bytes=memory_bytes, host_cache_bytes=64 << 20, threads=1, log_level="warning"
         )
         with serving(build_app(settings), settings) as url, httpx.Client(base_url=url, trust_env=False) as http:
             expected = {(skill, text): ask(http, skill, text).answer for skill in SKILLS for text in texts}
@@ -209,9 +209,7 @@ def main(argv: list[str] | None = None) -> int:
     answered = sum(asked.status == 200 for asked in history.asked)
     changes = sum(len(changes) - 1 for changes in history.changes.values())
     print(f"model {BUILTIN_NAME}: {len(history.asked)} requests, {answered} answered, {changes} changes")
-    lost = sum(asked.cut is not None for asked in history.asked)
-    summary = {"requests": len(history.asked), "answered": answered, "changes": changes, "lost": lost}
-    print(json.dumps({**summary, "wrong": len(wrong)}))
+    print(json.dumps({"requests": len(history.asked), "answered": answered, "changes": changes, "wrong": len(wrong)}))
     return 1 if wrong else 0
 
 

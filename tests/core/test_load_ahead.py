@@ -11,6 +11,7 @@ import pytest
 from chorus.core.types import FinishReason
 from chorus.memory.adapter import Tier
 from chorus.memory.adapter_error import AdapterFormatError
+from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import ThreadReads
 
 from ..memory.fakes import SlowReads
@@ -95,7 +96,7 @@ def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
         now[0] += 60
         answers = driver.drain()
         assert answers["x"].finish_reason is FinishReason.ERROR
-        assert "was given up" in answers["x"].error
+        assert "was given up" in answers["x"].error and answers["x"].failure == "adapter_timeout"
         assert driver.engine.stats().num_given_up_reads == 1
         driver.add("z", HUNG, [7] * 5, max_tokens=4)
         assert "still hangs" in driver.drain()["z"].error
@@ -131,3 +132,17 @@ def test_a_running_version_outlives_its_directory(gqa, drive, tmp_path):
     answers = driver.drain()
     assert answers["x"].tokens == gqa.greedy(HUNG, [7] * 5, 8)
     assert answers["y"].tokens == gqa.greedy(OTHER, [7] * 5, 8)
+
+
+def test_what_was_checked_is_what_is_served(gqa, drive, tmp_path):
+    """Its directory is overwritten in place after the check and before anybody has asked for it."""
+    path = tmp_path / "voice"
+    shutil.copytree(gqa.adapters[HUNG], path)
+    driver = drive(gqa, adapters={})
+    image = HostImage()
+    manifest = driver.engine.check_adapter(path, image=image)
+    driver.engine.store.register("voice", manifest, image=image)
+    for file in gqa.adapters[OTHER].iterdir():
+        shutil.copy(file, path / file.name)
+    driver.add("x", "voice", [7] * 5, max_tokens=8)
+    assert driver.drain()["x"].tokens == gqa.greedy(HUNG, [7] * 5, 8)

@@ -416,7 +416,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
-            self.register(name, pages, False)
+            self.register(name, pages)
 
     @property
     def usable(self):
@@ -672,13 +672,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- adapters
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), check_weights=st.booleans())
-    def register(self, name, num_pages, check_weights):
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9))
+    def register(self, name, num_pages):
         path = Path(f"version-{next(self.ids)}")
         self.executor.adapters.num_pages[path] = num_pages
         old = self.current.get(name)
         try:
-            new = self.engine.store.register(name, path, check_weights=check_weights)
+            new = self.engine.store.register(name, path)
         except AdapterFormatError:
             assert num_pages >= self.usable
             return
@@ -694,7 +694,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.adapters.num_pages[path] = 1
         self.executor.adapters.broken.add(path)
         with pytest.raises(AdapterFormatError):
-            self.engine.store.register(name, path, check_weights=True)
+            self.engine.check_weights(self.executor.adapters.inspect(path))
         with pytest.raises(AdapterFormatError):
             self.engine.store.register(name, Path("nowhere"))
         assert {name: self.engine.store.get(name) for name in self.engine.store.names()} == self.current

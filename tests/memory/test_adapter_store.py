@@ -465,20 +465,6 @@ def test_replaced_version_that_is_held_is_read_at_once(slow):
     assert slow.store.tier(old) is Tier.LOADING
 
 
-def test_checked_weights_are_read_before_the_earlier_version_is_given_up(store, backend, pool, use):
-    (old,) = register(store, a="two")
-    use(old)
-    backend.broken.add("three")
-    with pytest.raises(AdapterFormatError, match="cannot be read"):
-        store.register("a", Path("three"), check_weights=True)
-    assert store.get("a") is old
-    assert len(old.pages) == 2
-    backend.broken.clear()
-    new = store.register("a", Path("three"), check_weights=True)
-    assert store.tier(new) is Tier.HOST
-    check(store, pool)
-
-
 def test_measured_costs_follow_the_clock(pool, backend):
     ticks = iter(range(0, 1000, 8))
     costs = RestoreCosts(disk_adapter_page=0.0, host_adapter_page=0.0)

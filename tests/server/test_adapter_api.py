@@ -201,10 +201,10 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
     checking, go_on = threading.Event(), threading.Event()
     check = live.engine.check_adapter
 
-    def slow(path, roots):
+    def slow(path, roots, image):
         checking.set()
         assert go_on.wait(10)
-        return check(path, roots)
+        return check(path, roots, image)
 
     monkeypatch.setattr(live.engine, "check_adapter", slow)
     loading = threading.Thread(target=load, args=(live, "new", root / "r3-mlp"))
@@ -220,8 +220,8 @@ def test_steps_go_on_while_an_adapter_is_checked(live, root, monkeypatch):
 def test_a_file_that_changes_while_it_is_checked(live, reference, root, monkeypatch):
     check = live.engine.check_adapter
 
-    def and_then_change(path, roots):
-        manifest = check(path, roots)
+    def and_then_change(path, roots, image):
+        manifest = check(path, roots, image)
         shutil.copy(reference.adapters["r8-attention"] / WEIGHTS, path / WEIGHTS)
         return manifest
 

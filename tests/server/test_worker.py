@@ -331,7 +331,7 @@ def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeyp
 def test_a_load_that_hangs_is_seen(watched, fake_engine):
     worker, watchdog, clock = watched
     begun, release = threading.Event(), threading.Event()
-    fake_engine.check_adapter = lambda path, roots=(): (begun.set(), release.wait(60))
+    fake_engine.check_adapter = lambda path, roots, image: (begun.set(), release.wait(60))
     loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
     loading.start()
     assert begun.wait(30)
