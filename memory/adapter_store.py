@@ -71,20 +71,11 @@ class AdapterStore:
 
     # -- registry
 
-    def register(
-        self,
-        name: str,
-        source: Path | AdapterManifest,
-        *,
-        check_weights: bool = False,
-        image: HostImage | None = None,
-    ) -> Adapter:
+    def register(self, name: str, source: Path | AdapterManifest, image: HostImage | None = None) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        source: a directory, which is read and checked here, or the manifest of one that was. check_weights: read the
-        weights now, so that what only they can tell, such as NaN, is known before the earlier version is given up; the
-        caller waits for the disk, and the first request doesn't. image: the weights of a manifest that was checked, so
-        that what was checked is what is served, whatever becomes of the directory.
+        source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
+        manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
@@ -92,9 +83,6 @@ class AdapterStore:
         manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
         layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
-        if check_weights:
-            self._request(adapter)
-            self._images.take(adapter.version)
         if image is not None:
             self._keep(adapter, image)
         previous = self._current.get(name)
@@ -267,17 +255,17 @@ class AdapterStore:
             else:
                 self._offer(adapter)
 
-    def acquire(self, adapter: Adapter, *, stream: bool = False) -> None:
+    def acquire(self, adapter: Adapter) -> None:
         """Pin `adapter` for a running request, loading it into free pages when it is not resident.
 
-        stream: don't wait for a read that is under way; the adapter then has a `transfer`.
+        A read that is under way is not waited for: the adapter then has a `transfer`.
         Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
         nothing is held.
         """
         if adapter.pages:
             self.num_hits += 1
         else:
-            self._load(adapter, stream)
+            self._load(adapter)
         if adapter.is_idle:
             self._withdraw(adapter)
         adapter.references += 1
@@ -288,7 +276,7 @@ class AdapterStore:
 
         Raises what `acquire` raises.
         """
-        self._load(adapter, stream=False)
+        self._load(adapter)
         self.num_prefetched += 1
         self._offer(adapter)
 
@@ -298,11 +286,23 @@ class AdapterStore:
         if adapter.references == 0:
             self._offer(adapter)
 
+    def fetch(self, adapter: Adapter) -> bool:
+        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        if adapter.transfer is not None:
+            image = self._loads.image(adapter)
+            if image.error is not None:
+                raise image.error
+        elif adapter.pages:
+            return True
+        else:
+            self._request(adapter)
+            self._images.watch()
+            image = self._images.take(adapter.version)
+        return image.stream.num_ready == adapter.layout.num_layers
+
     def pin(self, adapter: Adapter) -> None:
         """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
         if adapter not in self._pinned:
-            if adapter.transfer is not None:
-                self._wait_for_read(adapter)
             self.acquire(adapter)
             self._pinned.add(adapter)
             adapter.requests += 1
@@ -367,14 +367,14 @@ class AdapterStore:
     def close(self) -> None:
         self._images.close()
 
-    def _load(self, adapter: Adapter, stream: bool) -> None:
+    def _load(self, adapter: Adapter) -> None:
         if self._pool.num_free < adapter.num_pages:
             raise OutOfPages(
                 f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
             )
         self._request(adapter)
-        stream = stream and not self._images.is_ready(adapter.version)
-        image = self._images.peek(adapter.version) if stream else self._images.take(adapter.version)
+        image = self._images.take(adapter.version)
+        streamed = not self._images.is_ready(adapter.version)
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
         start = self._clock()
         try:
@@ -385,7 +385,7 @@ class AdapterStore:
         adapter.pages = pages
         self._resident[adapter] = None
         self.num_loads += 1
-        self.num_streamed += stream
+        self.num_streamed += streamed
         if transfer is None:
             self._observe(adapter, "host_adapter_page", start)
         else:
@@ -435,14 +435,6 @@ class AdapterStore:
         self._costs.observe(cost, seconds / adapter.num_pages)
         if cost == "host_adapter_page":
             adapter.load_seconds = seconds
-
-    def _wait_for_read(self, adapter: Adapter) -> None:
-        """Sleep until an adapter in flight has been read; raises why it can't be."""
-        image = self._loads.image(adapter)
-        if image.error is None and image.stream.num_ready < adapter.layout.num_layers:
-            self._images.take(adapter.version)
-        if image.error is not None:
-            raise image.error
 
     def _offer(self, adapter: Adapter) -> None:
         """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""

@@ -220,11 +220,10 @@ class Life:
         name = self.rng.choice(NAMES)
         if name in self.current:
             try:
-                self.engine.pin_adapter(name)
+                is_pinned = self.engine.pin_adapter(name)
             except (InvalidRequest, AdapterFormatError, OSError, TimeoutError):
-                self.reached["not pinned"] += 1
-            else:
-                self.reached["pinned"] += 1
+                is_pinned = False
+            self.reached["pinned" if is_pinned else "not pinned"] += 1
 
     def _unpin(self) -> None:
         name = self.rng.choice(NAMES)

@@ -177,9 +177,13 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
     now, go = [1.0], threading.Event()
     driver = drive(gqa, reads=ThreadReads(1), clock=lambda: now[0], adapter_read_seconds=20.0)
     engine, adapter = driver.engine, driver.engine.store.get(HUNG)
-    patch_read(driver, HUNG, lambda: go.wait(120))
+    began = threading.Event()
+    patch_read(driver, HUNG, lambda: (began.set(), go.wait(120)))
     try:
         assert engine.pin_adapter(HUNG) is False
+        assert began.wait(60)
+        now[0] += 1
+        engine.store.watch_reads()
         now[0] += 60
         with pytest.raises(ReadStalled, match="was given up"):
             engine.pin_adapter(HUNG)

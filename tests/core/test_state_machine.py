@@ -661,13 +661,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- adapters
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), check_weights=st.booleans())
-    def register(self, name, num_pages, check_weights):
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), checked=st.booleans())
+    def register(self, name, num_pages, checked):
         path = Path(f"version-{next(self.ids)}")
         self.executor.adapters.num_pages[path] = num_pages
         old = self.current.get(name)
         try:
-            new = self.engine.store.register(name, path, check_weights=check_weights)
+            new = self._register_checked(name, path) if checked else self.engine.store.register(name, path)
         except AdapterFormatError:
             assert num_pages >= self.usable
             return
@@ -683,10 +683,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.adapters.num_pages[path] = 1
         self.executor.adapters.broken.add(path)
         with pytest.raises(AdapterFormatError):
-            self.engine.store.register(name, path, check_weights=True)
+            self._register_checked(name, path)
         with pytest.raises(AdapterFormatError):
             self.engine.store.register(name, Path("nowhere"))
         assert {name: self.engine.store.get(name) for name in self.engine.store.names()} == self.current
+
+    def _register_checked(self, name, path):
+        backend, image = self.executor.adapters, HostImage()
+        manifest = backend.inspect(path)
+        backend.read(manifest, self.engine.store.layout_of(manifest), image)
+        return self.engine.store.register(name, manifest, image)
 
     @rule(name=st.sampled_from(NAMES))
     def unregister(self, name):
@@ -703,7 +709,12 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         held = stats.num_kv_pages + stats.num_adapter_pages - self.engine.store.num_idle_pages
         try:
-            self.engine.pin_adapter(name)
+            if not (pinned := self.engine.pin_adapter(name)):
+                assert self.engine.store.tier(adapter) is Tier.LOADING
+                assert not self.engine.store.is_pinned(adapter)
+                for read in self._pending():
+                    read.finish()
+                pinned = self.engine.pin_adapter(name)
         except UnknownAdapter:
             assert adapter is None
         except InvalidRequest as error:
@@ -715,6 +726,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert self._is_given_up(str(error)) or adapter.manifest.path in self.executor.adapters.broken
             assert adapter.transfer is not None or not adapter.pages
         else:
+            if not pinned:
+                assert any(read.hangs for read in self._pending())
+                return
             self.pinned.add(adapter)
             assert adapter.pages
             assert 2 * self.num_pinned <= self.usable

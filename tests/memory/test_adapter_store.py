@@ -10,6 +10,7 @@ from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
 from chorus.memory.adapter_store import AdapterStore, UnknownAdapter
 from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import HostImages, InlineReads
 from chorus.memory.pages import OutOfPages, PageKind, PagePool
 from chorus.memory.prefix import PrefixCache
@@ -365,7 +366,7 @@ def streaming(slow):
     (a,) = register(slow.store, a="two")
     slow.store.hold(a)
     slow.store.read_ahead([a])
-    slow.store.acquire(a, stream=True)
+    slow.store.acquire(a)
     return a
 
 
@@ -386,7 +387,7 @@ def test_what_is_whole_is_not_streamed(slow):
     (a,) = register(slow.store, a="two")
     slow.store.read_ahead([a])
     slow.reads.finish()
-    slow.store.acquire(a, stream=True)
+    slow.store.acquire(a)
     assert slow.store.tier(a) is Tier.DEVICE
     assert slow.store.num_streamed == 0
 
@@ -438,12 +439,33 @@ def test_pages_of_an_adapter_that_leaves_on_its_way_go_back_when_nothing_writes_
     check(slow.store, pool)
 
 
-def test_pinning_waits_for_what_is_on_its_way(slow, streaming, backend, pool):
-    backend.broken.add("two")
+def test_fetching_tells_when_all_of_an_adapter_is_in_memory(slow, backend):
+    store = slow.store
+    a, b = register(store, a="two", b="one")
+    backend.broken.add("one")
+    assert not store.fetch(a)
+    assert not store.fetch(b)
     slow.reads.finish()
+    slow.reads.finish()
+    assert store.fetch(a)
     with pytest.raises(AdapterFormatError, match="cannot be read"):
-        slow.store.pin(streaming)
-    assert not slow.store.is_pinned(streaming)
+        store.fetch(b)
+    assert store.tier(b) is Tier.DISK, "it is tried again"
+    store.acquire(a)
+    assert store.fetch(a)
+    assert backend.reads == ["two", "one"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_fetching_what_is_on_its_way_into_pages(slow, streaming, backend, broken):
+    assert not slow.store.fetch(streaming)
+    backend.broken |= {"two"} if broken else set()
+    slow.reads.finish()
+    if broken:
+        with pytest.raises(AdapterFormatError, match="cannot be read"):
+            slow.store.fetch(streaming)
+    else:
+        assert slow.store.fetch(streaming)
 
 
 def test_a_pin_is_lost_with_bytes_that_never_come(slow, streaming, backend, pool):
@@ -465,17 +487,15 @@ def test_replaced_version_that_is_held_is_read_at_once(slow):
     assert slow.store.tier(old) is Tier.LOADING
 
 
-def test_checked_weights_are_read_before_the_earlier_version_is_given_up(store, backend, pool, use):
+def test_weights_that_were_checked_are_not_read_again(store, backend, pool, use):
     (old,) = register(store, a="two")
     use(old)
-    backend.broken.add("three")
-    with pytest.raises(AdapterFormatError, match="cannot be read"):
-        store.register("a", Path("three"), check_weights=True)
-    assert store.get("a") is old
-    assert len(old.pages) == 2
-    backend.broken.clear()
-    new = store.register("a", Path("three"), check_weights=True)
+    image, manifest = HostImage(), backend.inspect(Path("three"))
+    backend.read(manifest, backend.layout(manifest), image)
+    new = store.register("a", manifest, image)
     assert store.tier(new) is Tier.HOST
+    use(new)
+    assert backend.reads == ["two", "three"]
     check(store, pool)
 
 
