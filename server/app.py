@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ..core.overload import Overloaded
 from ..core.sampling_params import InvalidRequest
 from .adapter_api import AdapterApi
+from .adapter_loads import AdapterLoads
 from .api import Api
 from .doors import Doors
 from .errors import ApiError, EngineUnavailable, GenerationFailed, on_disconnect, on_error, on_http_error
@@ -48,16 +49,17 @@ def create_app(
     api = Api(worker, served, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, served, api.metrics)
     texts = TextApi(worker, tokenizer, generation)
-    adapters = AdapterApi(worker, served, served.adapter_load_seconds)
+    loads = AdapterLoads(worker, served.adapter_load_seconds)
+    adapters = AdapterApi(worker, served, loads)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
         watchdog.start()
-        adapters.keeper.start()
+        loads.start()
         try:
             yield
         finally:
-            adapters.keeper.stop()
+            loads.stop()
             watchdog.stop()
             generation.close()
             with suppress(Exception):

@@ -98,16 +98,14 @@ class DaemonPool(Executor):
 class Executors:
     """The pools of one server.
 
-    loads: adapters that are read and checked. text: tokenising, and writing long answers. stop: the engine's end.
-    scrapes: writing the metrics.
+    text: tokenising, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
     """
 
     def __init__(self) -> None:
-        self.loads = DaemonPool("loads", threads=4, max_waiting=64)
         self.text = DaemonPool("text", threads=max(2, min(8, os.cpu_count() or 2)), max_waiting=1024)
         self.stop = DaemonPool("stop", threads=1, max_waiting=1)
         self.scrapes = DaemonPool("scrapes", threads=1, max_waiting=1)
 
     def shutdown(self) -> None:
-        for pool in (self.loads, self.text, self.stop, self.scrapes):
+        for pool in (self.text, self.stop, self.scrapes):
             pool.shutdown()
