@@ -38,7 +38,10 @@ STOP_SECONDS = 1.0
 def create_app(
     worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel, settings: Settings | None = None
 ) -> Starlette:
-    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`."""
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`.
+
+    RuntimeError when no more threads can be started.
+    """
     settings = settings or Settings()
     gate, executors = Gate(), Executors()
     keys = settings.client_keys()
@@ -54,8 +57,6 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watchdog.start()
-        loads.start()
         try:
             yield
         finally:
@@ -104,4 +105,10 @@ def create_app(
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors = gate, worker, executors
     app.state.private_paths = private
+    try:  # here and not in the lifespan, whose errors a client of the command line sees as tracebacks
+        watchdog.start()
+        loads.start()
+    except BaseException:
+        watchdog.stop()
+        raise
     return app

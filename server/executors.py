@@ -55,7 +55,13 @@ class DaemonPool(Executor):
             elif self._num_threads < self._threads:
                 self._num_threads += 1
                 name = f"chorus-{self._name}-{next(self._numbers)}"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._run, name=name, daemon=True).start()
+                except RuntimeError:
+                    self._num_threads -= 1
+                    if not self._num_threads:  # nobody is there to come to it
+                        self._calls.pop()
+                        raise
         return future
 
     async def run(self, function: Callable[..., T], /, *args: Any) -> T:

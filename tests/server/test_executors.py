@@ -45,6 +45,15 @@ def test_a_full_queue_refuses_and_cancelled_calls_leave_it():
     assert late.result(10) == 7 and waiting[1].result(10) == 0 and stuck.done()
 
 
+def test_a_pool_whose_thread_could_not_be_started_goes_on(monkeypatch):
+    pool = DaemonPool("test", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            pool.submit(int, "1")
+    assert pool.submit(int, "2").result(10) == 2
+
+
 def test_one_kind_of_work_does_not_fill_anothers_threads():
     executors, release = Executors(), threading.Event()
     for _ in range(10):
