@@ -203,7 +203,7 @@ class Engine:
             outputs += self._scheduler.update(plan, result)
             self._num_steps += result.count
         elif not outputs and self._scheduler.has_work():
-            self.store.wait_for_reads(READ_WAIT_SECONDS)
+            self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
@@ -241,7 +241,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         pool, scheduler = self._pool, self._scheduler
-        reads = self.store.read_counts()
+        reads = self.store.images.counts()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,

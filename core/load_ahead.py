@@ -38,22 +38,22 @@ class LoadAhead:
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
         """Waiting requests whose adapter can't be had, and why; each read that failed is told once."""
         store = self._store
-        store.watch_reads()
-        if not store.has_unreadable and not self._unfit:
+        store.images.watch()
+        if not store.images.has_failures and not self._unfit:
             return []
         found: list[tuple[Request, BaseException]] = []
         for request in waiting:
             adapter = request.adapter
             if adapter is None:
                 continue
-            if (error := store.unreadable(adapter)) is not None:
+            if (error := store.images.error(adapter)) is not None:
                 found.append((request, error))
             elif adapter in self._unfit and not store.can_fit(adapter):
                 found.append((request, AdapterFormatError(
                     f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
                     "pinned adapters; unpin some"
                 )))  # fmt: skip
-        store.forget_unreadable()
+        store.images.forget_failures()
         self._unfit.clear()
         return found
 
@@ -64,7 +64,7 @@ class LoadAhead:
             self._unfit.update(unfit)
             adapters = [adapter for adapter in adapters if adapter not in self._unfit]
         if adapters:
-            self._store.read_ahead(adapters)
+            self._store.reads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
         """Adapters that are not resident, of the first requests that wait for no slow read."""
@@ -72,7 +72,7 @@ class LoadAhead:
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
             adapter = request.adapter
             if adapter is not None and not adapter.pages:
-                if store.is_slow(adapter):
+                if store.images.is_slow(adapter):
                     continue
                 yield adapter
             left -= 1

@@ -32,4 +32,4 @@ class LoadPolicy:
         if self._max_stall == 0:
             return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.seconds_to_read(adapter) <= prefill + self._max_stall
+        return alone or self._store.reads.seconds_left(adapter) <= prefill + self._max_stall

@@ -276,7 +276,7 @@ class Scheduler:
 
     def _is_awaited(self, request: Request) -> bool:
         """True if a request's adapter was late and is still being read: it takes no place among the next to read."""
-        return request.state is RequestState.LATE and self._store.is_requested(request.adapter)
+        return request.state is RequestState.LATE and self._store.images.is_requested(request.adapter)
 
     def _fail_hopeless(self) -> None:
         """End the requests that wait for an adapter that can't be had."""

@@ -88,7 +88,7 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
         for path in sources[:2]:
             engine.store.register(path.name, path)
             while not engine.pin_adapter(path.name):
-                engine.store.wait_for_reads(0.1)
+                engine.store.images.wait(0.1)
         for index, path in enumerate(copies):
             (trouble.hanging if index % 2 else trouble.slow).add(path.name)
             engine.store.register(path.name, path)

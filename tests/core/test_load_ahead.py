@@ -166,7 +166,7 @@ def test_pinning_waits_for_no_read(gqa, drive):
     deadline = time.monotonic() + 60
     while not engine.pin_adapter(HUNG):
         assert time.monotonic() < deadline
-        engine.store.wait_for_reads(0.1)
+        engine.store.images.wait(0.1)
     assert engine.pin_adapter(HUNG) is True
     assert engine.store.is_pinned(adapter)
     assert driver.held_pages() == adapter.num_pages
@@ -183,7 +183,7 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
         assert engine.pin_adapter(HUNG) is False
         assert began.wait(60)
         now[0] += 1
-        engine.store.watch_reads()
+        engine.store.images.watch()
         now[0] += 60
         with pytest.raises(ReadStalled, match="was given up"):
             engine.pin_adapter(HUNG)

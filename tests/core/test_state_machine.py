@@ -409,7 +409,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.on_plan = self._check_order
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
-        self.engine.store.wait_for_reads = self._wait
+        self.engine.store.images.wait = self._wait
         self.scheduler = self.engine._scheduler
         self.executor.pool = self.engine._pool
         self.current: dict[str, Adapter] = {}
@@ -837,7 +837,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def host_images_are_counted(self):
-        images = self.engine.store._images
+        images = self.engine.store.images
         entries = {*images._entries.values(), *images._given_up.values()}
         assert images.num_bytes == sum(entry.num_bytes for entry in entries)
 
@@ -865,7 +865,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._end_hanging()
         self._live_on()
         self.clock.now += 1.0
-        self.engine.store.watch_reads()
+        self.engine.store.images.watch()
         for request_id, expected in self.requests.items():
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
@@ -873,7 +873,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.unregister(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
-        assert len(self.engine._prefix) == self.engine.store._images.num_bytes == 0
+        assert len(self.engine._prefix) == self.engine.store.images.num_bytes == 0
         assert not self._adapters()
         self.engine.check_integrity()
 
