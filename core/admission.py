@@ -1,4 +1,4 @@
-"""Which waiting requests may begin."""
+"""Admission control: the waiting requests that may begin."""
 
 from __future__ import annotations
 
@@ -7,30 +7,28 @@ import math
 from collections.abc import Callable
 
 from ..memory.adapter import Adapter, Tier
-from ..memory.adapter_format import AdapterFormatError
+from ..memory.adapter_error import AdapterFormatError, LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.prefix import Block
-from .load_policy import LoadPolicy
+from .config import SchedulerLimits
+from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
+from .policies import QueuePolicy
 from .queue_order import QueueOrder
-from .queue_policy import QueuePolicy
 from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running
-from .scheduler_limits import SchedulerLimits
 from .shared_prefills import SharedPrefills
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
-"""Seconds for which no request starts before its adapter has been read, once one did not come in time."""
-
-_AWAY = (Tier.DISK, Tier.LOADING)
+"""Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
 
 
 class Admission:
-    """Lets requests run while tokens, seats and pages last."""
+    """Lets waiting requests run while tokens, seats and pages last."""
 
     def __init__(
         self,
@@ -44,7 +42,7 @@ class Admission:
         clock: Callable[[], float],
         fail: Callable[[Request, str], None],
     ) -> None:
-        """fail: ends a request that is in no queue, and says why."""
+        """fail: ends a request that is in no queue, with an error message."""
         self._limits = limits
         self._waiting = waiting
         self._policy = policy
@@ -55,79 +53,35 @@ class Admission:
         self._clock = clock
         self._fail = fail
         self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
-        self._late: set[Adapter] = set()  # did not come in time: no request starts before all of it has been read
+        self._late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
-        self.awaits_growth = False  # the last `admit` ended for what is expected to grow, which may differ in any step
-        self.num_cold_starts = 0  # requests whose adapter was not all there when they could begin
 
     def settle(self) -> None:
-        """Take note of what has ended since the last step."""
+        """Release requests whose shared prefill is done, and forget late adapters that have been read."""
         if self._prefills:
             self._prefills.settle()
         if self._late:
-            self._late = {adapter for adapter in self._late if adapter.requests and not self._is_here(adapter)}
+            self._late = {adapter for adapter in self._late if adapter.requests and not _is_read(self._store, adapter)}
 
     def note_late(self, adapter: Adapter) -> None:
-        """An adapter did not come in time: estimates of reads are wrong, and for a while none is believed."""
+        """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
         self._late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int) -> dict[Request, int]:
-        """Start waiting requests in queue order; those whose adapter is still being read are passed over.
+        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
 
-        They go from the queue to `running`; returned with how many tokens each is to compute, of `budget` in all.
-        The first that lacks pages or token budget ends it, so that a large request is not starved by small ones: pages
-        for what it has, and for what it and those that run are expected to grow by.
+        Requests whose adapter is not available yet are skipped. Admission stops at the first request that lacks tokens
+        or pages, so that small requests don't starve a large one.
         """
-        limits, waiting = self._limits, self._waiting
+        limits = self._limits
         admitted: dict[Request, int] = {}
-        seats = limits.max_num_seqs
-        self.awaits_growth = False
-        if budget <= 0 or len(running) >= seats:
+        if budget <= 0 or len(running) >= limits.max_num_seqs:
             return admitted
-        now = self._clock()
-        active = None
-        most_adapters = limits.max_adapters_per_step
-        if most_adapters is not None:
-            active = {request.adapter for request in running if request.adapter is not None}
-        overdue_before, doubt = now - limits.max_overtake_seconds, now < self._doubt_until
-        reserved = math.inf  # place of the first that is overdue and waits only for one adapter fewer in the step
-
-        def is_barred(adapter: Adapter) -> bool:
-            return active is not None and adapter not in active and len(active) >= most_adapters
-
-        def may_come(adapter: Adapter, head: Request) -> bool:
-            nonlocal reserved
-            if is_barred(adapter):
-                if head.arrival_time < overdue_before and self._is_here(adapter):
-                    reserved = min(reserved, head.place)
-                return False
-            if adapter in self._late or (doubt and not adapter.pages):
-                return self._is_here(adapter)
-            return True
-
-        is_limited = active is not None or bool(self._late) or doubt
-        order = QueueOrder(waiting, self._policy, self._store, overdue_before, may_come if is_limited else None)
-        growth: int | None = None
-        seats_left = False
-        while (request := order.next()) is not None:
-            if budget <= 0 or len(running) >= seats:
-                break
-            adapter = request.adapter
-            if adapter is not None and is_barred(adapter):
-                if order.is_overdue():
-                    reserved = min(reserved, request.place)
-                seats_left = True
-                order.pass_over()
-                continue
-            if reserved < request.place and (adapter is not None or len(running) >= seats - 1):
-                seats_left = True
-                order.pass_over()
-                continue
-            if adapter is not None and not self._loads.may_start(
-                adapter, min(request.num_tokens, budget), alone=not running
-            ):
-                seats_left = True
+        step = Step(limits, self._store, running, self._late, self._clock(), self._doubt_until)
+        order = self._order(step)
+        while (request := order.next()) is not None and budget > 0 and len(running) < limits.max_num_seqs:
+            if not self._may_join(request, step, order, budget):
                 order.pass_over()
                 continue
             blocks = self._memory.match(request)
@@ -137,79 +91,66 @@ class Admission:
             if self._prefills.wait(request, len(blocks)):
                 order.go_on()
                 continue
-            if not self._memory.fits(request, blocks):
-                if self._store.give_up_loads():
-                    continue
-                if running or self._store.has_transfers:
-                    break
-                waiting.remove(request)  # nobody will ever make more room than there is now
-                order.go_on()
-                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+            has_room = self._has_room(request, blocks, step)
+            if not has_room and self._store.give_up_loads():
                 continue
-            if running:
-                if growth is None:
-                    growth = self._lengths.growth_of(running)
-                block = limits.block_tokens
-                own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
-                if not self._memory.fits(request, blocks, growth + max(0, own)) and not self._memory.fits(
-                    request, blocks, self._lengths.peak_growth(running, request)
-                ):
-                    if self._store.give_up_loads():
-                        continue
-                    self.awaits_growth = True
-                    break
-            waiting.remove(request)
+            if not has_room and (running or self._store.has_transfers):
+                break
+            self._waiting.remove(request)
             order.go_on()
-            count = min(missing, budget)
-            if not self._start(request, blocks, count):
-                continue
-            running.append(request)
-            admitted[request] = count
-            budget -= count
-            growth = None if growth is None else growth + self._lengths.growth(request)
-            if active is not None and adapter is not None:
-                active.add(adapter)
-        else:
-            seats_left = True
-        if seats_left and waiting:
-            self._note_cold()
+            if not has_room:  # nothing runs that could free more pages
+                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+            elif self._start(request, blocks, count := min(missing, budget)):
+                admitted[request] = count
+                budget -= count
+                step.add(request, self._lengths)
         return admitted
 
-    def _is_here(self, adapter: Adapter) -> bool:
-        """True if nothing of it is still to be read."""
-        return self._store.tier(adapter) not in _AWAY
+    def _order(self, step: Step) -> QueueOrder:
+        may_come = step.may_come if step.is_limited else None
+        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come)
 
-    def _note_cold(self) -> None:
-        """Seats are free and requests wait: count those whose adapter is still to be read."""
-        unnoted = self._waiting.unnoted
-        for group in list(unnoted):
-            if group.adapter.pages or self._store.tier(group.adapter) is Tier.HOST:
-                continue  # it may be on disk only by the time that it could run
-            for request in reversed(group.requests):
-                if request.place <= group.noted:
-                    break
-                self._count_cold(request)
-            group.noted = next(reversed(group.requests)).place
-            del unnoted[group]
+    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
+        """True unless a request must wait for its adapter, or for a free adapter place in the step."""
+        adapter = request.adapter
+        if adapter is not None and step.is_barred(adapter):
+            if order.is_overdue():
+                step.reserve(request)
+            return False
+        if step.is_reserved(request):
+            return False
+        if adapter is None:
+            return True
+        return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not step.running)
 
-    def _count_cold(self, request: Request) -> None:
-        if not request.had_to_wait:
-            request.had_to_wait = True
-            self.num_cold_starts += 1
+    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+        """True if there are pages for a request's known tokens and for the expected growth of all that run.
+
+        blocks: its prefix in the prefix cache.
+        """
+        if not self._memory.fits(request, blocks):
+            return False
+        if not step.running:
+            return True
+        if step.growth is None:
+            step.growth = self._lengths.growth_of(step.running)
+        block = self._limits.block_tokens
+        own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
+        return self._memory.fits(request, blocks, step.growth + max(0, own)) or self._memory.fits(
+            request, blocks, self._lengths.peak_growth(step.running, request)
+        )
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
-        """Let a waiting request run; a broken adapter fails only this request."""
+        """Start a waiting request; False if its adapter can't be loaded, which fails this request only."""
         if request.start_time is None:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
             return False
-        request.state = RequestState.RUNNING
-        if request.adapter is not None and request.adapter.transfer is not None:
-            self._count_cold(request)
-            request.state = RequestState.LOADING
+        is_loading = request.adapter is not None and request.adapter.transfer is not None
+        request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
         request.began_at = request.num_computed_tokens
         request.charged = self._lengths.final_length(request) - 1 - request.began_at
         self._policy.charge(request, request.charged)
@@ -217,9 +158,84 @@ class Admission:
         return True
 
 
-def load_error(request: Request, error: BaseException) -> str:
-    """What a request is told whose adapter was not loaded."""
+class Step:
+    """One step's admission: the running requests, and the adapters that may join them.
+
+    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
+    it: requests behind it in the queue may neither add an adapter nor take the last seat.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        store: AdapterStore,
+        running: Running,
+        late: set[Adapter],
+        now: float,
+        doubt_until: float,
+    ) -> None:
+        """late: adapters whose requests start only once they have been read; until `doubt_until` that holds for all."""
+        self.running = running
+        self.overdue_before = now - limits.max_overtake_seconds
+        self.growth: int | None = None
+        """Pages that `running` is expected to grow by; None until they are counted."""
+        self._store = store
+        self._late = late
+        self._doubts = now < doubt_until
+        self._limits = limits
+        self._adapters: set[Adapter] | None = None
+        if limits.max_adapters_per_step is not None:
+            self._adapters = {request.adapter for request in running if request.adapter is not None}
+        self._reserved = math.inf  # queue position of the first request that has a place reserved
+
+    @property
+    def is_limited(self) -> bool:
+        """True if not every adapter may join."""
+        return self._adapters is not None or self._doubts or bool(self._late)
+
+    def may_come(self, adapter: Adapter, head: Request) -> bool:
+        """True if an adapter may join the step; `head` is the first request that waits for it."""
+        if self.is_barred(adapter):
+            if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
+                self.reserve(head)
+            return False
+        if adapter in self._late or (self._doubts and not adapter.pages):
+            return _is_read(self._store, adapter)
+        return True
+
+    def is_barred(self, adapter: Adapter) -> bool:
+        """True if the step has no place for an adapter."""
+        adapters = self._adapters
+        return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
+
+    def reserve(self, request: Request) -> None:
+        """Reserve a place for an overdue request whose adapter is barred."""
+        self._reserved = min(self._reserved, request.place)
+
+    def is_reserved(self, request: Request) -> bool:
+        """True if a request would take the place reserved for one before it."""
+        if self._reserved >= request.place:
+            return False
+        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
+
+    def add(self, request: Request, lengths: OutputLengths) -> None:
+        """Add an admitted request."""
+        self.running.append(request)
+        if self.growth is not None:
+            self.growth += lengths.growth(request)
+        if self._adapters is not None and request.adapter is not None:
+            self._adapters.add(request.adapter)
+
+
+def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
+    """True if nothing of an adapter is still to be read from disk."""
+    return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
+    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own."""
     if isinstance(error, AdapterFormatError):
-        return str(error)
+        return str(error), error.failure
     logger.error("loading %r failed", request.adapter, exc_info=error)
-    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}"
+    failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
+    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure

@@ -15,7 +15,7 @@ from .types import ScheduledRow
 
 @dataclass(slots=True)
 class StepBatch:
-    """What a forward pass reads.
+    """Inputs of a forward pass.
 
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.

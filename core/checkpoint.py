@@ -19,7 +19,7 @@ _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies and what its file's header says of it."""
+    """A tensor's file, offset, dtype and shape, from the file's header."""
 
     path: Path
     shape: tuple[int, ...]
@@ -31,7 +31,7 @@ class TensorEntry:
 
 
 class Checkpoint:
-    """Reads headers when it is made, weights when they are asked for, one tensor at a time.
+    """Reads headers at once, and weights on demand, one tensor at a time.
 
     Raises UnsupportedModel for files that are missing or broken.
     """

@@ -10,7 +10,7 @@ _PROC = Path("/proc/self")
 
 
 def available_cpus(proc: Path = _PROC) -> int:
-    """Processors of the affinity mask, or as many whole ones as the quota pays for if those are fewer; at least one.
+    """Processors of the affinity mask, or the whole ones of the CPU quota if those are fewer; at least one.
 
     A thread beyond the quota gains nothing: once the group's time is spent, all its threads stand still until the next
     period begins.

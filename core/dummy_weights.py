@@ -15,7 +15,7 @@ _HEAD_GAIN = 4.0
 
 
 class DummyWeights:
-    """What a `WeightLoader` hands out, seeded. Projections are normal with variance 1/in, norms in 0.75 … 1.25."""
+    """Seeded random weights behind `WeightLoader`'s interface: projections N(0, 1/in), norms in 0.75 … 1.25."""
 
     def __init__(
         self, config: ModelConfig, dtype: torch.dtype, device: torch.device | str = "cpu", seed: int = 0

@@ -20,16 +20,16 @@ from ..memory.host_images import HostImages, Reads, ThreadReads
 from ..memory.pages import PageKind, PagePool
 from ..memory.prefix import PrefixCache
 from ..memory.reclaim import Reclaimer
-from .config import EngineConfig
+from .config import EngineConfig, SchedulerLimits
 from .executors.base import Executor, ModelInfo
-from .load_policy import LoadPolicy
+from .load_ahead import LoadPolicy
+from .policies import Policies
 from .quarantine import Quarantined, register_directories
 from .request import Request
 from .request_memory import RequestMemory
 from .request_record import from_record, to_record
 from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Policies, Scheduler
-from .scheduler_limits import SchedulerLimits
+from .scheduler import Scheduler
 from .types import RequestOutput, StepInfo, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
@@ -62,14 +62,17 @@ class EngineStats:
     num_reads: int = 0  # adapters being read
     num_failed_reads: int = 0
     num_given_up_reads: int = 0
-    oldest_read_seconds: float = 0.0  # the longest that a read under way has brought nothing
+    oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 
 class Engine:
     """Schedule → execute → update, one step at a time, on one thread.
 
-    The executor and the clock are injected, so that the same policy code serves and simulates.
+    The executor and the clock are injected, so that the same policy code serves and simulates. A subclass, such as the
+    simulator's, may name its own `scheduler_type`.
     """
+
+    scheduler_type: type[Scheduler] = Scheduler
 
     def __init__(
         self,
@@ -106,7 +109,6 @@ class Engine:
             prefetch=config.prefetch,
             max_adapters_per_step=config.max_adapters_per_step,
             max_overtake_seconds=config.max_overtake_seconds,
-            max_repeat=getattr(executor, "max_repeat", 1),
             max_waiting=config.max_waiting,
         )
         buckets = DecodeBuckets(config.max_num_seqs)
@@ -115,9 +117,8 @@ class Engine:
             config.share_prefix_cache,
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
-        self._scheduler = Scheduler(limits, self.store, memory, loads, buckets, clock, policies)
+        self._scheduler = self.scheduler_type(limits, self.store, memory, loads, buckets, clock, policies)
         self._seeds = random.Random(config.seed)
-        self._num_steps = 0
         self._next_check = 0.0
         self.quarantine: dict[str, Quarantined] = {}
         """Adapters of the adapters directory that are not served, by name."""
@@ -141,7 +142,7 @@ class Engine:
 
     @property
     def executor(self) -> Executor:
-        """What runs the steps, for whoever measures it while nothing is served."""
+        """The executor, for measuring it while nothing is served."""
         return self._executor
 
     def add_request(self, request: Request) -> None:
@@ -155,14 +156,14 @@ class Engine:
         self._scheduler.add(request)
 
     def export_request(self, request_id: str) -> dict[str, Any]:
-        """A request in progress as plain data, with which `import_request` of another engine goes on, token for token.
+        """Return a request in progress as plain data, which `import_request` of another engine continues exactly.
 
         It stays here until it is aborted. KeyError when it is unknown or done.
         """
         return to_record(self._scheduler.get(request_id))
 
     def import_request(self, record: Mapping[str, Any]) -> Request:
-        """Queue a request that was exported: its outputs are those that its client has not got yet.
+        """Queue an exported request; its outputs here are those that the other engine has not returned.
 
         Raises what `add_request` raises, and ValueError for a record of another version.
         """
@@ -171,29 +172,29 @@ class Engine:
         return request
 
     def abort(self, request_id: str) -> bool:
-        """End a request now, freeing its pages; no further output comes of it. False when it is unknown or done."""
+        """End a request and free its pages; it has no further output. False when it is unknown or done."""
         return self._scheduler.abort(request_id)
 
     def has_work(self) -> bool:
         return self._scheduler.has_work()
 
     def wake(self) -> None:
-        """Have a step that only waits for reads return at once, because there is more to do; from any thread."""
+        """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
         self._reads.wake()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return what is new. A failing request gets an error output; the others go on.
+        """Run one step and return the new outputs. A failing request gets an error output; the others go on.
 
-        Where nothing can run before an adapter has been read, it sleeps for a moment, or until `wake`.
+        When nothing can run until an adapter has been read, it sleeps for a moment, or until `wake`.
         """
         return self.end_step(self.begin_step())
 
     def begin_step(self) -> StepPlan | None:
-        """Decide the next step and no more: for a driver in whose time things happen before it ends."""
+        """Plan the next step without running it, for a driver in virtual time."""
         return self._scheduler.schedule()
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
-        """Run what `begin_step` decided; between the two nothing may be done with the engine."""
+        """Run the plan of `begin_step`; between the two calls the engine must not be used."""
         outputs = self._scheduler.take_failed()
         if plan is not None:
             start = self._clock()
@@ -201,13 +202,12 @@ class Engine:
             if plan.bucket is None:
                 self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
-            self._num_steps += result.count
         elif not outputs and self._scheduler.has_work():
             self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
-        """Keep the price of recomputing a cached block at what prefill costs here."""
+        """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
         if plan.num_tokens >= self._block_tokens * len(plan.rows):
             self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
 
@@ -216,27 +216,17 @@ class Engine:
         """Tokens whose KV a page holds."""
         return self._block_tokens
 
-    @property
-    def num_cold_starts(self) -> int:
-        """Requests so far whose adapter was not all there when they could begin."""
-        return self._scheduler.num_cold_starts
-
-    @property
-    def num_available_pages(self) -> int:
-        """Pages that are free, or that nobody uses."""
-        return self._reclaimer.available
-
     def check_when_idle(self) -> None:
-        """Check the books when nothing is to be done, at most once a second. Raises IntegrityError.
+        """Run `check_integrity` when idle, at most once a second.
 
-        A driver calls it once outputs are delivered, so that books that don't match cost nobody an answer.
+        A driver calls it after delivering outputs, so that a failed check loses no answer.
         """
         if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every page is where requests and adapters say it is."""
+        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold."""
         self._pool.check_integrity([*self._scheduler.holders(), *self.store.holders()])
 
     def stats(self) -> EngineStats:
@@ -250,7 +240,7 @@ class Engine:
             num_kv_pages=pool.count(PageKind.KV),
             num_adapter_pages=pool.count(PageKind.ADAPTER),
             num_cached_pages=pool.count(PageKind.CACHED),
-            num_steps=self._num_steps,
+            num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
@@ -267,11 +257,11 @@ class Engine:
         )
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
-        """Names of the adapters of running and of waiting requests, sorted."""
+        """Return the sorted adapter names of running and of waiting requests."""
         return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
-        """Read and check an adapter directory, weights included, without making anything of it.
+        """Read and check an adapter directory, weights included, without registering it.
 
         roots: directories below which its files must lie; none: anywhere. image: takes the weights, for `register`. It
         and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
@@ -344,9 +334,9 @@ class Engine:
         self._limit_output(request)
 
     def _limit_output(self, request: Request) -> None:
-        """Settle how many tokens a request may draw: what it asks, or all that there is room for.
+        """Set `max_tokens` to what the request asks for, or to all that there is room for.
 
-        Nothing is computed from the last token that is drawn, so its KV takes no room.
+        The last sampled token needs no KV, as nothing is computed from it.
         """
         count, asked, limit = request.num_prompt_tokens, request.params.max_tokens, self.model.max_model_len
         most = limit if asked is None else min(limit, count + asked)
@@ -380,7 +370,7 @@ class Engine:
             request.params = replace(request.params, max_tokens=most - count)
 
     def _execute(self, plan: StepPlan) -> StepResult:
-        """Execute a plan; if that raises, run its rows one by one so that only the guilty ones fail.
+        """Execute a plan; if that raises, run its rows one by one so that only those that raise again fail.
 
         A step writes nothing but its own rows' KV slots, so running a row again is harmless.
         """

@@ -1,4 +1,4 @@
-"""Bringing the adapters of waiting requests nearer before those may run."""
+"""Loading of adapters ahead of the requests that wait for them, and starting those while it is under way."""
 
 from __future__ import annotations
 
@@ -10,33 +10,34 @@ from weakref import WeakSet
 from ..memory.adapter import Adapter, Tier
 from ..memory.adapter_error import AdapterFormatError
 from ..memory.adapter_store import AdapterStore
+from ..memory.eviction import RestoreCosts
+from .config import SchedulerLimits
 from .request import Request
 from .request_memory import RequestMemory
-from .scheduler_limits import SchedulerLimits
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
 
-#: Most waiting requests that are looked at for adapters to read, where those of others read slowly.
+#: Most waiting requests that are searched for adapters to read, where some are read slowly.
 _MOST_LOOKED_AT = 512
 
 
 class LoadAhead:
-    """Looks at the first waiting requests only: `lookahead` of them for reads, `prefetch` for loads into the arena.
+    """Reads and loads adapters of the first waiting requests: `lookahead` from disk, `prefetch` into the arena.
 
-    Those that wait for a slow read don't count among the first, so that nobody waits behind them. Nothing here raises
-    for what is wrong with an adapter: its own requests are told when they are to begin.
+    Requests that wait for a slow read are not counted, so that nobody waits behind them. A broken adapter raises
+    nothing here: its requests get the error when they are about to start.
     """
 
     def __init__(self, limits: SchedulerLimits, store: AdapterStore, memory: RequestMemory) -> None:
         self._limits = limits
         self._store = store
         self._memory = memory
-        self._refused: WeakSet[Adapter] = WeakSet()  # that could not be loaded ahead
-        self._unfit: set[Adapter] = set()  # that were not read, because the arena could not hold them
+        self._refused: WeakSet[Adapter] = WeakSet()  # failed to load ahead
+        self._unfit: set[Adapter] = set()  # not read, because the arena could not hold them
 
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
-        """Waiting requests whose adapter can't be had, and why; each read that failed is told once."""
+        """Return waiting requests whose adapter can't be loaded, with the reason; a failed read is reported once."""
         store = self._store
         store.images.watch()
         if not store.images.has_failures and not self._unfit:
@@ -58,7 +59,7 @@ class LoadAhead:
         return found
 
     def read(self, waiting: Iterable[Request]) -> None:
-        """Have the adapters of the next waiting requests read from disk."""
+        """Start reading the adapters of the next waiting requests from disk."""
         adapters = list(self._first(waiting))
         if unfit := [adapter for adapter in adapters if not self._store.can_fit(adapter)]:
             self._unfit.update(unfit)
@@ -67,7 +68,7 @@ class LoadAhead:
             self._store.reads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
-        """Adapters that are not resident, of the first requests that wait for no slow read."""
+        """Yield the non-resident adapters of the first requests that wait for no slow read."""
         store, left = self._store, self._limits.lookahead
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
             adapter = request.adapter
@@ -80,7 +81,7 @@ class LoadAhead:
                 return
 
     def load(self, waiting: WaitingQueue) -> None:
-        """Have the adapters of the next waiting requests loaded, but not into pages of others that are waited for."""
+        """Load the adapters of the next waiting requests, without evicting adapters that other requests wait for."""
         adapters = waiting.adapters()
         wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
         for request in itertools.islice(waiting, self._limits.prefetch):
@@ -96,9 +97,33 @@ class LoadAhead:
                     continue
                 wanted += adapter.num_pages if adapter.is_idle else 0
 
-    def may_load(self, waiting: Iterable[Request]) -> bool:
-        """True if an adapter may soon be there to be loaded ahead."""
-        window = itertools.islice(waiting, self._limits.prefetch)
-        adapters = {request.adapter for request in window if request.adapter is not None}
-        there = (Tier.HOST, Tier.FAILED)
-        return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
+
+class LoadPolicy:
+    """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
+
+    The prefill waits for each layer when it reaches it, and with it every other request of the step. So the rest of the
+    read must not take much longer than the prefill itself, unless nothing else is running.
+    """
+
+    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
+        """max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are
+        discarded. 0: no request starts before its adapter has been read."""
+        self._store = store
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._max_stall = max_stall
+
+    def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
+        """True if a request for `adapter` may start now.
+
+        num_tokens: tokens that it would compute in the step. alone: no other request would have to wait with it.
+        """
+        if adapter.pages:
+            return True
+        tier = self._store.tier(adapter)
+        if tier is not Tier.LOADING:
+            return tier is not Tier.DISK  # a failed one may: starting it reports the error
+        if self._max_stall == 0:
+            return False
+        prefill = self._costs.prefix_page * num_tokens / self._block_tokens
+        return alone or self._store.reads.seconds_left(adapter) <= prefill + self._max_stall

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 
 
 class LoadProgress:
-    """Shows nothing: what pipes and log files get."""
+    """Progress that shows nothing, for pipes and log files."""
 
     def start(self, total: int) -> None:
-        """Say how much there is to do."""
+        """Set the total."""
 
     def advance(self, amount: int) -> None:
-        """Say that so much more is done."""
+        """Add `amount` to what is done."""
 
 
 class TerminalProgress(LoadProgress):
@@ -52,7 +52,7 @@ def load_progress(label: str) -> Iterator[LoadProgress]:
 
 @contextmanager
 def count_progress(label: str, total: int) -> Iterator[LoadProgress]:
-    """Progress of `total` things of which each takes a while; shown as `load_progress` is."""
+    """Progress in `total` items, shown as `load_progress` is."""
     with _shown(lambda: TerminalProgress(label, counts_bytes=False)) as progress:
         progress.start(total)
         yield progress

@@ -1,4 +1,4 @@
-"""What requests change in their logits before a token is drawn: bans, biases, penalties."""
+"""Changes to logits before sampling: bans, biases and penalties."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST = float(np.finfo(np.float32).max)
 
 
 class LogitEdits:
-    """One request's changes: unique token ids with what happens to each, kept up as tokens are generated.
+    """One request's changes by token id, updated as tokens are generated.
 
     Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
     """
@@ -50,7 +50,7 @@ class LogitEdits:
         return self._token_ids is row.token_ids and self._params is row.params
 
     def advance(self) -> tuple[np.ndarray, np.ndarray]:
-        """Take in what was generated since. Returns token ids `[n]` and what happens to them `[3, n]`."""
+        """Update with the tokens generated since. Returns token ids `[n]` and their changes `[3, n]`."""
         if self._counts_output:
             for token in self._token_ids[self._done :]:
                 self._see(token)
@@ -59,7 +59,7 @@ class LogitEdits:
         return self._ids[:count], self._change[:, :count]
 
     def banned(self, eos_token_ids: Collection[int]) -> list[int]:
-        """Token ids that may not come next."""
+        """Return the token ids that are banned as the next token."""
         params, output = self._params, len(self._token_ids) - self._prompt
         banned = self._banned
         if output < params.min_tokens:
@@ -99,7 +99,7 @@ def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tup
 def edited(
     logits: torch.Tensor, rows: Sequence[tuple[int, ScheduledRow]], eos_token_ids: Collection[int]
 ) -> Iterator[None]:
-    """Change rows of logits `[rows, vocab]` as their requests ask; within the context only.
+    """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
 
     rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
     Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so.

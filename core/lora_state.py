@@ -1,4 +1,4 @@
-"""A step's adapters as the operators want them."""
+"""A step's adapters in the form that the LoRA operators take."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ _Resident = tuple[list[int], list[AdapterRows]]
 
 
 class StepLora(Protocol):
-    """What a forward pass asks: that LoRA products of x `[tokens, in]` be added to packed outputs y `[tokens, out]`."""
+    """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
 
     def wait(self, layer: int) -> None:
-        """Called before anything of `layer`: its adapters may still be coming."""
+        """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
 
@@ -44,17 +44,17 @@ class StepLora(Protocol):
 
 
 class LoraState:
-    """Applies a step's adapters to the projections of a layer; which segment has which adapter is set once a step."""
+    """Applies a step's adapters to the projections of a layer; the segments' adapters are set once per step."""
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
         """max_stall: seconds that a step may wait in all for adapters that are still coming."""
         self._arena = arena
         self.max_stall = max_stall
         self.segments = Segments()
-        self._coming: dict[int, Transfer] = {}  # slot → what its bytes come by
+        self._coming: dict[int, Transfer] = {}  # by slot
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
-        self._patience = 0.0  # seconds that are left in the step
+        self._patience = 0.0  # seconds that the step may still wait
         self._step: tuple[list[list[AdapterRows]], list[RowAdapters], list[int]] | None = (
             None  # what `segments` were made of
         )
@@ -71,7 +71,7 @@ class LoraState:
         self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
         step = None if self._coming else (rows, list(slots), list(lengths))
         if step is not None and step == self._step:
-            return  # as most decode steps are: the one before once more
+            return  # most decode steps have the same segments as the step before
         self._step = step
         self._late.clear()
         self._patience = self.max_stall
@@ -92,7 +92,7 @@ class LoraState:
         self.segments = segments
 
     def wait(self, layer: int) -> None:
-        """Wait for `layer` of the adapters that are still coming; those that don't come in time are late."""
+        """Wait for `layer` of adapters that are still being loaded; those that don't arrive in time are late."""
         for slot, transfer in self._coming.items():
             if slot not in self._late:
                 began = time.monotonic()
@@ -101,7 +101,7 @@ class LoraState:
                 self._patience -= time.monotonic() - began
 
     def late_slots(self) -> set[int]:
-        """Slots whose rows have been computed without all of their adapter, so in vain."""
+        """Slots whose adapter did not arrive in time: their rows are void."""
         return self._late.union(self._slots[index] for index in self.segments.late)
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
@@ -117,18 +117,18 @@ class LoraState:
         sgmv(y, x, self._arena, self.segments, layer, self._down)
 
     def _ready(self, transfer: Transfer) -> int:
-        """Where native code sees how many layers have arrived."""
+        """Return the address at which native code reads how many layers have arrived."""
         return transfer.address
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
-        """The same rows with another scale, made once."""
+        """Return the same rows with another scale, cached."""
         made = self._scaled.setdefault(rows, {})
         if factor not in made:
             made[factor] = replace(rows, scale=factor * rows.scale)
         return made[factor]
 
     def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
-        """Where the rows of the adapter's parts lie now; a reload into other pages has a new page list."""
+        """Return the rows of the adapter's parts in its current pages, cached per page list."""
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:
             parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)

@@ -1,4 +1,4 @@
-"""A decoder of the Llama kind over the arena: Llama, Mistral, Qwen2 and Qwen3 by what their configuration says."""
+"""Llama-family decoder over the arena: Llama, Mistral, Qwen2 and Qwen3, by the checkpoint's configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..ops.norm import add_rms_norm, rms_norm
 from ..ops.rope import RotaryEmbedding, Rotation
 from .batch import StepBatch
 from .model_config import ModelConfig
-from .ranges import span
+from .nvtx_spans import span
 from .weights import LayerWeights, Weights
 
 

@@ -19,7 +19,7 @@ __all__ = ["SUPPORTED_ARCHITECTURES", "ModelConfig", "UnsupportedModel"]
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What sets an architecture apart from the others.
+    """Differences of an architecture from the others.
 
     bias, mlp_bias: whether config.json's `attention_bias` and `mlp_bias` mean anything. qkv_bias: always there.
     defaults: what transformers assumes where config.json is silent.
@@ -54,7 +54,7 @@ _DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Shapes and constants of a decoder of the Llama kind.
+    """Shapes and constants of a Llama-family decoder.
 
     qkv_bias, o_bias, mlp_bias: which projections have biases. qk_norm: q and k heads are normalised before rotation.
     sliding_window: tokens that a layer with windowed attention sees, None when every layer sees all. A model is served
@@ -203,7 +203,7 @@ def _rope(raw: ConfigJson, positions: int) -> RopeConfig:
 
 
 def _sliding_window(raw: ConfigJson, architecture: str, layers: int) -> int | None:
-    """The window of the layers that have one; None when none has."""
+    """Return the sliding window of the layers that have one; None when none has."""
     defaults = _FAMILIES[architecture].defaults
     if "sliding_window" not in defaults:
         return None
@@ -232,7 +232,7 @@ def _dtype(raw: ConfigJson) -> str:
 
 
 def _eos_token_ids(raw: ConfigJson, directory: Path) -> tuple[int, ...]:
-    """The generation configuration's, or else the model's own."""
+    """Return the generation configuration's end-of-sequence ids, or else the model's own."""
     path = directory / "generation_config.json"
     if path.is_file() and (ids := ConfigJson.read(path).token_ids("eos_token_id")):
         return ids

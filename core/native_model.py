@@ -1,10 +1,11 @@
-"""The decoder on the native CPU kernels: same batches in, same logits out as `DecoderModel`."""
+"""Decoder on the native CPU kernels; takes the batches and gives the logits of `DecoderModel`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import MappingProxyType
 
 import torch
 
@@ -13,6 +14,7 @@ from ..memory.arena import Arena
 from ..ops import native
 from ..ops.native_sampling import NativeSampling
 from ..ops.rope import rotary_table
+from ..ops.sampling import Chances
 from ..ops.sgmv import Segments
 from .batch import StepBatch
 from .model_config import ModelConfig
@@ -53,7 +55,7 @@ class NativeDecoderModel:
 
     @property
     def best(self) -> list[int]:
-        """For each row of the last step's logits its likeliest token, -1 where the logits are not finite."""
+        """For each row of the last step's logits its likeliest or drawn token, -1 where the logits are not finite."""
         return self._decoder.best
 
     @property
@@ -61,9 +63,12 @@ class NativeDecoderModel:
         """Draws from logits with the decoder's threads."""
         return self._decoder.sampling
 
-    def keep_logits(self, rows: Sequence[int] | None) -> None:
-        """Of which tokens steps from now on give logits, None: of all; `best` is always there."""
-        self._decoder.kept = rows
+    def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
+        """Of which tokens steps from now on give logits, None: of all; `best` is always there.
+
+        chances: of which tokens `best` is drawn from the whole vocabulary; their logits need not be kept for that.
+        """
+        self._decoder.kept, self._decoder.chances = rows, chances
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
@@ -89,7 +94,7 @@ class NativeDecoderModel:
 
 
 class _PackedWeights:
-    """Room for all of a model's packed projections in one piece: on huge pages even those that are smaller than one."""
+    """One buffer for all packed projections of a model, so that even small ones lie on huge pages."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         hidden, ffn = config.hidden_size, config.intermediate_size
@@ -100,13 +105,14 @@ class _PackedWeights:
         self._free = hugepages.empty((count,), dtype)
 
     def add(self, weight: torch.Tensor) -> torch.Tensor:
-        shape = native.packed_shape(*weight.shape, weight.dtype)
+        rows, columns = weight.shape
+        shape = native.packed_shape(rows, columns, weight.dtype)
         here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
         return native.pack(weight, here.view(shape))
 
 
 def _native_layer(layer: LayerWeights) -> native.NativeLayer:
-    """The layer as the library wants it: its projections are packed already, everything else becomes float32."""
+    """Return a layer in the library's form: packed projections as they are, everything else as float32."""
     parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
     packed = ("qkv", "o", "gate_up", "down")
     return native.NativeLayer(

@@ -1,4 +1,4 @@
-"""How far requests are expected to grow: what admission leaves room for."""
+"""Expected lengths of answers, for which admission leaves room."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ _NUM_REMEMBERED = 128
 
 
 class OutputLengths:
-    """Lengths of the latest answers that have ended; a running one is expected to become as long as those that went on
-    from where it is did on average.
+    """Lengths of the latest complete answers; a running one is expected to reach the mean of those that got as far.
 
-    A limit alone says little: most answers end long before the one that their clients set.
+    `max_tokens` alone says little: most answers end long before it.
     """
 
     def __init__(self, block_tokens: int) -> None:
@@ -28,12 +27,12 @@ class OutputLengths:
         self._is_new = False
 
     def end(self, num_tokens: int) -> None:
-        """An answer has ended of itself, with so many tokens."""
+        """Record an answer that ended with `num_tokens` tokens, by itself or by its limit."""
         self._latest.append(num_tokens)
         self._is_new = True
 
     def _answer_length(self, drawn: int) -> int:
-        """Tokens with which an answer is expected to end that has `drawn`; a quarter more where none got so far."""
+        """Return the expected length of an answer that has `drawn` tokens; a quarter more if none got so far."""
         if not self._latest:
             return max(_FIRST_GUESS, drawn + drawn // 4)
         if self._is_new:
@@ -45,24 +44,24 @@ class OutputLengths:
         return int(self._means[index]) if index < len(self._means) else drawn + drawn // 4
 
     def final_length(self, request: Request) -> int:
-        """Tokens, prompt included, that a request is expected to end with; its last one takes no room."""
+        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
         prompt = request.num_prompt_tokens
         return min(request.max_length, prompt + self._answer_length(len(request.token_ids) - prompt) + 1)
 
     def growth(self, request: Request) -> int:
-        """Pages that are still expected to be taken for a request."""
+        """Return the pages that a request is expected to grow by."""
         block = self._block_tokens
         return max(0, -(-(self.final_length(request) - 1) // block) - -(-request.room // block))
 
     def growth_of(self, running: Iterable[Request]) -> int:
-        """Pages that are still expected to be taken for all of `running`."""
+        """Return the pages that `running` is expected to grow by in all."""
         return sum(map(self.growth, running))
 
     def peak_growth(self, running: Iterable[Request], request: Request) -> int:
-        """Pages beyond today's that `running` and `request`, once it has pages for its known tokens, will need at most.
+        """Return the most pages, beyond today's, that `running` and `request` will need at any time.
 
-        Less than they grow by in all: whoever ends gives its pages back while others go on growing. What it shares of
-        the prefix cache it does not give back.
+        Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
+        shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
         block = self._block_tokens
         known = -(-request.num_tokens // block)
@@ -73,7 +72,7 @@ class OutputLengths:
             ahead.append((self.final_length(each) - 1 - count, -(-max(each.room, count) // block) - shared))
         ahead.sort(reverse=True)
         peak = pages = 0
-        for alive, (steps, held) in enumerate(ahead, 1):  # when this one ends, those before it are still there
+        for alive, (steps, held) in enumerate(ahead, 1):  # when this one ends, those before it still run
             pages += held
             peak = max(peak, pages * block + alive * steps)
         return max(0, -(-peak // block) - taken)

@@ -1,6 +1,11 @@
-"""The refusal of work that can't be queued now."""
+"""The bounds of the queue, and the refusal of work that can't be queued now."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from .waiting import WaitingQueue
 
 
 class Overloaded(Exception):
@@ -12,3 +17,41 @@ class Overloaded(Exception):
     def __init__(self, message: str, retry_after: float) -> None:
         super().__init__(message)
         self.retry_after = retry_after
+
+
+class QueueRoom:
+    """Limit of the waiting queue, shared by tenants."""
+
+    def __init__(self, most: int | None, clock: Callable[[], float]) -> None:
+        """most: requests that may wait; None: no limit."""
+        self._most = most
+        self._clock = clock
+        self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
+
+    def note_end(self) -> None:
+        """Record that a running request has ended."""
+        self._ends.append(self._clock())
+
+    def check(self, queue: WaitingQueue, tenant: str) -> None:
+        """Raise Overloaded when there is no room for one more request of `tenant`.
+
+        A tenant's waiting requests must not outnumber the free places, so that new tenants find room.
+        """
+        most, waiting = self._most, len(queue)
+        if most is None or waiting < most // 2:
+            return
+        if waiting >= most:
+            text = f"{waiting} generations wait, the queue holds {most}"
+        elif tenant and (own := queue.count(tenant)) >= most - waiting:
+            text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
+        else:
+            return
+        raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
+
+    def _seconds_to_drain(self, count: float) -> float:
+        """Return how long `count` waiting requests take to start, by the recent rate; from 1 to 60 seconds."""
+        ends = self._ends
+        if len(ends) < 2:
+            return 1.0
+        rate = (len(ends) - 1) / max(1e-9, self._clock() - ends[0])
+        return min(60.0, max(1.0, count / rate))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
@@ -12,20 +11,25 @@ from ..memory.adapter import Adapter
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 1
+VERSION = 2
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
-    """Lists, dicts, strings, numbers and None only; an adapter is its name, version and pages."""
+    """Return the plan as lists, dicts, strings, numbers and None.
+
+    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
+    until it has been computed, which a server does in the background.
+    """
     return {
         "v": VERSION,
         "step_id": plan.step_id,
         "mode": str(plan.mode),
         "bucket": plan.bucket,
-        "repeat": plan.repeat,
-        "until": None if math.isinf(plan.until) else plan.until,
         "adapters": [
-            {"name": adapter.name, "version": adapter.version, "pages": list(adapter.pages)}
+            {
+                "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+                "pages": list(adapter.pages),
+            }
             for adapter in plan.adapters
         ],
         "rows": [
@@ -40,22 +44,21 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
 
 
 def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-    """The plan that `plan_to_wire` was given. find: the receiver's adapter for an entry of `adapters`.
+    """Return the plan of `plan_to_wire`'s data. find: the receiver's adapter for an entry of `adapters`.
 
     Raises ValueError for another version of the format.
     """
     if data["v"] != VERSION:
         raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
     rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
-    until = math.inf if data["until"] is None else data["until"]
     adapters = [find(adapter) for adapter in data["adapters"]]
-    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"], data["repeat"], until)
+    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"])
     plan.mode = StepMode(data["mode"])
     return plan
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """Sampling parameters as plain data; what JSON has no keys or tuples for becomes lists."""
+    """Return sampling parameters as plain data that JSON can hold."""
     data = asdict(params)
     data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
     data["stop_token_ids"] = list(params.stop_token_ids)
@@ -64,7 +67,7 @@ def params_to_wire(params: SamplingParams) -> dict[str, Any]:
 
 
 def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
-    """The parameters that `params_to_wire` was given; InvalidRequest where they are wrong."""
+    """Return the parameters of `params_to_wire`'s data. Raises InvalidRequest if they are invalid."""
     lists = {
         "logit_bias": {int(token): bias for token, bias in data["logit_bias"]},
         "stop_token_ids": tuple(data["stop_token_ids"]),

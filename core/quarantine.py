@@ -1,4 +1,4 @@
-"""Registering a directory of adapters: one that can't be served stops none of the others."""
+"""Registration of a directory of adapters, in which a broken adapter does not stop the others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 @dataclass(frozen=True, slots=True)
 class Quarantined:
-    """An adapter that is not served, and why.
+    """An adapter that is not served, and the reason.
 
     stamp: the state of its directory then; None when it did not tell. can_mend: whether a change to its files may help,
     as none does to a name that is none.
@@ -60,7 +60,7 @@ def adapter_directories(directory: Path) -> list[Path]:
 def register_directories(
     store: AdapterStore, inspect: Callable[[Path], AdapterManifest], directory: Path, *, strict: bool, seconds: float
 ) -> dict[str, Quarantined]:
-    """Register what `adapter_directories` finds under the directories' names; returns what can't be served.
+    """Register the adapters of a directory under their directories' names; returns those that can't be served.
 
     strict: raise AdapterFormatError for the first of these instead. seconds: how long a directory may take.
     """
@@ -96,7 +96,7 @@ def register_directories(
 
 
 def report(name: str, manifest: AdapterManifest) -> None:
-    """Log what may surprise whoever saved an adapter that was registered."""
+    """Log warnings about a registered adapter that its author may not expect."""
     if manifest.stem != STEM:
         logger.info("adapter %s: its %s is served as the base model's %s", name, manifest.stem, STEM)
     if manifest.no_effect:
@@ -104,7 +104,7 @@ def report(name: str, manifest: AdapterManifest) -> None:
 
 
 def stamp_of(path: Path) -> Stamp:
-    """The state of a directory and of the two files in it."""
+    """Return modification times and sizes of a directory and its two files."""
     return tuple(_state(each) for each in (path, path / CONFIG_FILE, path / WEIGHTS_FILE))
 
 
@@ -119,7 +119,7 @@ def is_as_registered(stamp: Stamp, manifest: AdapterManifest) -> bool:
 def _inspect(
     inspect: Callable[[Path], AdapterManifest], path: Path
 ) -> tuple[Stamp, AdapterManifest | AdapterFormatError]:
-    """The stamp from before, so that what changes meanwhile is seen later; and what was found, or is wrong."""
+    """Return a directory's stamp, taken first so that later changes are noticed, and its manifest or the error."""
     stamp = stamp_of(path)
     try:
         return stamp, inspect(path)

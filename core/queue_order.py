@@ -1,4 +1,4 @@
-"""In which order waiting requests are considered for admission (papers/004: resident first, bounded)."""
+"""Order in which waiting requests are considered for admission: resident adapters first, overtaking bounded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 
 from ..memory.adapter import Adapter
 from ..memory.adapter_store import AdapterStore
-from .queue_policy import QueuePolicy
+from .policies import QueuePolicy
 from .request import Request
 from .waiting import Group, WaitingQueue
 
@@ -15,12 +15,12 @@ OVERDUE, RESIDENT, COMING = range(3)
 
 
 class QueueOrder:
-    """The waiting requests as one step considers them.
+    """Candidates for admission in one step.
 
-    The policy says whose turn it is. Of one tenant come first the requests whose adapter is resident or that need none,
-    then those whose adapter is on its way, each in the order of the queue; those whose adapter is on disk only can't
-    run and are left out. But what came before `overdue_before` has been overtaken long enough: it goes before its
-    tenant's others, whatever its adapter.
+    The policy chooses the tenant. Within a tenant, requests whose adapter is resident, or that need none, come first,
+    then those whose adapter is being read, each in queue order; those whose adapter is only on disk can't run and are
+    left out. A request that arrived before `overdue_before` has been overtaken for long enough and goes first, whatever
+    its adapter.
     """
 
     def __init__(
@@ -31,8 +31,7 @@ class QueueOrder:
         overdue_before: float,
         may_run: Callable[[Adapter, Request], bool] | None = None,
     ) -> None:
-        """may_run: whether an adapter that is not resident, or of which there may be too many, is worth a look; it is
-        given its first waiting request. None: every adapter is."""
+        """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may."""
         self._policy = policy
         self._overdue_before = overdue_before
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
@@ -42,7 +41,7 @@ class QueueOrder:
         for tenant, groups in waiting.tenants.items():
             entries = []
             adapters: Collection[Adapter | None] = groups
-            if len(groups) > most_near:  # most of them for adapters that are on disk only
+            if len(groups) > most_near:  # most adapters are only on disk: list the others
                 if near is None:
                     near = {None, *store.near()}
                 adapters = near & groups.keys()
@@ -62,7 +61,7 @@ class QueueOrder:
                 self._tenants[tenant] = entries
 
     def next(self) -> Request | None:
-        """Who is considered next; the same again until it has left its group, or its group is passed over."""
+        """Return the next candidate; the same one until it has left its group, or its group is passed over."""
         if not self._tenants:
             return None
         if len(self._tenants) > 1:
@@ -72,11 +71,11 @@ class QueueOrder:
         return self._tenants[self._tenant][0][3].head
 
     def is_overdue(self) -> bool:
-        """Of the one that `next` has named."""
+        """True if the last candidate has been overtaken for long enough."""
         return self._tenants[self._tenant][0][0] == OVERDUE
 
     def go_on(self) -> None:
-        """The one that `next` has named has left its group."""
+        """Go on to the next candidate, after the last one has left its group."""
         entries = self._tenants[self._tenant]
         _, _, kind, group = entries[0]
         if group.requests:
@@ -85,12 +84,12 @@ class QueueOrder:
             self.pass_over()
 
     def pass_over(self) -> None:
-        """Consider no more of the group of the one that `next` has named."""
+        """Drop the last candidate's group from this step."""
         entries = self._tenants[self._tenant]
         heapq.heappop(entries)
         if not entries:
             del self._tenants[self._tenant]
 
     def _entry(self, kind: int, head: Request, group: Group) -> tuple[int, int, int, Group]:
-        """Places differ, so that groups are never compared."""
+        """Return a heap entry; queue positions differ, so that groups are never compared."""
         return OVERDUE if head.arrival_time < self._overdue_before else kind, head.place, kind, group

@@ -10,13 +10,13 @@ from .types import FinishReason, TokenLogprobs
 
 
 class RequestState(StrEnum):
-    """Where a request is in its life; `Request.state` says it, whatever it holds."""
+    """A request's place in its life cycle."""
 
     WAITING = "waiting"  # in the queue, and has not begun
-    LOADING = "loading"  # runs while its adapter's bytes are still coming
+    LOADING = "loading"  # running while its adapter is still being loaded
     RUNNING = "running"
-    LATE = "late"  # in the queue until all of its adapter is there, which did not come in time; it holds nothing
-    SWAPPED = "swapped"  # in the queue after it had to give its pages to others; it goes on from what is still cached
+    LATE = "late"  # back in the queue, without pages, until its adapter, which did not arrive in time, is complete
+    SWAPPED = "swapped"  # back in the queue after preemption; it restarts from what is still cached
     DONE = "done"
 
 
@@ -31,7 +31,7 @@ class Request:
     """A generation in progress.
 
     There is no prefill phase, only `num_computed_tokens` (tokens whose KV is in the cache) trailing `num_tokens`
-    (prompt plus generated). `adapter_name` is what was asked; `adapter` the version held while the request runs.
+    (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
     """
 
     __slots__ = (
@@ -45,11 +45,8 @@ class Request:
         "charged",
         "end_ids",
         "finish_reason",
-        "had_to_wait",
         "id",
-        "is_quiet",
         "last_block",
-        "logprobs",
         "max_length",
         "num_cached_tokens",
         "num_computed_tokens",
@@ -59,13 +56,11 @@ class Request:
         "place",
         "prompt_hash",
         "prompt_logprobs",
-        "quiet_until",
         "room",
         "row",
         "seed",
         "start_time",
         "state",
-        "streams",
         "tenant",
         "token_ids",
     )
@@ -77,16 +72,11 @@ class Request:
         params: SamplingParams,
         adapter_name: str | None = None,
         arrival_time: float = 0.0,
-        streams: bool = True,
         tenant: str = "",
         cache_salt: str = "",
     ) -> None:
-        """A request that waits.
-
-        streams: each new token is told as it is drawn; otherwise the first one is, and all others when it ends.
-        tenant: identity of the client that pays for it, empty if unknown. cache_salt: prefix-cache blocks are shared
-        only between requests of equal salt.
-        """
+        """tenant: the client that is charged, empty if unknown. cache_salt: prefix-cache blocks are shared only between
+        requests of equal salt."""
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -94,29 +84,24 @@ class Request:
         self.params = params
         self.adapter_name = adapter_name
         self.arrival_time = arrival_time
-        self.streams = streams
         self.tenant = tenant
         self.cache_salt = cache_salt
         self.state = RequestState.WAITING
-        self.place = 0  # in the queue
+        self.place = 0  # queue position
         self.began_at = 0  # tokens that were cached when it was last admitted
-        self.charged = 0  # tokens of work that its tenant has been charged for since
-        self.is_quiet = False  # nothing is told until it ends
-        self.quiet_until = 0  # tokens computed, before which there is nothing to tell, to cache or to end
-        self.start_time: float | None = None  # when it was admitted first
-        self.had_to_wait = False  # for its adapter, when it could have run otherwise
+        self.charged = 0  # tokens that its tenant has been charged since
+        self.start_time: float | None = None  # of its first admission
         self.seed = params.seed
         self.adapter: Adapter | None = None
         self.block_table: BlockTable | None = None
-        self.room = 0  # tokens that its pages hold
-        self.row: ScheduledRow | None = None  # its part of the last step in which it computed one token
-        self.max_length = 0  # tokens, prompt included, with which it ends; known once it is queued
-        self.end_ids: frozenset[int] = frozenset()  # tokens that end it before that
-        self.logprobs: list[TokenLogprobs] = []  # of generated tokens that have not been told
-        self.prompt_logprobs: list[TokenLogprobs] = []  # gathered chunk by chunk until the first output
-        self.num_cached_tokens = 0  # of its tokens, how many the prefix cache had when it was admitted
-        self.prompt_hash: int | None = None  # once it was asked for
-        self.caching = False  # whether blocks it completes are made known to the prefix cache
+        self.room = 0  # tokens that its pages can hold
+        self.row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before those
+        self.max_length = 0  # tokens, prompt included, at which it ends; set when it is queued
+        self.end_ids: frozenset[int] = frozenset()  # tokens that end it earlier
+        self.prompt_logprobs: list[TokenLogprobs] = []  # collected chunk by chunk until the first output
+        self.num_cached_tokens = 0  # prompt tokens found in the prefix cache when it was admitted
+        self.prompt_hash: int | None = None  # computed on demand
+        self.caching = False  # True if blocks it completes go into the prefix cache
         self.num_known_blocks = 0
         self.last_block: Block | None = None
         self.finish_reason: FinishReason | None = None
@@ -135,7 +120,7 @@ class Request:
 
     @property
     def is_running(self) -> bool:
-        """True if it has a seat, pages and its adapter's pin."""
+        """True if it holds a seat, pages and its adapter's pin."""
         return self.state is RequestState.RUNNING or self.state is RequestState.LOADING
 
     def __repr__(self) -> str:

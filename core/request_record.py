@@ -7,43 +7,35 @@ from typing import Any
 
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
-from .types import TokenLogprobs
 
-VERSION = 1
+VERSION = 2
 
 
 def to_record(request: Request) -> dict[str, Any]:
-    """What a request has asked and drawn. Draws depend on tokens, seed and parameters only, so that is all of it.
+    """Return a request's parameters and tokens; sampling depends on tokens, seed and parameters only.
 
-    num_told: generated tokens that its client has got. logprobs: of those that it has not.
+    Its client has received all tokens that were generated so far.
     """
-    num_told = min(1, request.num_output_tokens) if request.is_quiet else request.num_output_tokens
     return {
         "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
-        "num_prompt_tokens": request.num_prompt_tokens, "num_told": num_told, "params": params_to_wire(request.params),
-        "seed": request.seed, "adapter": request.adapter_name, "streams": request.streams, "tenant": request.tenant,
+        "num_prompt_tokens": request.num_prompt_tokens, "params": params_to_wire(request.params),
+        "seed": request.seed, "adapter": request.adapter_name, "tenant": request.tenant,
         "cache_salt": request.cache_salt,
-        "logprobs": [[each.token_id, each.logprob, [list(pair) for pair in each.top]] for each in request.logprobs],
     }  # fmt: skip
 
 
 def from_record(data: Mapping[str, Any]) -> Request:
-    """A request that goes on where the record ends. ValueError for another version of the format.
+    """Return a request that continues where the record ends. ValueError for another version of the format.
 
-    When it came first is not taken over: that was told by another engine's clock.
+    Its arrival time is not taken over, as it refers to another engine's clock.
     """
     if data["v"] != VERSION:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
     request = Request(
-        data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"], streams=data["streams"],
+        data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"],
         tenant=data["tenant"], cache_salt=data["cache_salt"],
     )  # fmt: skip
     request.token_ids += tokens[count:]
     request.seed = data["seed"]
-    request.logprobs = [
-        TokenLogprobs(token, logprob, tuple((other, value) for other, value in top))
-        for token, logprob, top in data["logprobs"]
-    ]
-    request.is_quiet = not request.streams and data["num_told"] > 0
     return request

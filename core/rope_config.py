@@ -1,4 +1,4 @@
-"""How a checkpoint scales its rotary frequencies."""
+"""Rotary frequencies of a checkpoint, and their scaling."""
 
 from __future__ import annotations
 

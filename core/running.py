@@ -19,7 +19,7 @@ def group_by_adapter(requests: Iterable[Request]) -> Groups:
 
 
 class Running(list[Request]):
-    """Changed by `append` and `remove` only, so that the groups need not be made anew in every step."""
+    """Running requests in order of admission; only `append` and `remove` change it, which also maintain the groups."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,12 +38,12 @@ class Running(list[Request]):
         if len(group) == 1:
             del self._groups[request.adapter]
         elif group[0] is request:
-            self._groups = None  # the adapter's next request may come after those of others
+            self._groups = None  # the order of the groups may change: they are rebuilt when asked for
         else:
             group.remove(request)
 
     def by_adapter(self) -> Groups:
-        """Not to be changed by whoever asks."""
+        """Return the requests grouped by adapter; callers must not change it."""
         if self._groups is None:
             self._groups = group_by_adapter(self)
         return self._groups

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -34,33 +34,40 @@ def needs_logits(row: ScheduledRow) -> bool:
     return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
 
 
+def whole_chances(row: ScheduledRow) -> Chances | None:
+    """Chances of a row that only asks for a token drawn from all of the model's logits as they are; else None."""
+    params = row.params
+    cuts = params.top_k or params.top_p < 1.0 or params.min_p
+    if not row.samples or not params.temperature or cuts or params.reshapes_logits or params.logprobs is not None:
+        return None
+    return Chances(params.temperature, uniform(row.seed, row.kv_len))
+
+
 def draw(
     rows: Sequence[ScheduledRow],
     likeliest: Sequence[int],
     logits: torch.Tensor | None,
-    at: Sequence[int],
+    at: Mapping[int, int],
     sampling: Sampling,
     eos_token_ids: Collection[int],
 ) -> StepResult:
     """Draw a token for every row that asks for one.
 
     likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
-    token; the others are not touched by it. logits: `[…, vocab]` float32; at: which of them is that of each row for
-    which `needs_logits`, in order. Greedy rows have their token already and cost nothing here.
+    token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
+    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here.
     """
     result = StepResult()
     drawn: list[tuple[int, ScheduledRow]] = []
-    places = iter(at)
-    for row, token in zip(rows, likeliest, strict=False):
+    for index, (row, token) in enumerate(zip(rows, likeliest, strict=False)):
         if not row.samples:
             continue
-        place = next(places) if needs_logits(row) else -1
         if token < 0:
             result.errors[row.request_id] = NOT_FINITE
             continue
         result.tokens[row.request_id] = token
-        if place >= 0:
-            drawn.append((place, row))
+        if index in at:
+            drawn.append((at[index], row))
     if not drawn:
         return result
     _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,

@@ -1,4 +1,4 @@
-"""How the next token of a request is chosen, and when the request ends."""
+"""Sampling parameters: the choice of a request's next token, and its end."""
 
 from __future__ import annotations
 

@@ -6,45 +6,33 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 from ..graphs.buckets import DecodeBuckets
+from ..memory.adapter_error import LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from .admission import Admission, load_error
-from .load_ahead import LoadAhead
-from .load_policy import LoadPolicy
+from .config import SchedulerLimits
+from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import OutputLengths
-from .overload import Overloaded
-from .queue_policy import EvenShares, QueuePolicy
-from .repeats import Repeats
+from .overload import QueueRoom
+from .policies import Policies
 from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter
-from .scheduler_limits import SchedulerLimits
 from .step_planner import plan_step
-from .tell import tell
-from .types import FinishReason, RequestOutput, StepInfo, StepPlan, StepResult
-from .victim_policy import NewestFirst, VictimPolicy
+from .types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .waiting import WaitingQueue
 
 
-@dataclass(frozen=True, slots=True)
-class Policies:
-    """What may be decided otherwise than by default."""
-
-    queue: QueuePolicy
-    victim: VictimPolicy
-
-    @classmethod
-    def default(cls) -> Policies:
-        return cls(EvenShares(), NewestFirst())
-
-
 class Scheduler:
-    """Owns the queues; what requests hold is given and taken by `RequestMemory`."""
+    """Owns the waiting and running queues; `RequestMemory` allocates and frees what requests hold.
+
+    A subclass, such as the simulator's, may override what is documented here, and name its own `admission_type`.
+    """
+
+    admission_type: type[Admission] = Admission
 
     def __init__(
         self,
@@ -61,22 +49,18 @@ class Scheduler:
         self._memory = memory
         self._buckets = buckets
         self._ahead = LoadAhead(limits, store, memory)
-        self._clock = clock
-        self._policies = policies or Policies.default()
+        self._policies = policies or Policies()
         self._waiting = WaitingQueue()
         self._lengths = OutputLengths(limits.block_tokens)
-        self._admission = Admission(
+        self._admission = self.admission_type(
             limits, self._waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
         )
-        self._repeats = Repeats(limits, store, memory, self._ahead, clock)
         self._requests: dict[str, Request] = {}
         self._running = Running()
+        self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
-        self._loading: list[Request] = []  # run while their adapter's bytes are still coming
-        self._ends: deque[float] = deque(maxlen=64)  # when the latest requests ended
-        #: Those that lack a page for it, where all that every running request has to compute is its new token.
-        self._short: list[Request] | None = None
-        self._num_steps = 0
+        self._loading: list[Request] = []  # running while their adapter is still being loaded
+        self.num_steps = 0
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
@@ -99,11 +83,6 @@ class Scheduler:
         """Names of adapters that waiting requests will use."""
         return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
 
-    @property
-    def num_cold_starts(self) -> int:
-        """Requests whose adapter was not all there when they could begin."""
-        return self._admission.num_cold_starts
-
     def has_work(self) -> bool:
         return bool(self._requests or self._failed)
 
@@ -111,35 +90,15 @@ class Scheduler:
         return request_id in self._requests
 
     def get(self, request_id: str) -> Request:
-        """A request in progress; KeyError when it is not here (any more)."""
+        """Return a request in progress; KeyError when it is unknown or done."""
         return self._requests[request_id]
 
     def check_room(self, tenant: str) -> None:
-        """Raise Overloaded when one more request of `tenant` is not to wait.
-
-        A tenant that is known may fill only as much of the queue as it leaves to others, so that whoever comes anew
-        finds room.
-        """
-        most, waiting = self._limits.max_waiting, len(self._waiting)
-        if most is None or waiting < most // 2:
-            return
-        if waiting >= most:
-            text = f"{waiting} generations wait, the queue holds {most}"
-        elif tenant and (own := self._waiting.count(tenant)) >= most - waiting:
-            text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
-        else:
-            return
-        raise Overloaded(f"{text}; try again later", self._seconds_to_drain(waiting / 4))
-
-    def _seconds_to_drain(self, count: float) -> float:
-        """How long, by the rate of late, until so many of the waiting requests have begun; from 1 to 60 seconds."""
-        ends = self._ends
-        if len(ends) < 2:
-            return 1.0
-        rate = (len(ends) - 1) / max(1e-9, self._clock() - ends[0])
-        return min(60.0, max(1.0, count / rate))
+        """Raise Overloaded when the queue has no room for one more request of `tenant`."""
+        self._room.check(self._waiting, tenant)
 
     def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
         params, limits = request.params, self._limits
         request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
         if not params.ignore_eos:
@@ -156,7 +115,7 @@ class Scheduler:
                 self._ahead.read(self._waiting)
 
     def abort(self, request_id: str) -> bool:
-        """Forget a request and free its pages; False when it is not here (any more)."""
+        """End a request and free its pages; False when it is unknown or done."""
         request = self._requests.get(request_id)
         if request is None:
             return False
@@ -164,94 +123,44 @@ class Scheduler:
         return True
 
     def schedule(self) -> StepPlan | None:
-        """Decide the next step; None when nothing can run. Block tables of its rows already cover its tokens."""
+        """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
-        chosen, budget, preempted = self._decode_all() or self._schedule_running()
-        admitted: dict[Request, int] = {}
+        all_decode, preempted = self._grow_decodes(), False
+        counts: dict[Request, int] = {}
+        if not all_decode:
+            counts, preempted = self._schedule_running()
         if self._waiting:
-            self._fail_hopeless()
-            if not preempted:
-                admitted = self._admission.admit(self._running, budget)
-                self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-            self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
-            if self._limits.prefetch:
-                self._ahead.load(self._waiting)
-        if chosen is None:
-            groups, counts = self._running.by_adapter(), admitted
-        else:
-            counts = chosen | admitted
-            groups = group_by_adapter(counts)
-        if not groups:
-            return None
-        self._num_steps += 1
-        plan = plan_step(self._num_steps, groups, counts, self._buckets)
-        if chosen is None and not admitted and self._limits.max_repeat > 1 and not self._admission.awaits_growth:
-            plan.repeat = self._repeats.count(plan, self._running, self._waiting)
-        return plan
+            used = len(self._running) if all_decode else sum(counts.values())
+            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, preempted)
+        groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
+        return plan_step(self.num_steps + 1, groups, counts, self._buckets) if groups else None
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Take a step's result: advance, append drawn tokens, finish what is done."""
+        """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs."""
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
-        outputs: list[RequestOutput] = []
-        if result.count > 1:
-            self._catch_up(plan, result)
-        requests, tokens = self._requests, result.tokens
-        special = result.unready or result.errors or result.logprobs or result.prompt_logprobs
-        num_drawn, num_ended = len(plan.rows), 0
-        short: list[Request] = []
+        self.num_steps += 1
+        requests, outputs = self._requests, []
+        has_extras = result.unready or result.errors or result.prompt_logprobs
         for row in plan.rows:
             request = requests.get(row.request_id)
-            if request is None or (special and not self._take_special(request, result, info, outputs)):
-                num_drawn -= 1
+            if request is None or (has_extras and not self._apply_extras(request, result, info, outputs)):
                 continue
-            token_ids, samples = request.token_ids, row.samples
-            computed = request.num_computed_tokens = len(token_ids) if samples else row.start + len(row.tokens)
-            if computed < request.quiet_until:
-                token = row.tokens[0] = tokens[row.request_id]
-                row.start = computed
-                token_ids.append(token)
-                if computed >= request.room:
-                    short.append(request)
-                continue
-            if request.caching:
-                self._memory.remember(request)
-            if not samples:
-                num_drawn -= 1
-                continue
-            token = tokens[row.request_id]
-            token_ids.append(token)
-            reason = None
-            if token in request.end_ids:
-                reason = FinishReason.STOP
-            elif computed + 1 >= request.max_length:
-                reason = FinishReason.LENGTH
-            if reason is not None or not request.is_quiet:
-                outputs.append(tell(request, token, result.count, info, reason))
-            if reason is not None:
-                self._finish(request, reason)
-                num_ended += 1
-                continue
-            if computed >= request.room:
-                short.append(request)
-            if request.row is not None:  # the one of the next step
-                row.tokens, row.start = [token], computed
-                if request.is_quiet and not (request.end_ids or request.caching):
-                    request.quiet_until = request.max_length - 1
-        self.num_generated_tokens += num_drawn * result.count
-        self._short = short if num_drawn - num_ended == len(self._running) else None
+            output = self._advance(request, row, result, info)
+            if output is not None:
+                outputs.append(output)
         if result.unready:
             self._send_back_late(plan, result)
         return outputs
 
     def take_failed(self) -> list[RequestOutput]:
-        """Outputs of requests that failed before they could run."""
+        """Return the outputs of requests that failed before they could run, once."""
         failed, self._failed = self._failed, []
         return failed
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
-        """The KV pages that requests hold, for `PagePool.check_integrity`."""
+        """Yield the KV pages that requests hold, for `PagePool.check_integrity`."""
         for request in self._requests.values():
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
@@ -259,11 +168,12 @@ class Scheduler:
     # -- choosing
 
     def _settle_loads(self) -> None:
-        """End the requests whose adapter will never come; nothing of it stays."""
+        """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self._running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
-                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=load_error(request, error)))
+                reason, failure = load_error(request, error)
+                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
             self._store.evict(adapter)
         still = []
         for request in self._loading:
@@ -275,31 +185,32 @@ class Scheduler:
         self._loading = still
 
     def _is_awaited(self, request: Request) -> bool:
-        """True if a request's adapter was late and is still being read: it takes no place among the next to read."""
+        """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
         return request.state is RequestState.LATE and self._store.images.is_requested(request.adapter)
 
     def _fail_hopeless(self) -> None:
-        """End the requests that wait for an adapter that can't be had."""
+        """End the waiting requests whose adapter can't be loaded."""
         for request, error in self._ahead.hopeless(self._waiting):
             self._waiting.remove(request)
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
 
-    def _decode_all(self) -> tuple[None, int, bool] | None:
-        """What `_schedule_running` would do, in most steps: every running request computes its last token, no more.
+    def _grow_decodes(self) -> bool:
+        """Fast path: True if every running request decodes one token and has a page for it.
 
-        Then nothing is listed but those that are admitted; None when it takes more than that.
+        False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
-        budget = self._limits.max_num_batched_tokens - len(self._running)
-        short, self._short = self._short, None  # until the step's result is known, should it ever be
-        if short is None or budget < 0:
-            return None
-        short = [request for request in short if request.is_running]  # they may have been aborted
-        return (None, budget, False) if not short or self._memory.grow_each(short) else None
+        running = self._running
+        if len(running) > self._limits.max_num_batched_tokens:
+            return False
+        if any(len(r.token_ids) - r.num_computed_tokens > 1 for r in [r for r in running if r.row is None]):
+            return False
+        short = [request for request in running if request.room <= request.num_computed_tokens]
+        return not short or self._memory.grow_each(short)
 
-    def _schedule_running(self) -> tuple[dict[Request, int], int, bool]:
-        """Running requests with their token counts, the budget left, and whether any had to be preempted.
+    def _schedule_running(self) -> tuple[dict[Request, int], bool]:
+        """Return running requests with their token counts, and True if any had to be preempted.
 
-        Decoding requests come first, so that a long prompt's chunks never take their turn; then order of admission.
+        Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
         budget, running = self._limits.max_num_batched_tokens, self._running
         chosen: dict[Request, int] = {}
@@ -323,18 +234,30 @@ class Scheduler:
             else:
                 chosen[request] = count
                 budget -= count
-        return chosen, budget, preempted
+        return chosen, preempted
+
+    def _schedule_waiting(self, budget: int, preempted: bool) -> dict[Request, int]:
+        """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
+        self._fail_hopeless()
+        admitted: dict[Request, int] = {}
+        if not preempted:
+            admitted = self._admission.admit(self._running, budget)
+            self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
+        if self._limits.prefetch:
+            self._ahead.load(self._waiting)
+        return admitted
 
     def _preempt(self, request: Request) -> None:
-        """Give back a running request's pages and pin; it recomputes prompt and output when it runs again.
+        """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
 
-        Draws depend on (seed, position) only, so what it already gave stays true.
+        Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
         """
         self._send_back(request, RequestState.SWAPPED)
         self.num_preemptions += 1
 
     def _send_back(self, request: Request, state: RequestState) -> None:
-        """Let a running request give all that it holds and wait again."""
+        """Free all that a running request holds and put it at the head of the queue."""
         self._running.remove(request)
         self._give_back(request)
         request.state = state
@@ -343,9 +266,9 @@ class Scheduler:
         self._waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
-        """Let the requests of adapters that did not come in time wait again, until all of it is there.
+        """Send requests whose adapter did not arrive in time back to the queue until it is complete.
 
-        They keep neither seats nor pages; the adapter gives its pages back, too, as soon as they are wanted.
+        They keep neither seats nor pages, and the adapter's own pages may be evicted.
         """
         slots = {row.slot for row in plan.rows if row.request_id in result.unready}
         late = {plan.adapters[slot] for slot in slots}
@@ -355,12 +278,14 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     def _give_back(self, request: Request) -> None:
-        """Take what a running request holds, and settle what its tenant has been charged."""
+        """Free all that a running request holds, and refund its tenant for what it has not computed."""
         self._policies.queue.refund(request, request.charged - (request.num_computed_tokens - request.began_at))
         self._memory.release(request)
 
-    def _take_special(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
-        """Take what few rows bring beside a token. False where a row was computed in vain, or failed."""
+    # -- a step's result
+
+    def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
+        """Apply a row's error and prompt log-probabilities; False if the row produced nothing."""
         if request.id in result.unready:
             return False
         if error := result.errors.get(request.id):
@@ -368,32 +293,49 @@ class Scheduler:
             outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
             return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
-        if logprobs := result.logprobs.get(request.id):
-            request.logprobs.append(logprobs)
         return True
 
-    def _catch_up(self, plan: StepPlan, result: StepResult) -> None:
-        """Bring the requests of a plan that ran more than once to the last of its steps."""
-        steps, tokens = result.count - 1, result.tokens
-        requests = [self._requests[row.request_id] for row in plan.rows]
-        for request in requests:
-            request.token_ids += [tokens[request.id]] * steps
-        self._memory.catch_up(requests, steps)
-        self._num_steps += steps
+    def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
+        """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
+        computed = request.num_computed_tokens = row.start + len(row.tokens)
+        if request.caching:
+            self._memory.remember(request)
+        if not row.samples:
+            return None
+        token = result.tokens[row.request_id]
+        request.token_ids.append(token)
+        self.num_generated_tokens += 1
+        if row is request.row:
+            row.tokens, row.start = [token], computed  # the row is reused for the next step
+        reason = stop_token = None
+        if token in request.end_ids:
+            reason, stop_token = FinishReason.STOP, token
+        elif computed + 1 >= request.max_length:
+            reason = FinishReason.LENGTH
+        logprobs = result.logprobs and result.logprobs.get(row.request_id)
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
+            prompt_logprobs = tuple(request.prompt_logprobs)
+        if reason is not None:
+            self._finish(request, reason)
+        return RequestOutput(
+            row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
+            (logprobs,) if logprobs else (), prompt_logprobs,
+        )  # fmt: skip
 
     # -- finishing
 
-    def _fail(self, request: Request, error: str) -> None:
-        """End a request that is in no queue."""
+    def _fail(self, request: Request, error: str, failure: LoadFailure | None = None) -> None:
+        """End a request that is in neither queue, with an error."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
-        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error))
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.is_running:
             self._running.remove(request)
             self._give_back(request)
-            self._ends.append(self._clock())
+            self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._lengths.end(request.num_output_tokens)
         else:

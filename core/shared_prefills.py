@@ -1,4 +1,4 @@
-"""Prompts that come several times at once: one request computes such a prompt, the others start from its blocks."""
+"""Equal prompts at once: one request computes the prompt, the others start from its cached blocks."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from .waiting import WaitingQueue
 
 
 class SharedPrefills:
-    """Holds back waiting requests while a running one computes the very prompt that they begin with.
+    """Holds back waiting requests while a running one, their leader, computes the same prompt.
 
-    They wait no longer than it computes: whatever holds it up, such as a full step, would hold them up as well. When it
-    ends, is aborted or has to go back to waiting, they are considered again, and the first of them goes ahead.
+    They wait no longer than its prefill takes: whatever delays that, such as a full step, would delay them too. When
+    the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
     """
 
     def __init__(self, memory: RequestMemory, waiting: WaitingQueue, block_tokens: int) -> None:
@@ -22,7 +22,7 @@ class SharedPrefills:
         self._followers: dict[Request, list[Request]] = {}
 
     def wait(self, request: Request, num_blocks: int) -> bool:
-        """Hold a request back if it should wait for another's blocks; `num_blocks` of its own are known already."""
+        """Hold a request back if another is computing its prompt; `num_blocks` of it are cached already."""
         if not self._leaders or self._shareable(request) <= num_blocks * self._block_tokens:
             return False
         leader = self._leaders.get(self._key(request))
@@ -33,12 +33,12 @@ class SharedPrefills:
         return True
 
     def begin(self, request: Request) -> None:
-        """A request has been admitted: others may want to wait for what it computes."""
+        """Make an admitted request the leader of its prompt, if there is none."""
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
 
     def settle(self) -> None:
-        """Let go of those whose leader has done its part, or never will."""
+        """Release the requests whose leader has computed the prompt, or never will."""
         for key, leader in list(self._leaders.items()):
             if not self._leads(leader):
                 del self._leaders[key]
@@ -52,7 +52,7 @@ class SharedPrefills:
         return leader.is_running and leader.caching and leader.num_computed_tokens < self._shareable(leader)
 
     def _shareable(self, request: Request) -> int:
-        """Tokens of full blocks that another request of the same prompt could start from."""
+        """Return how many prompt tokens lie in full blocks that an equal prompt could start from."""
         return (request.num_prompt_tokens - 1) // self._block_tokens * self._block_tokens
 
     def _key(self, request: Request) -> object:

@@ -1,4 +1,4 @@
-"""From chosen requests to the plan of a step."""
+"""Builds a step's plan from the requests chosen for it."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from .types import BASE_SLOT, ScheduledRow, StepPlan
 
 
 def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
-    """The step in which each request of `groups` computes `counts` more tokens, 1 where it is not said.
+    """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.
 
-    Its block table covers them. Prefill rows first, rows of one slot adjacent within each kind (Punica §6).
+    Prefill rows come first; rows of one slot are adjacent within each kind (Punica §6).
     """
     if None in groups:
-        groups = {None: groups[None], **groups}  # the base model's slot comes before all others
+        groups = {None: groups[None], **groups}  # base-model rows come first
     prefills: list[ScheduledRow] = []
     decodes: list[ScheduledRow] = []
     for slot, group in enumerate(groups.values(), BASE_SLOT if None in groups else 0):
@@ -34,7 +34,7 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:
-    """The row of a request that has none to go on with; it keeps the one with which it begins to decode."""
+    """Return a new row for a request; if it decodes, the request keeps the row for its next steps."""
     start, token_ids = request.num_computed_tokens, request.token_ids
     tokens, samples = token_ids[start : start + count], start + count == len(token_ids)
     row = ScheduledRow(

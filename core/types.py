@@ -1,17 +1,17 @@
-"""The values that cross boundaries: what a caller asks, what a step does, what it gave.
+"""Values that cross boundaries: a step's plan, its result, and a request's output.
 
 `StepPlan` is the only way from the scheduler to an executor and `StepResult` the only way back; `RequestOutput` is
-what the engine hands outwards. No tensors here: the simulator runs the same code without torch.
+what the engine returns. No tensors here: the simulator runs the same code without torch.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..graphs.runner import StepMode
+from ..memory.adapter_error import LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -34,14 +34,14 @@ class FinishReason(StrEnum):
 
 @dataclass(slots=True)
 class ScheduledRow:
-    """One request's part of a step: tokens `start … start+len(tokens)` of it are computed.
+    """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
 
     slot: index into `StepPlan.adapters`, `BASE_SLOT` for the base model.
     pages: the request's block table, covering at least `start + len(tokens)` tokens.
-    params: how to draw and what to report. seed makes the draw a function of (seed, position).
-    samples: the row's last token is the request's last known one, so that a new token is drawn at position `kv_len`.
+    params: how to sample and what to report. seed: makes sampling a function of (seed, position).
+    samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
     token_ids: all known tokens of the request, prompt first; read only.
-    edits: what the sampler keeps of the request from step to step; it makes it anew where it is missing.
+    edits: the sampler's state of the request, kept from step to step; created when missing.
     """
 
     request_id: str
@@ -58,12 +58,12 @@ class ScheduledRow:
 
     @property
     def kv_len(self) -> int:
-        """Tokens in the KV cache once this row has run."""
+        """Tokens in the KV cache after this row."""
         return self.start + len(self.tokens)
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the log-probabilities of prompt tokens after this row's are asked for."""
+        """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
 
@@ -71,19 +71,15 @@ class ScheduledRow:
 class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
+    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
-    repeat: how many steps like this may run in a row, each row going on with the token it drew, before the scheduler
-    would decide anything else of itself; above 1 only for an executor that declares `max_repeat`.
-    until: of these, none may begin at or after this time, by the engine's clock.
-    mode: by which weights it runs.
+    mode: the weights it runs with.
     """
 
     step_id: int
     rows: list[ScheduledRow]
     adapters: list[Adapter]
     bucket: int | None = None
-    repeat: int = 1
-    until: float = math.inf
     num_tokens: int = field(init=False)
     mode: StepMode = field(init=False)
 
@@ -97,14 +93,14 @@ class StepPlan:
         return len(self.adapters)
 
     def to_wire(self) -> dict[str, Any]:
-        """The plan as plain data, for another process."""
+        """Return the plan as plain data, for another process."""
         from .plan_wire import plan_to_wire
 
         return plan_to_wire(self)
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """What `to_wire` gave. find: the receiver's adapter for the name, version and pages of the sender's."""
+        """Return the plan of `to_wire`'s data. find: maps an entry of the sender's `adapters` to the adapter here."""
         from .plan_wire import plan_from_wire
 
         return plan_from_wire(data, find)
@@ -121,11 +117,10 @@ class TokenLogprobs:
 
 @dataclass(slots=True)
 class StepResult:
-    """What an executor gives back, per request id: the drawn token, asked-for log-probabilities, what went wrong.
+    """An executor's results by request id: sampled tokens, requested log-probabilities, errors.
 
     prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
-    unready: requests whose part was computed in vain, see `retract`.
-    count: steps that ran, at most the plan's `repeat`; in each of them a row drew its same token.
+    unready: requests whose rows are void because their adapter did not arrive in time.
     """
 
     tokens: dict[str, int] = field(default_factory=dict)
@@ -133,10 +128,9 @@ class StepResult:
     prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
     errors: dict[str, str] = field(default_factory=dict)
     unready: set[str] = field(default_factory=set)
-    count: int = 1
 
     def retract(self, request_id: str) -> None:
-        """What was computed for a request is void: its adapter had not come. It is to run again."""
+        """Discard a request's results, because its adapter did not arrive in time."""
         for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.errors):
             found.pop(request_id, None)
         self.unready.add(request_id)
@@ -150,7 +144,7 @@ class StepResult:
 
 
 class StepInfo(NamedTuple):
-    """What shared a step; carried on outputs so that a client can see its batch."""
+    """Size of a step; carried on outputs so that clients can see their batch."""
 
     step_id: int
     num_requests: int
@@ -161,11 +155,9 @@ class StepInfo(NamedTuple):
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
-    A request that doesn't stream has two outputs at most, or one more where it fails: then it tells its error only.
-
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for.
+    output, when asked for. failure: why its adapter was not loaded, where that is the error.
     """
 
     request_id: str
@@ -177,3 +169,4 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    failure: LoadFailure | None = None

@@ -1,24 +1,25 @@
-"""The waiting requests: in order of arrival, and by tenant and adapter, so that a step need not look at each."""
+"""The waiting queue: in order of arrival, and by tenant and adapter, so that a step need not scan every request."""
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from ..memory.adapter import Adapter
 from .request import Request
+
+_BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
 
 
 class Group:
     """Waiting requests of one tenant for one adapter, in order."""
 
-    __slots__ = ("adapter", "noted", "requests")
+    __slots__ = ("adapter", "requests")
 
     def __init__(self, adapter: Adapter | None) -> None:
         self.adapter = adapter
         self.requests: OrderedDict[Request, None] = OrderedDict()
-        self.noted = -math.inf  # place up to which it has been noted that they wait for their adapter
 
     @property
     def head(self) -> Request:
@@ -26,14 +27,12 @@ class Group:
 
 
 class WaitingQueue:
-    """Every change costs the same however many wait."""
+    """Waiting requests; each operation takes constant time, one that comes back by how many came back before it."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
-        self._first = self._last = 0
+        self._last = 0
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
-        #: Groups with requests of which nobody has noted yet whether they wait for their adapter.
-        self.unnoted: dict[Group, None] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -45,22 +44,21 @@ class WaitingQueue:
         return request in self._order
 
     def count(self, tenant: str) -> int:
-        """Number of a tenant's requests that wait, those held back left out."""
+        """Return the number of a tenant's waiting requests, without those held back."""
         return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
 
     def append(self, request: Request) -> None:
-        """Add one that has just come."""
+        """Add a new request at the end."""
         self._last += 1
         request.place = self._last
         self._order[request] = None
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add one that has run and is to go on before all others."""
-        self._first -= 1
-        request.place = self._first
-        self._order[request] = None
-        self._order.move_to_end(request, last=False)
+        """Add a request that has run: before all that have not, and among those that have in order of arrival."""
+        if request.place > 0:
+            request.place -= _BEFORE_ALL
+        _insert(self._order, request)
         self.release(request)
 
     def remove(self, request: Request) -> None:
@@ -68,18 +66,16 @@ class WaitingQueue:
         self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
-        """Keep a request waiting without its being considered, until it is released."""
+        """Keep a request in the queue, but not among the candidates for admission, until it is released."""
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Consider a request that was held back, before the others of its group. Nothing happens if it has left."""
+        """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
         if request in self._order:
-            requests = self._group(request).requests
-            requests[request] = None
-            requests.move_to_end(request, last=False)
+            _insert(self._group(request).requests, request)
 
     def adapters(self) -> set[Adapter]:
-        """Adapters of the requests that may be considered."""
+        """Return the adapters of all candidates for admission."""
         return {adapter for groups in self.tenants.values() for adapter in groups if adapter is not None}
 
     def _group(self, request: Request) -> Group:
@@ -89,8 +85,6 @@ class WaitingQueue:
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
-        if request.adapter is not None:
-            self.unnoted[group] = None
         return group
 
     def _leave_group(self, request: Request) -> None:
@@ -101,6 +95,13 @@ class WaitingQueue:
         del group.requests[request]
         if not group.requests:
             del groups[request.adapter]
-            self.unnoted.pop(group, None)
             if not groups:
                 del self.tenants[request.tenant]
+
+
+def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
+    """Put a request before the first of a later place; few are expected to be before it."""
+    before = list(takewhile(lambda other: other.place < request.place, requests))
+    requests[request] = None
+    for earlier in (request, *reversed(before)):
+        requests.move_to_end(earlier, last=False)

@@ -46,7 +46,10 @@ class DecodeBuffers:
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
-            size: DecodeViews(*self._vectors[:, :size].unbind(0), self._page_table[:size], [1] * size) for size in sizes
+            size: DecodeViews(
+                *self._vectors[:, :size].unbind(0), page_table=self._page_table[:size], kv_lens=[1] * size
+            )
+            for size in sizes
         }
 
     def fill(

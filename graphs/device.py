@@ -39,9 +39,11 @@ class Device(Protocol):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Inside, work goes to this device's stream, on whatever thread."""
+        ...
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
         """Host memory, uint8 `[num_bytes]`, that copies read and write beside the host."""
+        ...
 
     def event(self) -> Event: ...
 
@@ -50,16 +52,20 @@ class Device(Protocol):
 
     def run(self, work: Callable[[], Result]) -> Result:
         """Give the device the operators that `work` calls."""
+        ...
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
         tensors that it makes are gone by the next replay of any graph."""
+        ...
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes."""
+        ...
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
         """Bytes that `work` has allocated at most beyond those allocated before it."""
+        ...
 
     def synchronize(self) -> None:
         """Wait until all work is done."""

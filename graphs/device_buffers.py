@@ -33,7 +33,9 @@ class DeviceDecodeBuffers:
         self._columns = {size: values[: _COLUMNS * width].view(_COLUMNS, width) for size, width in widths.items()}
         self._upload = Upload(device, values.numel() * values.itemsize)
         self.views = {
-            size: DecodeViews(*self._columns[size][:, :size].unbind(0), host.page_table, host.kv_lens)
+            size: DecodeViews(
+                *self._columns[size][:, :size].unbind(0), page_table=host.page_table, kv_lens=host.kv_lens
+            )
             for size, host in self._host.views.items()
         }
 

@@ -30,8 +30,3 @@ class Arena:
     def kv_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of one layer, each a strided view `[num_pages, block_tokens, kv_heads, head_dim]`."""
         return self._kv_layers[layer]
-
-    def write_pages(self, pages: list[int], image: torch.Tensor) -> None:
-        """Copy a host image `[len(pages), page_elems]` into `pages`, page by page."""
-        for page, source in zip(pages, image, strict=True):
-            self.pages[page].copy_(source)

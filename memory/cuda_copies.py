@@ -41,7 +41,8 @@ class CudaCopies(CopyEngine):
     """
 
     def __init__(self, pages: torch.Tensor, driver: CudaDriver, group_bytes: int = GROUP_BYTES) -> None:
-        super().__init__(*pages.shape, pages.itemsize, group_bytes)
+        num_pages, page_elems = pages.shape
+        super().__init__(num_pages, page_elems, pages.itemsize, group_bytes)
         self._pages = pages
         self._driver = driver
         self._streams = {True: driver.new_stream(), False: driver.new_stream()}  # by direction: to the device or not

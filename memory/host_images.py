@@ -208,10 +208,14 @@ class HostImages:
         return self._entries[key].image
 
     def drop(self, key: Hashable) -> None:
-        """Forget an image; a read that has not begun is cancelled, another ends with its next layer."""
+        """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.
+
+        What has been read is left as it is: it may still be copied from.
+        """
         if (entry := self._entries.pop(key, None)) is None:
             return
-        if self._under_way.pop(key, None) is not None and not entry.future.cancel():
+        is_read_on = self._under_way.pop(key, None) is not None and not entry.future.done()
+        if is_read_on and not entry.future.cancel():
             self._set_aside(entry)  # nobody looks after it any more
             entry.image.fail(ReadGivenUp("it is not needed any more"))
         self._failed.discard(key)

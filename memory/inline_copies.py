@@ -21,7 +21,8 @@ class InlineCopies(CopyEngine):
     """
 
     def __init__(self, pages: torch.Tensor) -> None:
-        super().__init__(*pages.shape, pages.itemsize, group_bytes=0)
+        num_pages, page_elems = pages.shape
+        super().__init__(num_pages, page_elems, pages.itemsize, group_bytes=0)
         self._pages = pages
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> Transfer:

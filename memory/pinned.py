@@ -117,20 +117,14 @@ class PinnedBuffers:
             self._collect()
             place = self._take(num_units)
             if place is None:
+                lease = None
                 self.num_unpinned += 1
             else:
                 self._num_units_used += num_units
                 lease = self._lease(*place, num_units)
-        if place is None:
+        if lease is None:
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
-
-    def reserve(self) -> None:
-        """Pin as many chunks as the limit grants now, so that no load has to wait for it."""
-        with self._lock:
-            while self._held() + self._chunk_bytes <= self._limit_bytes:
-                if not self._pin(self._chunk_bytes):
-                    return
 
     @property
     def num_bytes_used(self) -> int:

@@ -1,5 +1,8 @@
 """Gated activations on a GPU. Import this module lazily: it needs triton."""
 
+# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

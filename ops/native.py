@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .native_sampling import NativeSampling
+from .sampling import Chances, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,8 @@ class _Step(Structure):
         ("table_stride", c_int64),
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64), ("segment_level", c_void_p),
+        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
+        *((name, c_void_p) for name in ("segment_level", "draw_inverse", "draw_u")),
     ]  # fmt: skip
 
 
@@ -187,12 +189,15 @@ class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
     def __init__(self, model: NativeModel, threads: int) -> None:
-        self._library = library()
+        found = library()
+        if found is None:
+            raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
+        self._library = found
         self._model = model  # keeps the tensors alive
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
         layers = (_Layer * len(model.layers))()
         for descriptor, layer in zip(layers, model.layers, strict=True):
-            for name, _ in _Layer._fields_:
+            for name, *_ in _Layer._fields_:
                 tensor = getattr(layer, name)
                 setattr(descriptor, name, None if tensor is None else _pointer(tensor))
         description = _Model(
@@ -205,6 +210,7 @@ class NativeDecoder:
         self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
+        self.chances: Mapping[int, Chances] = {}
         self._step = _Step()
         self._logits = torch.empty(0, model.vocab)
         self._scores = torch.empty(0, model.vocab)
@@ -231,7 +237,8 @@ class NativeDecoder:
         token_ids, positions, page, offset: `[tokens]` int64; logit_tokens: `[logits]` int64, which tokens
         to give logits for; `kept` says which of these, None all. score_tokens: `[scores]` int64, whose logits
         `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
-        `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf.
+        `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf; of
+        those in `chances` a token drawn from the whole vocabulary, whose logits need not be kept for that.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:
@@ -256,6 +263,11 @@ class NativeDecoder:
         step.logits = logits.data_ptr() if len(logits) else None
         step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
+        inverse, u = array("d", bytes(8 * wanted)), array("d", bytes(8 * wanted))
+        for index, chances in self.chances.items():
+            inverse[index], u[index] = inverse_temperature(chances.temperature), chances.u
+        step.draw_inverse = inverse.buffer_info()[0] if self.chances else None
+        step.draw_u = u.buffer_info()[0]
         step.max_stall_ns = int(max_stall * 1e9)
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if step.segment_ready:

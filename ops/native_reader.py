@@ -96,7 +96,7 @@ class _Fault(ctypes.Structure):
 
 
 def available(dtype: torch.dtype) -> bool:
-    """Whether the library was built, this processor can run it, and it writes `dtype`."""
+    """True if the library was built, this processor can run it, and it writes `dtype`."""
     return dtype in _DTYPES and native.available(torch.float32)
 
 
@@ -112,9 +112,10 @@ class FileRows:
     def __init__(self, fd: int, jobs: ReadJobs, dtype: torch.dtype) -> None:
         """fd: open and of a regular file; stays the caller's. dtype: of the output."""
         self._handle = None
-        self._library = native.library()
-        if self._library is None:
+        found = native.library()
+        if found is None:
             raise OSError(errno.ENOSYS, "the native library is not there")
+        self._library = found
         self._jobs, self._dtype, self._left = jobs, dtype, jobs.num_groups
         spans, groups, table = jobs.addresses
         self._handle = self._library.chorus_rows_open(fd, spans, groups, jobs.num_groups, table, _DTYPES[dtype])

@@ -4,6 +4,9 @@ Rounds where the torch path rounds: the sum, the normalised value and the produc
 Import this module lazily: it needs triton.
 """
 
+# A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+
 from __future__ import annotations
 
 import torch

@@ -223,6 +223,15 @@ class _EngineCollector(Collector):
             gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
             gauge.add_metric((label(self._base), ENGINE), value)
             yield gauge
+        counts = (
+            ("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens),
+            ("prefix_cache_hits", "Tokens whose KV the prefix cache had", stats.num_prefix_hit_tokens),
+            ("num_preemptions", "Requests put back to make room", stats.num_preemptions),
+        )
+        for name, text, value in counts:
+            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
+            counter.add_metric((label(self._base), ENGINE), value)
+            yield counter
         info = GaugeMetricFamily(
             "vllm:cache_config_info", "The KV cache", labels=("engine", "block_size", "num_gpu_blocks", "cache_dtype")
         )

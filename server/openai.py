@@ -119,9 +119,10 @@ class GenerationRequest(BaseModel):
     @field_validator("logit_bias")
     @classmethod
     def _keys_are_token_ids(cls, biases: dict[str, float]) -> dict[str, float]:
-        for key in biases:
-            if not (key.isascii() and key.isdigit() and len(key) < 10):
-                raise ValueError(f"the key {key[:40]!r} is no token id; give ids as decimal strings")
+        wrong = [key for key in biases if not (key.isascii() and key.isdigit() and len(key) < 10)]
+        if wrong:
+            shown = ", ".join(repr(key[:40]) for key in wrong[:4]) + (", …" if len(wrong) > 4 else "")
+            raise ValueError(f"not token ids: {shown}; give ids as decimal strings")
         return biases
 
     @classmethod

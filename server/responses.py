@@ -155,10 +155,7 @@ class AnswerFormat(ABC):
         }
 
     def _with_tokens(self, choice: Choice) -> Body:
-        body = self._choice(choice)
-        if self._extras.token_ids:
-            body["token_ids"] = choice.token_ids
-        return body
+        return {**self._choice(choice), "token_ids": choice.token_ids if self._extras.token_ids else None}
 
     def _about_prompt(self, choice: Choice) -> Body:
         """What is asked for of the prompt: once per choice, or with its first chunk."""
@@ -184,7 +181,7 @@ class CompletionFormat(AnswerFormat):
     object = chunk_object = "text_completion"
 
     def _choice(self, choice: Choice) -> Body:
-        return {**self._part(choice, begins=True), **self._about_prompt(choice)}
+        return {**self._part(choice, begins=True), **NOTHING_OF_PROMPT, **self._about_prompt(choice)}
 
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         body = self._part(delta, begins=first)
@@ -222,6 +219,9 @@ class CompletionFormat(AnswerFormat):
         return self._scores.completion(token_ids, scores, offsets, count)
 
 
+NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
+"""What vLLM tells of the prompt, where nothing was asked for."""
+
 NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
 """What a message can have beside its text, in OpenAI's types."""
 
@@ -234,7 +234,7 @@ class ChatFormat(AnswerFormat):
     more = {"service_tier": None}
 
     def answer(self) -> Body:
-        return {**super().answer(), **self._about_prompt(self._generation.choices[0])}
+        return {**super().answer(), **NOTHING_OF_PROMPT, **self._about_prompt(self._generation.choices[0])}
 
     def _choice(self, choice: Choice) -> Body:
         message = {"role": "assistant", "content": choice.text, **NOTHING_ELSE}

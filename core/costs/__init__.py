@@ -1,1 +1,1 @@
-"""What steps, loads, merges, swaps and moves cost: one module for scheduler, router, merge policy and simulator."""
+"""Costs of steps, loads, merges, swaps and moves, for scheduler, router, merge policy and simulator."""

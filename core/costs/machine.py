@@ -137,7 +137,7 @@ def _measure(
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:
-    """What an engine's steps take beside the executor, by the numbers of rows and of requests that come or go."""
+    """Fit the time of an engine's steps outside the executor, by rows and by requests that come or go."""
     timed = TimedExecutor(executor)
     engine = Engine(config, timed)
     try:
@@ -210,7 +210,7 @@ def _describe(engine: Engine) -> str:
 
 
 def device_name(device: str) -> str:
-    """What the executor runs on, for people."""
+    """Return the device's name, for people."""
     if device != "cpu":
         import torch
 

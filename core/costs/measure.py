@@ -41,7 +41,7 @@ _KNEE_GAIN = 1e-4  # of R², below which a knee explains nothing
 
 
 class MeasureError(ValueError):
-    """What was given can't be measured; the text says what is needed."""
+    """The input can't be measured; the text says what is needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,7 +264,7 @@ def typical(times: Sequence[float]) -> float:
 
 
 def steady(every: Sequence[Sequence[float]]) -> list[float]:
-    """What each of several things takes that were timed in turns: medians, scaled so that their sum is the means'."""
+    """Return the typical seconds of each of several things timed in turns: medians, scaled to the sum of the means."""
     medians = list(map(median_low, every))
     scale = sum(map(typical, every)) / sum(medians)
     return [scale * seconds for seconds in medians]
@@ -272,11 +272,12 @@ def steady(every: Sequence[Sequence[float]]) -> list[float]:
 
 def fit_decode(samples: Samples) -> Fit:
     """The terms of `DecodeCost`; `knee` is the bucket size with which they explain the most, 0 where none helps."""
-    best = None
+    best: Fit | None = None
     for knee in (math.inf, *sorted({work.rows for work in samples.work})[:-1]):
         found = fit(DECODE_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
         if best is None or found.r2 > best.r2 + _KNEE_GAIN:
             best = replace(found, terms=found.terms | {"knee": 0.0 if math.isinf(knee) else float(knee)})
+    assert best is not None
     return best
 
 
@@ -294,7 +295,7 @@ def fit_transfer(num_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:
 
 
 def forget_file(path: Path) -> bool:
-    """Ask the system to drop a file's cached pages; whether it can be asked."""
+    """Ask the system to drop a file's cached pages; False if it can't be asked."""
     if not hasattr(os, "posix_fadvise"):
         return False
     with path.open("rb") as file:

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 
 class Kernel(StrEnum):
-    """How LoRA is computed for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
+    """LoRA kernel for a batch of mixed ranks: BGMV pads to the largest rank, SGMV does not."""
 
     BGMV = "bgmv"
     SGMV = "sgmv"
@@ -105,7 +105,7 @@ class DiskCost(TransferCost):
     contention: float = 0.0
 
     def delay(self, seconds: float, left: float) -> float:
-        """How much longer a step of `seconds` takes beside a read that takes `left` seconds more."""
+        """Return the extra time of a step of `seconds` beside a read that takes `left` seconds more."""
         if not self.contention:
             return 0.0
         return min(seconds * self.contention / (1.0 - self.contention), left * self.contention)
@@ -139,7 +139,7 @@ class OverheadCost:
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Everything that has a price on one device with one base model.
+    """Cost models of one device with one base model.
 
     disk: from an adapter's file to its host image. link: from the host image to the device; a swapped-out request's KV
     pages take it too. network: a request's way to another replica. None: not known here.
@@ -173,13 +173,6 @@ class CostModel:
         """One prompt of `num_tokens` tokens, alone in its step."""
         pairs = num_tokens * (num_tokens + 1) / 2
         return self.prefill.seconds(num_tokens, 1, pairs, num_tokens * rank, rank, num_tokens)
-
-    def streamed_seconds(self, prefill: float, load: float) -> float:
-        """A prefill whose adapter arrives layer by layer during it: each layer waits for its own bytes only.
-
-        Whichever of the two is slower sets the pace, and the other is behind or ahead of it by one layer.
-        """
-        return max(prefill + load / self.num_layers, load + prefill / self.num_layers)
 
     def swap_seconds(self, num_bytes: int) -> float:
         """KV of `num_bytes` out to the host, or back in."""

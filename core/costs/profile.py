@@ -6,9 +6,10 @@ Every number is an object `{"value": …, "source": "where it is from"}`. A term
 from __future__ import annotations
 
 import json
+from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -18,11 +19,14 @@ from .models import CostModel, DecodeCost, DiskCost, Kernel, MergeCost, Overhead
 
 FORMAT = 1
 
-T = TypeVar("T")
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T", bound="DataclassInstance")
 
 
 class ProfileError(ValueError):
-    """A profile that can't be used; the text names the file, the field and the mend."""
+    """A profile that can't be used; the text names the file, the field and the fix."""
 
 
 class _Strict(BaseModel):
@@ -30,7 +34,7 @@ class _Strict(BaseModel):
 
 
 class Number(_Strict):
-    """A number and where it is from."""
+    """A number and its source."""
 
     value: float = Field(ge=0)
     source: str = Field(min_length=3)
@@ -42,7 +46,7 @@ class Whole(_Strict):
 
 
 class FitReport(_Strict):
-    """How well a fitted model explains the steps it was fitted to. samples: steps, each the mean of its repeats."""
+    """Goodness of a fit to the steps that were measured. samples: steps, each the mean of its repeats."""
 
     r2: float = Field(le=1)
     mean_error: float = Field(ge=0)
@@ -50,7 +54,7 @@ class FitReport(_Strict):
 
 
 class Terms(_Strict):
-    """The terms of one cost model; which names are allowed depends on the model."""
+    """The terms of one cost model, which defines their names."""
 
     terms: dict[str, Number]
     fit: FitReport | None = None
@@ -91,7 +95,7 @@ class Geometry(_Strict):
 
 
 class Profile(_Strict):
-    """What a JSON file holds. memory_bytes: the arena that KV and adapters share."""
+    """Contents of a profile's JSON file. memory_bytes: the arena that KV and adapters share."""
 
     format: Literal[1] = FORMAT
     name: str = Field(min_length=1)
@@ -124,9 +128,9 @@ class Profile(_Strict):
         )
 
     def _model(self, part: str, kind: type[T]) -> T:
-        known = kind.__dataclass_fields__
+        known = [field.name for field in fields(kind)]
         given = getattr(self, part).terms
-        if unknown := sorted(given.keys() - known.keys()):
+        if unknown := sorted(given.keys() - set(known)):
             raise ProfileError(
                 f"profile {self.name}: {part}.terms.{unknown[0]} is no term; known ones are {', '.join(known)}"
             )

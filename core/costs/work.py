@@ -1,4 +1,4 @@
-"""What a step's cost depends on, read from its plan."""
+"""Amount of work in a step, counted from its plan."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ PREFILL_TERMS = ("base", "per_token", "per_row", "per_pair", "lora", "per_rank",
 
 
 def term_values(work: StepWork, knee: float = math.inf) -> tuple[float, ...]:
-    """What each of DECODE_TERMS, or PREFILL_TERMS, is multiplied with; what `fit` takes as a row."""
+    """Return the factor of each of DECODE_TERMS, or PREFILL_TERMS: a row for `fit`."""
     lora = 1.0 if work.adapter_ranks else 0.0
     if work.decodes:
         beyond = max(0.0, work.rows - knee)

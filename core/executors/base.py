@@ -1,4 +1,4 @@
-"""What every executor offers the engine."""
+"""Interface of executors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..types import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What callers need to know of the model."""
+    """Properties of the model that callers need."""
 
     vocab_size: int
     max_model_len: int
@@ -20,11 +20,7 @@ class ModelInfo:
 
 
 class Executor(Protocol):
-    """Owns the model's weights and the arena; knows no queues.
-
-    An executor that has `max_repeat`, above 1, may run a plan up to its `repeat` times in a row and say so in
-    `StepResult.count`. It promises that the tokens that it draws end no request.
-    """
+    """Owns the model's weights and the arena, and runs steps; it knows nothing of queues."""
 
     model: ModelInfo
     layout: PageLayout

@@ -1,4 +1,4 @@
-"""Which executor a configuration means."""
+"""Choice of the executor by configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def open_executor(config: EngineConfig) -> Executor:
 
 
 def uses_gpu(device: str) -> bool:
-    """What `device`, which may be `auto`, comes to on this machine."""
+    """Return the device that `device`, which may be `auto`, means on this machine."""
     if device != "auto":
         return device != "cpu"
     import torch

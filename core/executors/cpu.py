@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
@@ -35,7 +35,7 @@ from ..model import DecoderModel
 from ..model_config import ModelConfig, UnsupportedModel
 from ..native_model import NativeDecoderModel
 from ..native_model import supported as native_supported
-from ..sampler import Sampling, draw, needs_logits, score_prompts
+from ..sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
 from ..types import ScheduledRow, StepPlan, StepResult
 from ..weights import open_weights
 from .base import ModelInfo
@@ -69,7 +69,7 @@ class CpuExecutor:
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
-                torch.set_num_threads(1)  # what is left to torch is small, and its spinning threads would be in the way
+                torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
                 self._sampling: Sampling = self._model.sampling
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
@@ -95,17 +95,19 @@ class CpuExecutor:
         model, rows = self._model, plan.rows
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
-            model.keep_logits(asking)
+            drawn = {index: chances for index in asking if (chances := whole_chances(rows[index]))}
+            asking = [index for index in asking if index not in drawn]
+            model.keep_logits(asking, drawn)
             logits = self._forward(plan)
-            result = self._draw(rows, model.best, logits, range(len(asking)))
+            result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(asking)})
         else:
             with torch.inference_mode():
                 logits = self._forward(plan)
-                result = self._draw(rows, greedy(logits), logits, asking)
+                result = self._draw(rows, greedy(logits), logits, {index: index for index in asking})
         return self._without_late(plan, result)
 
     def _draw(
-        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Sequence[int]
+        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Mapping[int, int]
     ) -> StepResult:
         result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids)
         if any(row.scores_prompt for row in rows):
@@ -120,7 +122,7 @@ class CpuExecutor:
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Take back what rows gave whose adapter didn't come in time."""
+        """Discard the results of rows whose adapter did not arrive in time."""
         if plan.adapters and (late := self._lora.late_slots()):
             for row in plan.rows:
                 if row.slot in late:
@@ -204,7 +206,7 @@ class CpuAdapterBackend:
 
     @cached_property
     def _page_bits(self) -> np.ndarray:
-        """Made once: torch lets other Python threads run whenever it is asked for anything, and a step is to begin."""
+        """Cached, because each call into torch releases the GIL, which delays the start of a step."""
         return bits_of(self._arena.pages)
 
 

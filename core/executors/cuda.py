@@ -17,7 +17,7 @@ from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
 from ..model import DecoderModel
 from ..model_config import ModelConfig
-from ..ranges import span
+from ..nvtx_spans import span
 from ..sampler import draw, needs_logits, score_prompts
 from ..types import StepPlan, StepResult
 from ..weights import open_weights
@@ -66,7 +66,7 @@ class CudaExecutor:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """What has been captured so far, in order."""
+        """The captured buckets and modes, in order of capture."""
         return self._steps.captured
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -77,7 +77,7 @@ class CudaExecutor:
                 logits, likeliest = steps.ragged(rows, plan.adapters)
             else:
                 logits, likeliest = steps.decode(plan.bucket, rows, plan.adapters)
-            asking = [index for index, row in enumerate(rows) if needs_logits(row)]
+            asking = {index: index for index, row in enumerate(rows) if needs_logits(row)}
             result = draw(rows, likeliest, logits, asking, self._sampling, self.model.eos_token_ids)
             if any(row.scores_prompt for row in rows):
                 score_prompts(rows, steps.score_logits, self._sampling, self.model.vocab_size, result)
@@ -88,7 +88,7 @@ class CudaExecutor:
             return result
 
     def close(self) -> None:
-        """Give the GPU's memory back. The executor is of no use afterwards."""
+        """Free the GPU's memory. The executor can't be used afterwards."""
         self._device.synchronize()
         self.adapters.close()
         self._steps.close()

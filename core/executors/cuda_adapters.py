@@ -1,4 +1,4 @@
-"""How adapters come to a GPU: read into pinned memory, copied layer by layer beside compute."""
+"""Adapter backend of a GPU: reads into pinned memory, copies layer by layer beside compute."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CudaAdapterBackend(CpuAdapterBackend):
         return image
 
     def advance(self) -> None:
-        """Issue what can be issued, and let go of images whose copies are complete."""
+        """Issue the next copies, and release images whose copies are complete."""
         self._dma.copies.advance()
 
     def close(self) -> None:

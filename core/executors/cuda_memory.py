@@ -1,4 +1,4 @@
-"""How many pages a GPU has room for, and the refusal, with its numbers, when they are too few."""
+"""Size of a GPU's arena, and the error, with its numbers, when the GPU is too small."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MAX_PAGES = 1 << 18
 
 
 class OutOfDeviceMemory(RuntimeError):
-    """The model does not fit the GPU as configured; the text says what takes how much, and the mend."""
+    """The model does not fit the GPU as configured; the text says what takes how much, and how to fix it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class MemoryUse:
     graphs: int
 
     def arena_bytes(self, utilization: float) -> int:
-        """What is left for the arena when all of this process and others take that share of the device; may be < 0."""
+        """Bytes left for the arena when all of this process and others take that share of the device; may be < 0."""
         return int(self.total * utilization) - (self.total - self.free) - self.activations - self.graphs
 
     def __str__(self) -> str:

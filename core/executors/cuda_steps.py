@@ -40,7 +40,7 @@ Outputs = tuple[torch.Tensor, list[int]]
 
 
 class CudaSteps:
-    """Owns what a step reads and writes beside weights and arena; all of it is allocated once.
+    """Owns a step's buffers and graphs, all allocated once; weights and arena belong to others.
 
     A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
     that copy, for the bytes of adapters that are still being read, and for nothing else.
@@ -96,7 +96,7 @@ class CudaSteps:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """What has been captured so far, in order."""
+        """The captured buckets and modes, in order of capture."""
         return self._graphs.report
 
     # -- steps
@@ -199,8 +199,7 @@ class CudaSteps:
         logger.info("captured %d graphs in %.1f s, %s", len(keys), seconds, cuda_memory.gib(num_bytes))
 
     def graph_bytes(self) -> int:
-        """What all graphs will take: the two largest are captured, the others taken to be like the second, and given up
-        again."""
+        """Return the memory that all graphs will take, from the two largest, which are captured and freed again."""
         if not self._captures:
             return 0
         for bucket in self._sizes[:-3:-1]:
@@ -229,11 +228,11 @@ class CudaSteps:
             rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
         logits, _ = self.ragged(rows, ())
         sampling, result = TorchSampling(), StepResult()
-        draw(rows, [0] * len(rows), logits, range(len(rows)), sampling, ())
+        draw(rows, [0] * len(rows), logits, {index: index for index in range(len(rows))}, sampling, ())
         score_prompts(rows, self.score_logits, sampling, vocab, result)
 
     def close(self) -> None:
-        """Give up the graphs, and what they keep alive."""
+        """Free the graphs and their memory."""
         self._graphs.close()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""Size of the CPU's arena where the configuration says nothing."""
+"""Default size of the CPU's arena."""
 
 from __future__ import annotations
 

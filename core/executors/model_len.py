@@ -1,4 +1,4 @@
-"""How long a request may be."""
+"""Maximum length of a request."""
 
 from __future__ import annotations
 

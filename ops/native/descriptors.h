@@ -40,9 +40,11 @@ struct StepDesc {
     const std::atomic<int32_t>* const* segment_ready;
     int32_t* segment_late;
     int64_t max_stall_ns;  // of the step
-    int64_t* best;                                // [logits_wanted]: the likeliest token, -1 when its logit is not finite
+    int64_t* best;                                // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     int64_t scores_wanted;                        // tokens whose logits are asked for in slices once the step is done
     const int32_t* segment_level;                 // [segments]: see Segments; null where all are 0
+    // [logits_wanted]: where the first is above 0, `best` is a draw by the second at that inverse temperature; null: nowhere
+    const double *draw_inverse, *draw_u;
 };
 
 }  // namespace chorus

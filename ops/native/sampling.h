@@ -32,30 +32,15 @@ struct Score {
 
 constexpr int kBlock = 8192;       // logits of a unit of work
 constexpr int kGroupVectors = 32;  // logits per group whose largest is known, see threshold_of
-constexpr double kNoMass = -700;   // e^x below that is taken as 0
 
-// e^x in float64 for x <= 0: 2^(x·log2 e), a polynomial of degree 12 on [-0.35, 0.35], within 1 ulp or so.
-inline __m512d exp8(__m512d x) {
-    const __mmask8 some = _mm512_cmp_pd_mask(x, _mm512_set1_pd(kNoMass), _CMP_GE_OQ);
-    x = _mm512_max_pd(x, _mm512_set1_pd(kNoMass));
-    const __m512d n = _mm512_roundscale_pd(_mm512_mul_pd(x, _mm512_set1_pd(1.4426950408889634)), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512d r = _mm512_fnmadd_pd(n, _mm512_set1_pd(6.93147180369123816490e-01), x);
-    r = _mm512_fnmadd_pd(n, _mm512_set1_pd(1.90821492927058770002e-10), r);
-    static constexpr double factors[] = {1.0 / 39916800, 1.0 / 3628800, 1.0 / 362880, 1.0 / 40320, 1.0 / 5040, 1.0 / 720,
-                                         1.0 / 120, 1.0 / 24, 1.0 / 6, 0.5, 1.0, 1.0};
-    __m512d p = _mm512_set1_pd(1.0 / 479001600);
-#pragma GCC unroll 12
-    for (double factor : factors) p = _mm512_fmadd_pd(p, r, _mm512_set1_pd(factor));
-    return _mm512_maskz_scalef_pd(some, p, n);
-}
-
-// e^((x - most) · inverse) of 16 logits. 0 · inverse stays 0, and what lies below never becomes positive.
+// e^((x - most) · inverse) of logits. 0 · inverse stays 0, and what lies below never becomes positive.
 struct Masses {
-    __m512d most, inverse;
-    Masses(float most, double inverse) : most(_mm512_set1_pd(most)), inverse(_mm512_set1_pd(inverse)) {}
+    __m512d most, factor;
+    Masses(float most, double inverse) : most(_mm512_set1_pd(most)), factor(_mm512_set1_pd(inverse * kLog2e)) {}
+    __m512d of(__m256 x) const { return exp2_8(_mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(x), most), factor)); }
     void of(__m512 x, __m512d out[2]) const {
-        out[0] = exp8(_mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(_mm512_castps512_ps256(x)), most), inverse));
-        out[1] = exp8(_mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(_mm512_extractf32x8_ps(x, 1)), most), inverse));
+        out[0] = of(_mm512_castps512_ps256(x));
+        out[1] = of(_mm512_extractf32x8_ps(x, 1));
     }
 };
 
@@ -93,34 +78,45 @@ inline double block_mass(const float* x, int n, float most, double inverse) {
     return _mm512_reduce_add_pd(_mm512_add_pd(sum[0], sum[1]));
 }
 
-// The first of n logits whose mass with all before it exceeds `target`; the last that has any if rounding left none.
-inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
-    const Masses masses(most, inverse);
+struct Found {
+    int at;
+    double before;  // the mass of all before it
+};
+
+// The first of n whose mass with all before it exceeds `target`; the last that has any if rounding left none.
+// masses(i, out): those of 16 from i on, 0 beyond the n.
+template <class Of>
+inline Found first_above(int n, double target, Of masses) {
     double before = 0;
-    int last = 0;
+    Found last{0, 0};
     for (int i = 0; i < n; i += kLanes) {
         alignas(64) double mass[kLanes];
         __m512d m[2];
-        masses.of(load_or_none(x + i, n - i), m);
+        masses(i, m);
         const double sum = _mm512_reduce_add_pd(_mm512_add_pd(m[0], m[1]));
         if (sum == 0) continue;
         _mm512_store_pd(mass, m[0]);
         _mm512_store_pd(mass + 8, m[1]);
         if (before + sum <= target) {
-            before += sum;
             for (int c = kLanes - 1; c >= 0; c--)
-                if (mass[c] > 0) { last = i + c; break; }
+                if (mass[c] > 0) { last = {i + c, before + sum - mass[c]}; break; }
+            before += sum;
             continue;
         }
         double upto = before;
         for (int c = 0; c < kLanes; c++) {
             if (mass[c] == 0) continue;
-            last = i + c;
+            last = {i + c, upto};
             if ((upto += mass[c]) > target) return last;
         }
         before += sum;
     }
     return last;
+}
+
+inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
+    const Masses masses(most, inverse);
+    return first_above(n, target, [&](int i, __m512d* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
 }
 
 // Tokens that may be drawn, in vocabulary order.

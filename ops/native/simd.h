@@ -62,6 +62,27 @@ inline __m512 reduce16(const __m512* a) {
     return _mm512_permutexvar_ps(order, z);
 }
 
+// b[j][i] = a[i][j]
+inline void transpose16(const __m512* a, __m512* b) {
+    __m512 u[16], v[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), u[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {  // 128-bit lane j of v[4 * m + c]: column 4 * j + c of rows 4 * m …
+        const int m = i / 2 * 4, h = i % 2;
+        const __m512d lo = _mm512_castps_pd(u[m + h]), hi = _mm512_castps_pd(u[m + h + 2]);
+        v[m + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
+        v[m + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88), q = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0x88);
+        const __m512 r = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD), s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
+        b[c] = _mm512_shuffle_f32x4(p, q, 0x88), b[c + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
+        b[c + 4] = _mm512_shuffle_f32x4(r, s, 0x88), b[c + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
+    }
+}
+
 // e^x for x <= 88: 2^(x·log2 e), a degree-6 polynomial on [-0.5, 0.5], relative error below 2e-7.
 inline __m512 exp16(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // this order lets NaN through
@@ -77,6 +98,29 @@ inline __m512 exp16(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
     return _mm512_scalef_ps(p, n);
+}
+
+constexpr double kLog2e = 1.4426950408889634;
+constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabilities are added
+
+// 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
+// x is at most 1/32 and takes few terms.
+inline __m512d exp2_8(__m512d x) {
+    alignas(64) static constexpr double sixteenths[16] = {
+        1.0, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
+        1.189207115002721, 1.241857812073484, 1.2968395546510096, 1.3542555469368927,
+        1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
+        1.681792830507429, 1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
+    const __mmask8 some = _mm512_cmp_pd_mask(x, _mm512_set1_pd(kNoMass * kLog2e), _CMP_GE_OQ);
+    const __m512d round = _mm512_set1_pd(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
+    const __m512d sum = _mm512_add_pd(x, round), n = _mm512_sub_pd(sum, round), r = _mm512_sub_pd(x, n);
+    const __m512d whole = _mm512_permutex2var_pd(_mm512_load_pd(sixteenths), _mm512_castpd_si512(sum), _mm512_load_pd(sixteenths + 8));
+    constexpr double ln2 = 0.69314718055994530942, ln4 = ln2 * ln2, ln8 = ln4 * ln2;
+    static constexpr double factors[] = {ln8 * ln8 / 720, ln8 * ln4 / 120, ln8 * ln2 / 24, ln8 / 6, ln4 / 2, ln2};
+    __m512d p = _mm512_set1_pd(ln8 * ln8 * ln2 / 5040);
+#pragma GCC unroll 6
+    for (double factor : factors) p = _mm512_fmadd_pd(p, r, _mm512_set1_pd(factor));
+    return _mm512_maskz_scalef_pd(some, _mm512_fmadd_pd(_mm512_mul_pd(p, r), whole, whole), n);
 }
 
 // Elements of the reduction dimension that one multiply-accumulate takes: a bf16 pair, or one float32.

@@ -47,10 +47,11 @@ def promise(kept: bool, text: str) -> None:
 
 @dataclass
 class Fate:
-    """How the next read of a directory goes: seconds until each layer, then what becomes of it."""
+    """How the next read of a directory goes: seconds for all of it, and what becomes of it."""
 
     seconds: float
     outcome: str  # good, fails, short, stuck
+    hangs_at: int = 0  # layer, if it is stuck
 
 
 class Disk:
@@ -83,7 +84,7 @@ class Disk:
         if path in self.broken:
             fate.outcome = "fails"
         elif self._rng.random() < self.trouble:
-            fate.outcome = self._rng.choice(["fails", "short", "stuck"])
+            fate.outcome, fate.hangs_at = self._rng.choice(["fails", "short", "stuck"]), self._rng.randrange(4)
         hangs = fate.outcome == "stuck" or fate.seconds / self.layers[content] > self._patience
         self.has_hung |= hangs
         if hangs or fate.outcome != "good":
@@ -117,7 +118,7 @@ class CheckedAdapters:
         fate = disk.fate(path, content)
         for layer in range(layout.num_layers):
             self._reads.pause(fate.seconds / layout.num_layers)
-            if fate.outcome == "stuck" and layer == layout.num_layers - 1:
+            if fate.outcome == "stuck" and layer == fate.hangs_at % layout.num_layers:
                 self._reads.pause(float("inf"))
             if fate.outcome in ("fails", "short") and layer == layout.num_layers // 2:
                 kind = OSError(5, "Input/output error") if fate.outcome == "fails" else AdapterFormatError("cut short")
@@ -234,7 +235,7 @@ class CheckedExecutor:
         """Nothing is held."""
 
     def _check(self, plan: StepPlan) -> None:
-        rows, block = plan.rows, self.config.block_tokens
+        rows, block, pool = plan.rows, self.config.block_tokens, self.pool
         promise(0 < len(rows) <= self.config.max_num_seqs, "rows beyond max_num_seqs")
         promise(plan.num_tokens <= self.config.max_num_batched_tokens, "tokens beyond the step's budget")
         promise(len({row.request_id for row in rows}) == len(rows), "a request has two rows")
@@ -242,16 +243,20 @@ class CheckedExecutor:
         promise(most is None or plan.num_adapters <= most, "too many adapters in a step")
         owner: dict[int, str] = {PagePool.DUMMY: "padding"}
         for adapter in plan.adapters:
-            promise(adapter.references > 0 and len(adapter.pages) == adapter.num_pages, f"{adapter} is not resident")
+            if not adapter.references or len(adapter.pages) != adapter.num_pages:
+                raise Violation(f"{adapter} is not resident")
             for page in adapter.pages:
-                promise(self.pool.kind(page) is PageKind.ADAPTER, f"{adapter} is on a page of another kind")
-                promise(owner.setdefault(page, adapter.name) == adapter.name, "two owners of an adapter page")
+                if pool.kind(page) is not PageKind.ADAPTER or owner.setdefault(page, adapter.name) != adapter.name:
+                    raise Violation(f"page {page} of {adapter} is of another kind, or another's")
         for row in rows:
             promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
+            first = row.start // block  # whose page is written
             for index, page in enumerate(row.pages):
-                promise(self.pool.kind(page) is PageKind.KV and page not in owner, f"page {page} is another's")
-                if index >= row.start // block:
-                    promise(self.pool.references(page) == 1, f"{row.request_id} writes a shared page")
+                if page in owner or pool.kind(page) is not PageKind.KV:
+                    raise Violation(f"page {page} of {row.request_id} is of another kind, or another's")
+                if index >= first:
+                    if pool.references(page) != 1:
+                        raise Violation(f"{row.request_id} writes a shared page")
                     owner[page] = row.request_id
 
     def _run(self, plan: StepPlan) -> StepResult:
@@ -261,7 +266,8 @@ class CheckedExecutor:
             if row.request_id in self.raises_for:
                 raise RuntimeError(f"a fault of {row.request_id}")
             content = BASE_CONTENT if row.slot == BASE_SLOT else plan.adapters[row.slot].manifest.mtime_ns
-            promise(content == self.contents[row.request_id], f"{row.request_id} runs with another adapter's content")
+            if content != self.contents[row.request_id]:
+                raise Violation(f"{row.request_id} runs with another adapter's content")
             places = [(row.pages[at // self.config.block_tokens], at % self.config.block_tokens)
                       for at in range(row.kv_len)]  # fmt: skip
             if row.slot in late:
@@ -272,7 +278,8 @@ class CheckedExecutor:
             want = kv_of(content, row.token_ids[: row.kv_len])
             for position in range(row.start, row.kv_len):
                 self._memory[places[position]] = want[position]
-            promise([self._memory.get(place) for place in places] == want, f"KV of {row.request_id} is not its own")
+            if [self._memory.get(place) for place in places] != want:
+                raise Violation(f"KV of {row.request_id} is not its own")
             self._answer(row, content, result)
         return result
 
@@ -287,7 +294,8 @@ class CheckedExecutor:
                 late.add(slot)
                 continue
             want = [(adapter.manifest.mtime_ns, i, adapter.layout.num_layers) for i in range(adapter.num_pages)]
-            promise([self._memory.get((page, -1)) for page in adapter.pages] == want, f"{adapter} was overwritten")
+            if [self._memory.get((page, -1)) for page in adapter.pages] != want:
+                raise Violation(f"{adapter} was overwritten")
         return late
 
     def _answer(self, row: ScheduledRow, content: int, result: StepResult) -> None:
@@ -301,4 +309,6 @@ class CheckedExecutor:
             result.errors[row.request_id] = "not finite"
             return
         seed = row.seed if row.params.temperature else None
-        result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
+        token = result.tokens[row.request_id] = next_token(content, row.token_ids, seed)
+        if row.params.logprobs is not None:
+            result.logprobs[row.request_id] = TokenLogprobs(token, -1.0)

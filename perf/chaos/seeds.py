@@ -2,8 +2,11 @@
 
 The real engine, scheduler, adapter store, page pool and prefix cache run in virtual time over an executor that checks
 every step, with reads that are slow, fail, end early or never end, and with aborts, reloads in place, pins, preemption,
-faults and tiny memory, under options drawn from all there are. After every step the books must add up, and every answer
-must be the one that the request gets alone. Prints each failing seed with its cause; the same seed gives the same life.
+moves of requests, faults and tiny memory, under options drawn from all there are. After every step the books must add
+up, every answer must be the one that the request gets alone, told in as many pieces as it may, and nothing may come
+from the cache of another tenant. Prints each failing seed with its cause; the same seed gives the same life.
+
+    python -m chorus.perf.chaos.seeds --first 250000 --seeds 750000 --jobs 1 --log seeds.log
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...core.config import EngineConfig
@@ -30,15 +32,15 @@ from ...core.sampling_params import InvalidRequest, SamplingParams
 from ...core.types import FinishReason, RequestOutput
 from ...memory.adapter import Adapter, Tier
 from ...memory.adapter_error import AdapterFormatError
+from .asked import Asked
 from .checked_executor import (
     BASE_CONTENT,
-    EOS,
     MAX_MODEL_LEN,
     VOCAB,
     CheckedAdapters,
     CheckedExecutor,
     Disk,
-    next_token,
+    Violation,
     promise,
 )
 from .virtual_reads import VirtualReads, World
@@ -46,37 +48,9 @@ from .virtual_reads import VirtualReads, World
 NAMES = ("alto", "bass", "tenor", "soprano")
 PATIENCE = 120.0
 """Virtual seconds within which every request must have ended once nothing new comes."""
-
-
-@dataclass
-class Asked:
-    """A request as it was accepted, and what has come of it."""
-
-    request: Request
-    adapter: Adapter | None
-    content: int
-    prompt: list[int]
-    output: list[int] = field(default_factory=list)
-    reason: FinishReason | None = None
-    error: str | None = None
-    aborted: bool = False
-    was_here: bool = False  # its adapter's bytes were in memory at some time while it held them
-
-    @property
-    def ended(self) -> bool:
-        return self.aborted or self.reason is not None
-
-    def alone(self) -> tuple[list[int], FinishReason]:
-        """The answer when nothing else is there."""
-        params, output = self.request.params, []
-        seed = self.request.seed if params.temperature else None
-        while True:
-            token = next_token(self.content, self.prompt + output, seed)
-            output.append(token)
-            if token in params.stop_token_ids or (token in EOS and not params.ignore_eos):
-                return output, FinishReason.STOP
-            if len(output) == params.max_tokens or len(self.prompt) + len(output) == MAX_MODEL_LEN:
-                return output, FinishReason.LENGTH
+LONGEST_NAP = 0.5
+"""Virtual seconds between two steps at most while only reads are waited for and nothing new comes."""
+LOG_EVERY = 1000
 
 
 class Life:
@@ -87,6 +61,8 @@ class Life:
         self.world = World()
         self.reached: Counter[str] = Counter()
         self.asked: dict[str, Asked] = {}
+        self.active: dict[str, Asked] = {}
+        self.num_preemptions = self.num_given_up = 0
         self.current: dict[str, Adapter] = {}
         self.num_directories = 0
         self.prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(3)]
@@ -106,7 +82,7 @@ class Life:
         try:
             actions = (
                 [self._ask] * 6 + [self._step] * 14 + [self._abort, self._load, self._load, self._unload, self._pin,
-                self._unpin, self._wait, self._break, self._fault, self._reclaim, self._preempt]
+                self._unpin, self._wait, self._break, self._fault, self._reclaim, self._preempt, self._move]
             )  # fmt: skip
             for _ in range(self.rng.randint(20, 90)):
                 self.rng.choice(actions)()
@@ -157,47 +133,73 @@ class Life:
             promise(pages >= self.engine._pool.num_usable, "an adapter that fits was refused")
 
     def _ask(self) -> None:
-        """One request, or several that begin alike."""
+        """One request, several that begin alike, or several answers of one prompt."""
         rng = self.rng
         name = rng.choice([None, *self.current, *self.current]) if rng.random() < 0.95 else rng.choice(NAMES)
         shared = rng.choice(self.prompts)
         shared = shared[: rng.choice([0, len(shared) // 2, len(shared)])]
         tenant, salt = rng.choice(["", "", "a", "b"]), rng.choice(["", "", "", "salt"])
+        own, is_one_prompt = [rng.randrange(2, VOCAB)], rng.random() < 0.3
         for _ in range(rng.choice([1, 1, 1, 3, 6])):
-            own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
+            if not is_one_prompt:
+                own = [rng.randrange(2, VOCAB) for _ in range(rng.choice([1, 6]))]
             self._ask_one(name, shared + own, tenant, salt)
 
     def _ask_one(self, name: str | None, prompt: list[int], tenant: str, salt: str) -> None:
         rng = self.rng
         params = SamplingParams(
-            max_tokens=rng.randint(1, 12), temperature=rng.choice([0.0, 1.0]), ignore_eos=rng.random() < 0.5,
-            stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
-            prompt_logprobs=rng.choice([None, None, None, 0]), seed=rng.choice([None, 7]),
+            max_tokens=rng.choice([None, *range(1, 13)]), temperature=rng.choice([0.0, 1.0]),
+            ignore_eos=rng.random() < 0.5, stop_token_ids=tuple(rng.sample(range(VOCAB), rng.randint(0, 2))),
+            prompt_logprobs=rng.choice([None, None, None, 0]), logprobs=rng.choice([None, None, None, 0]),
+            seed=rng.choice([None, 7]),
         )  # fmt: skip
-        request = Request(f"r{len(self.asked)}", prompt, params, name, tenant=tenant, cache_salt=salt)
-        try:
-            self.engine.add_request(request)
-        except Overloaded:
-            self.reached["refused: overloaded"] += 1
-            return
-        except InvalidRequest:
-            self.reached["refused: invalid"] += 1
+        request = Request(
+            f"r{len(self.asked)}", prompt, params, name, streams=rng.random() < 0.7, tenant=tenant, cache_salt=salt
+        )
+        if not self._add(lambda: self.engine.add_request(request)):
             return
         adapter = None if name is None else self.current[name]
         promise(request.adapter is adapter, "a request got another version than the current one")
         content = BASE_CONTENT if adapter is None else adapter.manifest.mtime_ns
         self.executor.contents[request.id] = content
-        self.asked[request.id] = Asked(request, adapter, content, prompt)
+        scope = ("" if self.config.share_prefix_cache else tenant, salt)
+        self.asked[request.id] = self.active[request.id] = Asked(request, adapter, content, prompt, scope)
 
-    def _active(self) -> list[str]:
-        return [id for id, asked in self.asked.items() if not asked.ended]
+    def _add(self, add: Callable[[], object]) -> bool:
+        try:
+            add()
+        except Overloaded:
+            self.reached["refused: overloaded"] += 1
+        except InvalidRequest:
+            self.reached["refused: invalid"] += 1
+        else:
+            return True
+        return False
 
     def _abort(self) -> None:
-        if active := self._active():
-            id = self.rng.choice(active)
-            promise(self.engine.abort(id), "a live request could not be aborted")
-            self.asked[id].aborted = True
+        if self.active:
+            self._drop(self.rng.choice(list(self.active)))
             self.reached["aborted"] += 1
+
+    def _drop(self, id: str) -> None:
+        promise(self.engine.abort(id), "a live request could not be aborted")
+        self.active.pop(id).aborted = True
+        promise(not self.engine.abort(id), "a request was aborted twice")
+
+    def _move(self) -> None:
+        """Take a request out as plain data and let it come back, as if from another engine."""
+        ids = [id for id, asked in self.active.items() if asked.request.state is not RequestState.DONE]
+        asked = self.active[self.rng.choice(ids)] if ids else None
+        if asked is None or (asked.adapter is not None and self.current.get(asked.adapter.name) is not asked.adapter):
+            return
+        record = self.engine.export_request(asked.request.id)
+        self._drop(asked.request.id)
+        moved: list[Request] = []
+        if self._add(lambda: moved.append(self.engine.import_request(record))):
+            (asked.request,) = moved
+            asked.aborted, asked.was_sent_back = False, True
+            self.active[asked.request.id] = asked
+            self.reached["moved"] += 1
 
     def _load(self) -> None:
         """Register a new directory, or overwrite one in place and register it again."""
@@ -240,12 +242,12 @@ class Life:
             self.disk.unlucky.add(self.disk.content[path])
 
     def _fault(self) -> None:
-        active = self._active()
         how = self.rng.choice(["glitch", "raises", "sick"])
         if how == "glitch":
             self.executor.glitches = 1
-        elif active and self.rng.random() < 0.3:
-            (self.executor.raises_for if how == "raises" else self.executor.sick).add(self.rng.choice(active))
+        elif self.active and self.rng.random() < 0.3:
+            guilty = self.executor.raises_for if how == "raises" else self.executor.sick
+            guilty.add(self.rng.choice(list(self.active)))
 
     def _preempt(self) -> None:
         scheduler = self.engine._scheduler
@@ -256,27 +258,34 @@ class Life:
         if self.rng.random() < 0.3:
             self.engine.reclaim_idle()
 
-    def _step(self) -> None:
-        stats = self.engine.stats()
-        preempted, given_up = stats.num_preemptions, stats.num_given_up_reads
-        outputs = self.engine.step()
+    def _step(self) -> bool:
+        """One step of the engine; False if there was nothing to run and nothing to tell."""
+        plan = self.engine.begin_step()
+        outputs = self.engine.end_step(plan)
         if self.executor.violations:
             raise self.executor.violations[0]
         self.executor.glitches = 0
         for output in outputs:
             self._take(output)
-        stats = self.engine.stats()
-        self.reached["preempted"] += stats.num_preemptions > preempted
-        self.reached["reads given up"] += stats.num_given_up_reads > given_up
+        preemptions, given_up = self.engine._scheduler.num_preemptions, self.engine.store.images.counts().num_given_up
+        self.reached["preempted"] += preemptions > self.num_preemptions
+        self.reached["reads given up"] += given_up > self.num_given_up
+        self.num_preemptions, self.num_given_up = preemptions, given_up
         if not outputs:
             self.world.advance(0.0005)
+        return plan is not None or bool(outputs)
 
     def _finish(self) -> None:
         """Nothing new comes: every request ends, and every page and byte comes back."""
-        end = self.world.now + PATIENCE
+        end, nap = self.world.now + PATIENCE, 0.0
         while self.engine.has_work():
-            promise(self.world.now < end, f"requests never end: {self._active()}")
-            self._step()
+            promise(self.world.now < end, f"requests never end: {list(self.active)}")
+            if self._step():
+                nap = 0.0
+                self._check_books()
+            else:  # the next step would do the same, until a read goes on or was waited for long enough
+                nap = min(LONGEST_NAP, 2 * nap + 0.0005)
+                self.world.advance(min(nap, max(0.0, self.world.next_time - self.world.now)))
         for name in list(self.current):
             self.engine.unpin_adapter(name)
             self.engine.store.unregister(name)
@@ -285,6 +294,7 @@ class Life:
         for asked in self.asked.values():
             promise(asked.ended, f"{asked.request.id} was forgotten")
         self.engine.step()
+        self.engine.check_when_idle()
         self.engine.reclaim_idle()
         self.engine.check_integrity()
         stats = self.engine.stats()
@@ -295,36 +305,34 @@ class Life:
     def _check_books(self) -> None:
         self.engine.check_integrity()
         store = self.engine.store
-        adapters = set(self.current.values())
-        running, held = Counter[Adapter](), Counter[Adapter]()
-        for asked in self.asked.values():
-            adapter = asked.adapter
-            if adapter is None or asked.ended:
+        held = {adapter: (pins := int(store.is_pinned(adapter)), pins) for adapter in self.current.values()}
+        for asked in self.active.values():
+            request, adapter = asked.request, asked.adapter
+            if request.state in (RequestState.LATE, RequestState.SWAPPED):
+                asked.was_sent_back = True
+            if adapter is None:
                 continue
-            adapters.add(adapter)
-            held[adapter] += asked.request.state is not RequestState.DONE  # else its error is still to be told
-            running[adapter] += asked.request.is_running
+            references, requests = held.get(adapter, (0, 0))
+            is_here = request.state is not RequestState.DONE  # else its error is still to be told
+            held[adapter] = references + request.is_running, requests + is_here
             if not asked.was_here:
                 asked.was_here = store.tier(adapter) in (Tier.HOST, Tier.DEVICE)
-        for adapter in adapters:
-            pins = int(store.is_pinned(adapter))
-            promise(adapter.references == running[adapter] + pins, f"{adapter} is held by nobody, or by too few")
-            promise(adapter.requests == held[adapter] + pins, f"{adapter} is wanted by nobody, or by too few")
+        for adapter, expected in held.items():
+            if (adapter.references, adapter.requests) != expected:
+                raise Violation(f"{adapter} is held, or wanted, by too many or by too few: {expected}")
 
     def _take(self, output: RequestOutput) -> None:
         asked = self.asked[output.request_id]
         promise(not asked.ended, f"{output.request_id} goes on after its end")
-        asked.output += output.token_ids
+        asked.take(output, self.asked.values())
         if output.finish_reason is None:
             return
-        asked.reason, asked.error = output.finish_reason, output.error
-        tokens, reason = asked.alone()
+        del self.active[output.request_id]
         if asked.reason is not FinishReason.ERROR:
-            promise((asked.output, asked.reason) == (tokens, reason), f"{output.request_id} got a wrong answer")
             self.reached["answered"] += 1
+            self.reached["answered in one piece"] += not asked.request.streams
             self.reached["answered from the prefix cache"] += asked.request.num_cached_tokens > 0
             return
-        promise(asked.output == tokens[: len(asked.output)], f"{output.request_id} got wrong tokens before its error")
         self.reached["ended with an error"] += 1
         id, text = output.request_id, asked.error or ""
         guilty = id in self.executor.raises_for or id in self.executor.sick or "pinned adapters" in text
@@ -358,6 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=10_000, help="how many lives (default: %(default)s)")
     parser.add_argument("--first", type=int, default=0, help="the first seed; with --seeds 1 to see one again")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes")
+    parser.add_argument("--log", type=Path, help="file to which progress is appended, to go on from with --first")
     parser.add_argument("--raise", action="store_true", dest="raises", help="let the first failure raise, to debug it")
     args = parser.parse_args(argv)
     seeds = range(args.first, args.first + args.seeds)
@@ -371,7 +380,11 @@ def main(argv: list[str] | None = None) -> int:
         if cause is not None:
             failed.append(seed)
             if len(failed) <= 20:
-                print(f"seed {seed}: {cause}")
+                print(f"seed {seed}: {cause}", flush=True)
+        if args.log is not None and (cause is not None or (seed + 1) % LOG_EVERY == 0):
+            with args.log.open("a") as log:
+                where = f"{time.strftime('%H:%M:%S')} {args.first} to {seed}: {len(failed)} failed"
+                log.write(f"{where}, {reached['answered']} answers{f', seed {seed}: {cause}' if cause else ''}\n")
     seconds = time.perf_counter() - start
     for name, count in sorted(reached.items()):
         print(f"{name:32} {count:10}")

@@ -59,10 +59,10 @@ class _Worker:
     """A thread that runs a job only while whoever resumes it waits: a coroutine with a stack of its own."""
 
     def __init__(self) -> None:
-        self._go = threading.Semaphore(0)
-        self._back = threading.Semaphore(0)
+        self._go, self._back = threading.Lock(), threading.Lock()  # held, but for the moment in which one lets go
+        self._go.acquire()
+        self._back.acquire()
         self._job: Callable[[], None] | None = None
-        self._stop = False
         threading.Thread(target=self._run, name="virtual-read", daemon=True).start()
 
     def resume(self, job: Callable[[], None] | None = None) -> None:

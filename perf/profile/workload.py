@@ -127,7 +127,7 @@ def _capture_range(device: str) -> Iterator[None]:
         return
     import torch
 
-    from ...core.ranges import span
+    from ...core.nvtx_spans import span
 
     torch.cuda.cudart().cudaProfilerStart()
     with span("workload"):

@@ -26,7 +26,6 @@ from ...core.costs.machine import measure_machine
 from ...core.costs.measure import forget_file
 from ...core.costs.profile import Profile, load_profile
 from ...core.engine import Engine
-from ...core.executors.sim import SimAdapters
 from ...core.request import Request
 from ...core.sampling_params import SamplingParams
 from ...memory.adapter import Tier
@@ -34,6 +33,7 @@ from ...memory.adapter_format import WEIGHTS_FILE
 from .. import random_model
 from ..cpu_workload import Geometry, Workload
 from ..workload.request import TraceRequest
+from .adapters import SimAdapters
 from .cluster import simulate
 from .records import Records, Served
 from .replica import Replica

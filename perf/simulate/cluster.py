@@ -87,7 +87,7 @@ def _take(source: Iterator[TraceRequest], count: int) -> list[TraceRequest]:
 
 
 class _Clients:
-    """What clients send when they have been answered."""
+    """Clients of a closed loop: each sends its next request after an answer."""
 
     def __init__(self, requests: Iterator[TraceRequest], think: float, turns: float, seed: int) -> None:
         self._requests = requests

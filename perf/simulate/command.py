@@ -64,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _took(name: str, wall: float, cpu: float) -> str:
-    """What it took since `wall` and `cpu`, and the most memory that the process has had."""
+    """Return the time since `wall` and `cpu`, and the peak memory of the process, as text."""
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)

@@ -1,4 +1,4 @@
-"""How adapters of different sizes fill a pool of their own: contiguous first fit beside pages."""
+"""Fragmentation of an adapter pool: contiguous first fit compared with pages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the studies tell of a row: names, units, and how values are written."""
+"""Metrics of a study's row: names, units and formats."""
 
 from __future__ import annotations
 

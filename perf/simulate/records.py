@@ -1,4 +1,4 @@
-"""What became of every request, as compact columns."""
+"""Records of all served requests, as compact columns."""
 
 from __future__ import annotations
 

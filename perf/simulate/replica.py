@@ -8,15 +8,16 @@ from functools import lru_cache
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
-from ...core.executors.sim import MODEL, SimAdapters, simulated_engine
-from ...core.executors.sim_adapters import VirtualClock
-from ...core.request import Request
 from ...core.sampling_params import InvalidRequest, SamplingParams
 from ...core.types import RequestOutput, StepPlan
 from ...memory.adapter_store import AdapterStore
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
+from .adapters import SimAdapters, VirtualClock
+from .engine import MODEL, simulated_engine
 from .records import Served
+from .repeats import RepeatedPlan
+from .scheduler import SimRequest
 
 DEFAULT_BLOCK_TOKENS = 16
 
@@ -37,7 +38,6 @@ class Replica:
         index: int = 0,
         stream: bool = True,
         mix: bool = True,
-        max_repeat: int = 1 << 20,
         read_threads: int = 2,
         keep_idle: bool = True,
     ) -> None:
@@ -50,7 +50,7 @@ class Replica:
         self.clock = VirtualClock()
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, max_repeat=max_repeat, read_threads=read_threads,
+            stream=stream, mix=mix, read_threads=read_threads,
         )  # fmt: skip
         self.wake = math.inf
         self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))
@@ -59,7 +59,7 @@ class Replica:
         self._adapters = adapters
         self._keep_idle = keep_idle
         self._block_tokens = self.executor.layout.block_tokens
-        self._inbox: list[Request] = []
+        self._inbox: list[SimRequest] = []
         self._open: dict[str, _Open] = {}
         self._queue: dict[str, _Open] = {}  # those that have not begun
         self._plan: StepPlan | None = None
@@ -74,7 +74,7 @@ class Replica:
             self.engine.store.register(item.adapter, self._adapters.path(item.adapter))
         params = _params(item.output_tokens)
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
-        request = Request(str(item.id), tokens, params, item.adapter, item.arrival, streams=False)
+        request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
         rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
         self._open[request.id] = self._queue[request.id] = _Open(request, rank, self.executor.stalled_seconds)
         self.state.add(rank)
@@ -82,7 +82,7 @@ class Replica:
         self._inbox.append(request)
         if self._plan is None:
             self.wake = min(self.wake, max(now, self.clock.now))
-        elif len(self._inbox) == 1 and self._plan.repeat > 1:
+        elif len(self._inbox) == 1 and isinstance(self._plan, RepeatedPlan):
             self.executor.horizon = now
             self.wake = self.executor.end(self._plan)
 
@@ -115,7 +115,7 @@ class Replica:
         """Bring `state` up to date. A plan that may be repeated began nothing."""
         state = self.state
         state.free_tokens = self.engine.num_available_pages * self._block_tokens
-        if self._queue and (plan is None or plan.repeat == 1):
+        if self._queue and not isinstance(plan, RepeatedPlan):
             self._queue = {key: each for key, each in self._queue.items() if each.request.start_time is None}
             state.set_waiting([(each.request.num_prompt_tokens, each.rank) for each in self._queue.values()])
 
@@ -151,7 +151,7 @@ class _Open:
 
     __slots__ = ("first_token", "rank", "request", "stalled")
 
-    def __init__(self, request: Request, rank: int, stalled: float) -> None:
+    def __init__(self, request: SimRequest, rank: int, stalled: float) -> None:
         self.request = request
         self.rank = rank
         self.stalled = stalled

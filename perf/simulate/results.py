@@ -38,7 +38,7 @@ class Order:
 
 @dataclass(frozen=True)
 class Results:
-    """How the study was run, and what came out: medians over the study's seeds."""
+    """A study's options and results: medians over its seeds."""
 
     study: Study
     quick: bool

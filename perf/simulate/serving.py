@@ -11,11 +11,12 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
-from ...core.executors.sim import MODEL, SimAdapters
 from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.request import TraceRequest
+from .adapters import SimAdapters
 from .cluster import first, simulate, simulate_clients
+from .engine import MODEL
 from .records import Records
 from .replica import Replica
 from .study import Router, Setup, StudyError

@@ -1,4 +1,4 @@
-"""How fast the simulator is: engine steps per second of processor time, and a cluster's time and memory.
+"""Speed of the simulator: engine steps per second of processor time, and a cluster's time and memory.
 
     python -m chorus.perf.simulate.speed [--seconds N] [--json]
 
@@ -19,9 +19,10 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import load_profile
-from ...core.executors.sim import MODEL, SimAdapters
 from ..workload.request import TraceRequest
+from .adapters import SimAdapters
 from .cluster import least_loaded, simulate
+from .engine import MODEL
 from .replica import Replica
 
 ROOMY, TIGHT = "a100-llama2-7b", "a10-llama2-7b-bgmv"  # 63 GB and 8 GB of arena

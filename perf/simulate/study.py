@@ -62,7 +62,7 @@ class Router(_Strict):
 
 
 class Setup(_Strict):
-    """What one row simulates.
+    """Setup of one row's simulation.
 
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
@@ -163,7 +163,7 @@ class Study(_Strict):
         return self
 
     def setup_of(self, row: Row, *, quick: bool = False, scale: float = 1.0, seed: int | None = None) -> Setup | Pool:
-        """What the row simulates. scale: multiplies its duration. Raises StudyError."""
+        """Return the row's setup. scale: multiplies its duration. Raises StudyError."""
         fields = copy.deepcopy(self.setup)
         for name, value in [*(self.quick.items() if quick else ()), *row.set.items()]:
             _put(fields, name, value, f"{self.name}: row {row.name!r}")

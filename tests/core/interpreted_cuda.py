@@ -29,6 +29,7 @@ from chorus.memory.host_images import InlineReads, ThreadReads
 from chorus.ops import attention_flashinfer, schedule_table, sgmv_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.sgmv_schedule import decode, prefill
+from chorus.perf.profile.entered import entered
 
 from ..conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ..graphs.late_device import LateDevice
@@ -353,3 +354,14 @@ def test_a_closed_executor_frees_its_arena_at_once(tiny):
         assert arena() is None
     finally:
         gc.enable()
+
+
+def test_a_decode_step_enters_few_files(drive, tiny):
+    """A replay here calls what was captured, so that the kernels' launches are counted too."""
+    driver = drive(adapters=["r1-qv"], max_num_seqs=2)
+    ask(driver, tiny, ("r1-qv", 2, 8), (None, 2, 8))
+    for _ in range(4):
+        driver.step()
+    counts = entered(driver.engine.step)
+    assert "ops/sgmv_triton.py" in counts
+    assert len(counts) <= 37

@@ -122,15 +122,6 @@ def test_prefill_has_a_floor_and_a_quadratic_term():
     assert costs.migrate_seconds(100, 8) == costs.prefill_seconds(100, 8)
 
 
-@given(prefill=st.floats(0.001, 1.0), load=st.floats(0.0, 1.0), layers=st.integers(1, 80))
-def test_streamed_load_costs_a_layer_not_all(prefill, load, layers):
-    costs = CostModel(Kernel.SGMV, layers, PrefillCost(), DecodeCost(), DiskCost(), TransferCost())
-    streamed = costs.streamed_seconds(prefill, load)
-    assert max(prefill, load) <= streamed <= (prefill + load) * (1 + 1e-12)
-    if load <= prefill:
-        assert streamed <= prefill + load / layers + 1e-12
-
-
 def test_work_of_a_plan():
     adapters = [adapter("a", 8), adapter("b", 64)]
     decode = StepPlan(1, [row("x", -1, 9, 1), row("y", 0, 4, 1), row("z", 1, 6, 1), row("w", 1, 2, 1)], adapters, 8)

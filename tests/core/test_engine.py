@@ -100,30 +100,6 @@ def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone):
     assert restarted, "no request was preempted after it had given tokens"
 
 
-def test_a_request_that_does_not_stream_tells_the_same_in_two_outputs(gqa, drive):
-    """The last token tells all after the first, with their log-probabilities, whatever ends the request."""
-    driver = drive(gqa, max_num_batched_tokens=8, max_num_seqs=8)
-    params = {"max_tokens": 12, "logprobs": 2, "prompt_logprobs": 1}
-    expected = driver.run("streams", None, list(range(5, 25)), **params)
-    stop = expected.tokens[7]
-    for name, changes in (
-        ("length", {}),
-        ("stop", {"stop_token_ids": (stop,)}),
-        ("one", {"max_tokens": 1}),
-    ):
-        driver.add(name, None, list(range(5, 25)), streams=False, **{**params, **changes})
-        outputs = []
-        while driver.engine.has_work():
-            outputs += driver.step()
-        answer = driver.answers[name]
-        count = {"length": 12, "stop": expected.tokens.index(stop) + 1, "one": 1}[name]
-        assert answer.tokens == expected.tokens[:count]
-        assert answer.logprobs == expected.logprobs[:count]
-        assert answer.prompt_logprobs == expected.prompt_logprobs
-        assert answer.finish_reason is (FinishReason.STOP if name == "stop" else FinishReason.LENGTH)
-        assert [len(output.token_ids) for output in outputs] == [1, count - 1][: min(2, count)]
-
-
 def test_requests_without_a_seed_draw_from_the_engines(gqa, drive):
     def tokens(seed):
         driver = drive(gqa, seed=seed)
@@ -458,7 +434,7 @@ def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, dr
     answers = driver.drain()
     for name in "xy":
         assert answers[name].finish_reason is FinishReason.ERROR
-        assert str(path) in answers[name].error
+        assert str(path) in answers[name].error and answers[name].failure in ("adapter_changed", "adapter_invalid")
         assert answers[name].tokens == []
     for name in ("before", "after"):
         assert answers[name].tokens == gqa.greedy("r1-all", prompt, 8)
@@ -480,7 +456,7 @@ def test_failing_load_that_is_no_format_error_fails_its_request_alone(gqa, drive
     driver.add("x", "r1-all", [5] * 9, max_tokens=6)
     driver.step()
     assert driver.answers["x"].finish_reason is FinishReason.ERROR
-    assert "the copy failed" in driver.answers["x"].error
+    assert "the copy failed" in driver.answers["x"].error and driver.answers["x"].failure is None
     monkeypatch.setattr(driver.executor.adapters, "place", place)
     assert driver.run("y", "r1-all", [5] * 9, max_tokens=6).tokens == gqa.greedy("r1-all", [5] * 9, 6)
     assert driver.answers["stays"].tokens == gqa.greedy(None, [5] * 9, 6)

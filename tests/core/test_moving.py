@@ -10,6 +10,7 @@ import pytest
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.types import StepPlan
 from chorus.graphs.runner import StepMode
+from chorus.memory.adapter_identity import with_content
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 
@@ -53,6 +54,23 @@ def test_a_plan_that_went_over_the_wire_gives_the_same_tokens(gqa, drive):
     assert StepMode.LORA in modes
 
 
+def test_adapters_of_a_plan_are_told_by_what_they_hold_once_that_is_known(gqa, drive):
+    """Another replica may have given them other versions and pages, or another name."""
+    driver = drive(gqa)
+    driver.add("one", "r1-all", PROMPT, max_tokens=2)
+    driver.add("other", "r2-qv", PROMPT, max_tokens=2)
+    adapters = [driver.engine.store.get(name) for name in ("r1-all", "r2-qv")]
+    adapters[0].manifest = with_content(adapters[0].manifest)
+    driver.drain()
+    sent = json.loads(json.dumps(driver.plans[0].to_wire()))
+    hashes = {entry["name"]: entry["content_hash"] for entry in sent["adapters"]}
+    assert len(hashes["r1-all"]) == 64
+    assert hashes["r2-qv"] is None
+    known = {adapter.manifest.content_hash: adapter for adapter in adapters}
+    received = StepPlan.from_wire(sent, lambda entry: known[entry["content_hash"]])
+    assert received.adapters == driver.plans[0].adapters
+
+
 def test_a_plan_of_another_wire_version_is_refused(gqa, drive):
     driver = drive(gqa)
     driver.run("a", None, [5], max_tokens=1)
@@ -73,7 +91,7 @@ CASES = list(
             {"temperature": 0.0, "min_tokens": 9, "ignore_eos": False, "stop_token_ids": tuple(range(40, 160))},
             {"temperature": 1.0, "seed": 8, "logit_bias": {5: 4.0, 6: -50.0}, "bad_words": ((5, 5), (7,))},
         ],
-        [(1, True), (5, False)],
+        [1, 5],
     )
 )
 
@@ -83,19 +101,18 @@ def test_there_are_24_cases():
 
 
 @pytest.mark.parametrize("kernels", ["torch"])
-@pytest.mark.parametrize(("adapter", "params", "how"), CASES)
-def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params, how):
+@pytest.mark.parametrize(("adapter", "params", "steps"), CASES)
+def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params, steps):
     """In another engine, beside others, with another block size; its client gets each token once."""
-    steps, streams = how
     here, there = (drive(gqa, seed=1), drive(gqa, seed=2, block_tokens=32))
-    request = here.add("moved", adapter, PROMPT, streams=streams, max_tokens=14, **params)
+    request = here.add("moved", adapter, PROMPT, max_tokens=14, **params)
     for _ in range(steps):
         here.step()
     if here.answers["moved"].finish_reason is not None:
         pytest.fail("it had ended before it was moved")
     told = list(here.answers["moved"].tokens)
     record = json.loads(json.dumps(here.engine.export_request("moved")))
-    assert (record["num_told"], record["num_prompt_tokens"]) == (len(told), len(PROMPT))
+    assert (record["tokens"], record["num_prompt_tokens"]) == (PROMPT + told, len(PROMPT))
     want = here.drain()["moved"]
 
     there.add("neighbour", "r2-qv", PROMPT[:7], max_tokens=20)

@@ -41,7 +41,7 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 
 def draw(rows, logits):
     """What an executor without a native decoder does with a row of logits for each row."""
-    asking = [index for index, it in enumerate(rows) if needs_logits(it)]
+    asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
     return sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
 
 
@@ -159,7 +159,7 @@ def test_only_rows_whose_logits_are_as_the_model_gave_them_are_told_their_likeli
     best = greedy(logits)
     rows = [row(name, [2, 3], temperature=1.0) for name in "abc"]
     rows[1] = row("b", [2, 3], temperature=1.0, bad_words=((best[1],),))
-    sampler.draw(rows, best, logits, range(3), Watched(), EOS)
+    sampler.draw(rows, best, logits, {0: 0, 1: 1, 2: 2}, Watched(), EOS)
     assert told == [best[0], -1, best[2]]
 
 

@@ -10,10 +10,9 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.overload import Overloaded
-from chorus.core.queue_policy import EvenShares
+from chorus.core.policies import EvenShares, Policies
 from chorus.core.request import Request, RequestState
 from chorus.core.sampling_params import SamplingParams
-from chorus.core.scheduler import Policies
 from chorus.memory.host_images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.load_policy import LoadPolicy
+from chorus.core.load_ahead import LoadPolicy
 from chorus.core.lora_state import LoraState
 from chorus.core.model_config import ModelConfig
 from chorus.core.types import FinishReason

@@ -48,19 +48,6 @@ def test_large_arena_has_the_same_shape_and_is_zero():
     assert arena.pages.sum() == arena.pages[-1].sum() == 4 * 2 * 8
 
 
-def test_images_are_written_page_by_page(arena):
-    image = torch.arange(2.0 * LAYOUT.page_elems).view(2, -1)
-    arena.write_pages([4, 1], image)
-    assert torch.equal(arena.pages[4], image[0])
-    assert torch.equal(arena.pages[1], image[1])
-    assert not arena.pages[[0, 2, 3]].any()
-
-
-def test_image_must_have_as_many_pages_as_it_is_given(arena):
-    with pytest.raises(ValueError, match="zip"):
-        arena.write_pages([1, 2, 3], torch.zeros(2, LAYOUT.page_elems))
-
-
 def test_dtype_must_be_the_layouts():
     with pytest.raises(ValueError, match="layout counts 4 bytes per element"):
         Arena(LAYOUT, 5, torch.bfloat16, "cpu")

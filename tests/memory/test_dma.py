@@ -1,8 +1,7 @@
-"""Copies and transfers: on the CPU, in the model, and on a device that a test drives."""
+"""Copies and transfers: on the CPU, and on a device that a test drives."""
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import threading
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from chorus.memory.dma import open_dma
 from chorus.memory.host_buffers import HostBuffers
 from chorus.memory.host_image import HostImage
 from chorus.memory.inline_copies import InlineCopies
-from chorus.memory.modelled_copies import ModelledCopies
 
 from .adapter_layouts import NUM_LAYERS, adapter_layouts
 from .fake_cuda import FakeDriver
@@ -328,80 +326,6 @@ def test_closing_cancels_and_waits():
     assert (copies.num_live, driver.num_copies) == (0, 1)
 
 
-# -- in the model
-
-
-class VirtualTime:
-    def __init__(self) -> None:
-        self.now = 10.0
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def modelled(self, **options) -> ModelledCopies:
-        """100 elements of 4 bytes take a second."""
-        return ModelledCopies(
-            100, PAGE_ELEMS, 4, bandwidth=400, latency=0.5, clock=lambda: self.now, sleep=self.sleep, **options
-        )
-
-
-def test_modelled_layers_land_one_after_another():
-    time = VirtualTime()
-    copies = time.modelled(group_bytes=0)
-    transfer = copies.start(whole("image"), plain_layout(), PAGES)
-    assert transfer.wait_layer(3)
-    # 20 elements a layer; layer 1 lies on pages that part, and so does layer 3 on pages that are neighbours
-    times = [copies.landing_time(transfer, layer) for layer in range(4)]
-    assert times == pytest.approx([10.7, 10.7 + 1.2, 11.9 + 0.7, 12.6 + 0.7])
-    assert not transfer.is_done()
-    time.now = 13.31
-    assert transfer.is_done()
-
-
-def test_a_modelled_link_is_shared_in_each_direction():
-    time = VirtualTime()
-    copies = time.modelled()
-    one = copies.copy_pages(None, [1, 2], to_device=True)
-    two = copies.copy_pages(None, [5], to_device=True)
-    out = copies.copy_pages(None, [9], to_device=False)
-    ends = [copies.landing_time(transfer, 0) for transfer in (one, two, out)]
-    assert ends == pytest.approx([10.82, 10.82 + 0.82 + 0.82, 10.82])
-    two.synchronize()
-    assert time.now == pytest.approx(12.46)
-    assert one.is_done()
-    assert two.is_done()
-
-
-def test_a_modelled_transfer_is_quiet_when_what_was_issued_has_landed():
-    time = VirtualTime()
-    copies = time.modelled(group_bytes=0)
-    transfer = copies.start(whole(None), plain_layout(), PAGES)
-    transfer.cancel()
-    assert not transfer.is_quiet()
-    time.sleep(0.71)
-    assert transfer.is_quiet()
-    copies.advance()
-    assert copies.num_live == 0
-
-
-def test_a_modelled_transfer_follows_its_stream():
-    time, image = VirtualTime(), unread()
-    copies = time.modelled(group_bytes=0)
-    transfer = copies.start(image, plain_layout(), PAGES)
-    assert not transfer.wait_layer(0)
-    assert copies.landing_time(transfer, 0) is None
-    time.sleep(5)
-    image.publish(1)
-    assert copies.landing_time(transfer, 0) == pytest.approx(15.7)
-    assert copies.landing_time(transfer, 1) is None
-
-
-@pytest.mark.parametrize("wrong", [{"bandwidth": 0, "latency": 0}, {"bandwidth": 1, "latency": -1}])
-def test_a_link_needs_a_bandwidth(wrong):
-    with pytest.raises(ValueError, match="bandwidth must be positive"):
-        ModelledCopies(1, 1, 1, clock=lambda: 0.0, sleep=lambda seconds: None, **wrong)
-
-
 # -- which copies a machine gets
 
 
@@ -436,12 +360,6 @@ def test_an_error_of_the_device_is_not_taken_for_a_copy_under_way():
     status = 700  # cudaErrorIllegalAddress
     with pytest.raises(CUDARuntimeError):
         driver.query(event)
-
-
-@pytest.mark.parametrize("module", ["torch", "cupy"])
-def test_the_simulator_needs_no_torch(module):
-    code = f"import sys; sys.modules[{module!r}] = None; import chorus.memory.modelled_copies"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_layers_beyond_the_model_are_an_error():

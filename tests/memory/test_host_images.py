@@ -130,6 +130,16 @@ def test_reads_under_way_are_never_dropped_for_others(images, reads):
     assert held(images) == ["e"]
 
 
+def test_what_has_been_read_stays_whole_for_whoever_copies_it(images, reads):
+    """Its room goes to another before anybody took note that its read has ended."""
+    images.request("a", 60, brings("A"))
+    image = images.peek("a")
+    reads.finish()
+    images.request("b", 60, brings("B"))
+    assert held(images) == ["b"]
+    assert (image.error, image.data, image.stream.num_ready) == (None, "A", 1)
+
+
 def test_image_larger_than_all_room_is_held_until_another_comes(reads):
     images = HostImages(0, reads)
     images.request("a", 10, brings("A"))

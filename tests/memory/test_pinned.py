@@ -185,25 +185,6 @@ def test_other_errors_of_cupy_are_not_hidden():
         CupyPinnedMemory(None, refuse).allocate(1024)
 
 
-def test_reserve_pins_up_to_the_limit():
-    blocks = Blocks()
-    buffers = cupy_buffers(blocks, limit_pages=30)
-    buffers.reserve()
-    assert buffers.num_bytes_held == blocks.num_bytes == 24 * PAGE_BYTES
-    images = [take(buffers, 4) for _ in range(6)]
-    assert len({image.data_ptr() for image in images}) == 6
-    assert blocks.num_bytes == 24 * PAGE_BYTES
-    buffers.reserve()
-    assert blocks.num_bytes == 24 * PAGE_BYTES
-
-
-def test_reserve_stops_when_the_system_grants_no_more():
-    blocks = Blocks(capacity=9 * PAGE_BYTES)
-    buffers = cupy_buffers(blocks, limit_pages=64)
-    buffers.reserve()
-    assert buffers.num_bytes_held == 8 * PAGE_BYTES
-
-
 @given(st.lists(st.one_of(st.integers(1, 20), st.tuples(st.just("drop"), st.integers(0, 99))), max_size=60))
 def test_live_buffers_never_share_a_byte(steps):
     memory = PlainMemory()

@@ -1,4 +1,4 @@
-"""The native decoder's likeliest tokens are those of its logits, whichever thread saw them."""
+"""The native decoder's likeliest and drawn tokens are those of its logits, whichever thread saw them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from chorus.ops import native
+from chorus.ops.sampling import Chances, TorchSampling
 from chorus.ops.sgmv import Segments
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
@@ -137,3 +138,41 @@ def test_room_for_logits_is_that_of_the_rows_that_are_kept():
     for begin in range(0, 49, 7):
         model.decoder.score_logits(begin, begin + 7)
     assert model.decoder._scores.untyped_storage().nbytes() == 7 * 100 * 4
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (31, 3), (33, 8), (1000, 13), (257, 50), (4097, 300)])
+def test_drawn_tokens_are_those_drawn_from_the_logits(dtype, threads, vocab, rows):
+    """What torch draws from them, whatever the temperature and whoever else draws; nothing is kept for it."""
+    generator = torch.Generator().manual_seed(vocab)
+    head = torch.randn(vocab, HIDDEN, generator=generator)
+    model = Head(head, torch.randn(rows, HIDDEN, generator=generator), dtype, threads)
+    logits = model.forward(keep=True).clone()
+    best = model.decoder.best
+    u = [0.0, 1 - 2**-53, *torch.rand(rows, generator=generator, dtype=torch.float64).tolist()]
+    for temperature in (1.0, 0.01, 1e-300, 100.0, 0.7):
+        u = u[1:] + u[:1]
+        drawn = {row: Chances(temperature, u[row]) for row in range(0, rows, 1 + (temperature == 0.7))}
+        want = list(best)
+        for row, token in zip(drawn, TorchSampling().sample(logits, list(drawn), list(drawn.values())), strict=True):
+            want[row] = token
+        model.decoder.chances = drawn
+        assert model.forward(keep=False).shape == (0, vocab)
+        assert model.decoder.best == want
+        kept = list(range(0, rows, 3))
+        assert torch.equal(model.forward(kept), logits[kept])
+        assert model.decoder.best == want
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_row_that_is_not_finite_draws_nothing_and_spoils_no_other(bad):
+    head = torch.rand(100, HIDDEN)
+    head[:90] = -INF  # whole panels without any chance
+    embed = torch.ones(4, HIDDEN)
+    embed[2, 3] = bad
+    model = Head(head, embed, torch.float32, 2)
+    model.decoder.chances = {row: Chances(1.0, 0.25 * row) for row in range(4)}
+    model.forward(keep=False)
+    assert [token >= 90 for token in model.decoder.best] == [True, True, False, True]
+    assert model.decoder.best[2] == -1

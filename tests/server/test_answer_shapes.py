@@ -31,6 +31,16 @@ def test_chat(shared, read_events):
         assert chunk["choices"][0].keys() >= {"delta", "finish_reason", "index", "logprobs", "stop_reason"}
 
 
+def test_what_was_not_asked_for_is_null(shared):
+    """vLLM's clients read these without asking whether they are there."""
+    choice = shared.post(prompt="ab").json()["choices"][0]
+    assert [choice[name] for name in ("token_ids", "prompt_token_ids", "prompt_logprobs")] == [None] * 3
+    body = shared.post(CHAT, messages=USER).json()
+    assert body["choices"][0]["token_ids"] is body["prompt_token_ids"] is body["prompt_logprobs"] is None
+    body = shared.post(CHAT, messages=USER, return_token_ids=True, prompt_logprobs=0).json()
+    assert body["choices"][0]["token_ids"] and body["prompt_token_ids"] and body["prompt_logprobs"]
+
+
 @pytest.mark.parametrize(
     ("body", "finish", "reason"),
     [

@@ -126,7 +126,9 @@ def test_the_number_of_series_has_a_limit(start, fake_engine, monkeypatch):
     assert 'chorus_requests_total{finish_reason="stop",model="base"} 1.0' in text and 'model="bob"' not in text
 
 
-def test_what_gateways_made_for_vllm_read(start, fake_engine):
+def test_what_gateways_made_for_vllm_read(start, fake_engine, monkeypatch):
+    told, counts = fake_engine.stats, {"num_prefix_query_tokens": 7, "num_prefix_hit_tokens": 5, "num_preemptions": 3}
+    monkeypatch.setattr(fake_engine, "stats", lambda: replace(told(), **counts))
     live = start(fake_engine)
     live.post(model="alice", prompt="abc")
     lines = live.client.get("/metrics").text.splitlines()
@@ -140,6 +142,9 @@ def test_what_gateways_made_for_vllm_read(start, fake_engine):
         f"vllm:inter_token_latency_seconds_count{labels} 3.0",
         f"vllm:prompt_tokens_total{labels} 4.0",
         f"vllm:generation_tokens_total{labels} 4.0",
+        f"vllm:prefix_cache_queries_total{labels} 7.0",
+        f"vllm:prefix_cache_hits_total{labels} 5.0",
+        f"vllm:num_preemptions_total{labels} 3.0",
         'vllm:request_success_total{engine="0",finished_reason="stop",model_name="base"} 1.0',
         'vllm:cache_config_info{block_size="16",cache_dtype="auto",engine="0",num_gpu_blocks="100"} 1.0',
     ):

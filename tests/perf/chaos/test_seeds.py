@@ -2,6 +2,10 @@
 
 import pytest
 
+from chorus.core import engine
+from chorus.core.request import Request
+from chorus.core.request_memory import RequestMemory, _version
+from chorus.core.request_record import from_record
 from chorus.memory.adapter_store import AdapterStore
 from chorus.memory.loads_in_flight import LoadsInFlight
 from chorus.memory.prefix import PrefixCache
@@ -45,7 +49,42 @@ def stale_versions(monkeypatch):
     monkeypatch.setattr(PrefixCache, "_forget", lambda self, block: None)
 
 
-@pytest.mark.parametrize("plant", [blind_prefixes, hasty_release, lasting_pins, stale_versions])
+def shared_cache(monkeypatch):
+    """A tenant starts from what another has asked."""
+    monkeypatch.setattr(RequestMemory, "scope", lambda self, request: ("", ""))
+
+
+def chatter(monkeypatch):
+    """Who asks for all of an answer at once is told every token."""
+    monkeypatch.setattr(Request, "is_quiet", property(lambda self: False, lambda self, value: None), raising=False)
+
+
+def scores_of_what_is_left(monkeypatch):
+    """A prompt of which the beginning is cached gets log-probabilities of the rest only."""
+    monkeypatch.setattr(
+        RequestMemory,
+        "match",
+        lambda self, request: (
+            self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
+            if self._use_prefix_cache
+            else []
+        ),
+    )
+
+
+def forgetful_moves(monkeypatch):
+    """A request that comes from another engine has lost what it had drawn."""
+
+    def forget(record):
+        return from_record({**record, "tokens": record["tokens"][: record["num_prompt_tokens"]]})
+
+    monkeypatch.setattr(engine, "from_record", forget)
+
+
+FAULTS = [blind_prefixes, hasty_release, lasting_pins, stale_versions, shared_cache, chatter, scores_of_what_is_left]
+
+
+@pytest.mark.parametrize("plant", [*FAULTS, forgetful_moves])
 def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)
     assert any(cause is not None for _, cause, _ in map(live, range(300)))

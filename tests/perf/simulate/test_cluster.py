@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import load_profile
-from chorus.core.executors.sim import MODEL, SimAdapters
+from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import least_loaded, simulate, simulate_clients
+from chorus.perf.simulate.engine import MODEL
 from chorus.perf.simulate.replica import Replica
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import Consolidate, FirstFit

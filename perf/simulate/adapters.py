@@ -7,13 +7,13 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from ...core.costs.models import CostModel
 from ...memory.adapter_format import AdapterFormatError, AdapterManifest
 from ...memory.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.host_image import HostImage
 from ...memory.layer_stream import LayerStream
 from ...memory.layout import MODULES, PageLayout
 from ...memory.reads import Reads
-from ..costs.models import CostModel
 
 
 class VirtualClock:
@@ -131,12 +131,11 @@ class SimRead(Future):
         return False
 
 
-class SimStream:
-    """How many layers of an image have been read: evenly from `start` to `end`."""
-
-    __slots__ = ("_clock", "_has_failed", "_num_layers", "end", "start")
+class SimStream(LayerStream):
+    """An image whose layers are read evenly from `start` to `end`."""
 
     def __init__(self, clock: VirtualClock, start: float, num_layers: int) -> None:
+        super().__init__()
         self._clock = clock
         self._has_failed = False
         self._num_layers = num_layers
@@ -169,7 +168,7 @@ class SimTransfer:
         self.end = end
 
     def stall(self, start: float, seconds: float) -> float:
-        """How much longer a step takes that begins at `start`, would take `seconds`, and waits layer by layer."""
+        """Return the stall of a step that begins at `start`, takes `seconds` otherwise, and waits layer by layer."""
         # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
         last = self.end + seconds / self._num_layers
         return max(0.0, self.first - start, last - start - seconds)
@@ -192,7 +191,7 @@ class SimTransfer:
 
 
 class SimAdapterBackend:
-    """What `AdapterStore` asks of an executor. One copy at a time goes over the link.
+    """Adapter backend of a simulated executor. One copy at a time goes over the link.
 
     stream: prefills wait layer by layer for what comes; otherwise a step begins when the whole of its adapters is
     there, as in engines without overlap. Either way copies that no step needs yet run beside the steps.
@@ -235,7 +234,7 @@ class SimAdapterBackend:
         return bool(self._reads)
 
     def delay(self, seconds: float) -> float:
-        """How much longer a step of `seconds` that begins now takes for the reads under way."""
+        """Return the extra time of a step of `seconds` that begins now, for the reads under way."""
         now, disk = self._clock.now, self._costs.disk
         total = 0.0
         for start, end in self._reads:

@@ -27,7 +27,7 @@ def _no_span(name: str) -> AbstractContextManager[Any]:
 
 
 def make_span(enabled: bool) -> Span:
-    """A span maker; one that does nothing where not `enabled`, or where nvtx is not installed, which is logged."""
+    """Return a span factory; a no-op if not `enabled` or, with a warning, if nvtx is not installed."""
     if not enabled:
         return _no_span
     try:

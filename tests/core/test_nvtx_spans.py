@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from chorus.core import model as model_module
-from chorus.core import ranges
+from chorus.core import nvtx_spans
 from chorus.core.batch import StepBatch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
@@ -18,7 +18,7 @@ from chorus.core.executors.cpu import CpuExecutor
 
 def test_off_by_default(monkeypatch):
     monkeypatch.setitem(sys.modules, "nvtx", None)  # not even looked for
-    span = ranges.make_span(False)
+    span = nvtx_spans.make_span(False)
     assert span("layer.0") is span("mlp")
     with span("layer.0"), span("attn.qkv"):
         pass
@@ -26,7 +26,7 @@ def test_off_by_default(monkeypatch):
 
 def test_without_the_package_it_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "nvtx", None)
-    with ranges.make_span(True)("layer.0"):
+    with nvtx_spans.make_span(True)("layer.0"):
         pass
     assert "chorus[profile]" in caplog.text
 
@@ -42,7 +42,7 @@ def test_marks_with_nvtx(monkeypatch):
     nvtx = ModuleType("nvtx")
     nvtx.annotate = annotate
     monkeypatch.setitem(sys.modules, "nvtx", nvtx)
-    span = ranges.make_span(True)
+    span = nvtx_spans.make_span(True)
     with span("layer.0"), span("mlp"):
         pass
     assert marked == [("layer.0", "chorus"), ("mlp", "chorus")]

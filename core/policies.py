@@ -1,8 +1,9 @@
-"""Whose turn it is: the policy that admission asks when several tenants have waiting requests."""
+"""Policies that an engine takes from outside: turns among tenants, and the victim of a preemption."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from .request import Request
@@ -16,7 +17,7 @@ class QueuePolicy(Protocol):
         ...
 
     def order(self, tenants: Collection[str]) -> str:
-        """Whose request is considered next, of those who have one that may run."""
+        """Return the tenant whose request is considered next, of those that have one that may run."""
         ...
 
     def charge(self, request: Request, tokens: int) -> None:
@@ -29,9 +30,9 @@ class QueuePolicy(Protocol):
 
 
 class EvenShares(QueuePolicy):
-    """Equal shares: next comes whoever has been charged least.
+    """Equal shares: the tenant that has been charged least comes next.
 
-    Whoever comes anew begins where the one is who was served last: what nobody asked for is not saved up.
+    A new tenant starts at the account of the one that was served last: what nobody asked for is not saved up.
     """
 
     def __init__(self) -> None:
@@ -55,3 +56,26 @@ class EvenShares(QueuePolicy):
 
     def refund(self, request: Request, tokens: int) -> None:
         self._charged[request.tenant] = self._charged.get(request.tenant, self._level) - tokens
+
+
+class VictimPolicy(Protocol):
+    """Chooses the request to preempt when running requests need more pages than there are."""
+
+    def choose(self, running: Sequence[Request]) -> Request:
+        """Return one of `running`, which is in order of admission and not empty."""
+        ...
+
+
+class NewestFirst(VictimPolicy):
+    """The request that was admitted last: it has computed least, and the longest-waiting are never sent back for it."""
+
+    def choose(self, running: Sequence[Request]) -> Request:
+        return running[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Policies:
+    """One of each."""
+
+    queue: QueuePolicy = field(default_factory=EvenShares)
+    victim: VictimPolicy = field(default_factory=NewestFirst)

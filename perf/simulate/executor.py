@@ -1,33 +1,26 @@
-"""The simulated executor: steps that take what a cost model says, in virtual time. No tensors, no torch.
-
-Engine, scheduler, page pool, adapter store and prefix cache are the real ones.
-"""
+"""The simulated executor: steps that take what a cost model says, in virtual time. No tensors, no torch."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..config import EngineConfig
-from ..costs.profile import Profile
-from ..costs.work import StepWork
-from ..types import BASE_SLOT, StepPlan, StepResult
-from .base import ModelInfo
-from .sim_adapters import SimAdapterBackend, SimAdapters, SimReads, VirtualClock
+from ...core.config import EngineConfig
+from ...core.costs.profile import Profile
+from ...core.costs.work import StepWork
+from ...core.executors.base import ModelInfo
+from ...core.types import BASE_SLOT, StepPlan, StepResult
+from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
+from .repeats import RepeatedPlan, RepeatedResult
 
 if TYPE_CHECKING:
     from ...memory.adapter import Adapter
-    from ..engine import Engine
 
 TOKEN = 1
-"""What every row draws. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
+"""The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
 _NONE: frozenset[int] = frozenset()
-
-MODEL = Path("simulated")
-"""What `EngineConfig.model` holds where no checkpoint is read."""
 
 
 @dataclass(slots=True)
@@ -83,7 +76,6 @@ class SimExecutor:
         *,
         stream: bool = True,
         mix: bool = True,
-        max_repeat: int = 1 << 20,
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
 
@@ -101,7 +93,6 @@ class SimExecutor:
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
-        self.max_repeat = max_repeat
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
@@ -116,7 +107,7 @@ class SimExecutor:
         return self.adapters.stalled_seconds
 
     def price(self, plan: StepPlan) -> StepPrice:
-        """What `execute` would take now."""
+        """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows = self.costs, plan.rows
@@ -140,7 +131,7 @@ class SimExecutor:
         return price
 
     def end(self, plan: StepPlan) -> float:
-        """When `execute` would be done by the horizon as it is."""
+        """Return the time at which `execute` would end, given the current horizon."""
         return self._clock.now + self._length(plan, self.price(plan))[1]
 
     def execute(self, plan: StepPlan) -> StepResult:
@@ -154,14 +145,15 @@ class SimExecutor:
             ready = [row for row in plan.rows if row.slot not in price.late]
             unready = {row.request_id for row in plan.rows if row.slot in price.late}
             return StepResult({row.request_id: TOKEN for row in ready if row.samples}, unready=unready)
-        return StepResult({row.request_id: TOKEN for row in plan.rows if row.samples}, count=count)
+        tokens = {row.request_id: TOKEN for row in plan.rows if row.samples}
+        return StepResult(tokens) if count == 1 else RepeatedResult(tokens, count=count)
 
     def close(self) -> None:
         """Nothing is held."""
 
     def _length(self, plan: StepPlan, price: StepPrice) -> tuple[int, float]:
-        """How many steps run until the horizon, and their seconds."""
-        if plan.repeat == 1 or price.single:
+        """Return the number of steps that run until the horizon, and their seconds."""
+        if not isinstance(plan, RepeatedPlan) or price.single:
             return 1, price.first
         timed, horizon = self._timed, self.horizon
         if timed is not None and timed[0] is plan and timed[1] == horizon:
@@ -191,26 +183,3 @@ class SimExecutor:
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(stalls.values()))
         return StepPrice(first + stall, growth, stall, late)
-
-
-def simulated_engine(
-    profile: Profile,
-    adapters: SimAdapters,
-    config: EngineConfig | None = None,
-    clock: VirtualClock | None = None,
-    *,
-    stream: bool = True,
-    mix: bool = True,
-    max_repeat: int = 1 << 20,
-    read_threads: int = 2,
-) -> tuple[Engine, SimExecutor]:
-    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
-
-    The prefix cache works on the tokens of prompts: leave it off where those are made up.
-    """
-    from ..engine import Engine
-
-    clock = VirtualClock() if clock is None else clock
-    config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix, max_repeat=max_repeat)
-    return Engine(config, executor, clock, SimReads(clock, read_threads)), executor

@@ -1,0 +1,76 @@
+"""Files and functions of the engine that one decode step with LoRA enters: how much a reader must open to follow it.
+
+`python -m chorus.perf.profile.entered` counts them for the native CPU path and for the one on torch's operators;
+`--list` names them. The CUDA path is counted where it runs without a GPU, in tests/core/interpreted_cuda.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.request import Request
+from ...core.sampling_params import SamplingParams
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+
+ROOT = Path(__file__).resolve().parents[2]
+ENGINE = ("core", "ops", "memory", "graphs")
+
+
+def entered(step: Callable[[], object]) -> Counter[str]:
+    """Functions entered per file of the engine while `step` runs on this thread; paths are relative to the package."""
+    codes: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, argument: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    sys.setprofile(note)
+    try:
+        step()
+    finally:
+        sys.setprofile(None)
+    counts: Counter[str] = Counter()
+    for code in codes:
+        path = Path(code.co_filename).resolve()
+        if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ENGINE:
+            counts[path.relative_to(ROOT).as_posix()] += 1
+    return counts
+
+
+def of_cpu(kernels: str) -> Counter[str]:
+    """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`."""
+    config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
+    engine = Engine.from_config(config)
+    try:
+        for name in (None, "reverse"):
+            engine.add_request(Request(str(name), [5, 6, 7], SamplingParams(max_tokens=64, ignore_eos=True), name))
+        for _ in range(8):  # until both decode, and nothing is made for the first time
+            engine.step()
+        return entered(engine.step)
+    finally:
+        engine.close()
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.profile.entered", description=__doc__.split("\n")[0])
+    parser.add_argument("--list", action="store_true", help="name the files")
+    args = parser.parse_args(argv)
+    for kernels in ("native", "torch"):
+        counts = of_cpu(kernels)
+        print(f"{kernels}: {len(counts)} files, {counts.total()} functions")
+        if args.list:
+            for path, count in sorted(counts.items()):
+                print(f"  {count:3} {path}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

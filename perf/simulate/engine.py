@@ -1,0 +1,54 @@
+"""The real engine in virtual time: a cost model's steps beside its own policies, pages, adapters and prefix cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...core.config import EngineConfig
+from ...core.costs.profile import Profile
+from ...core.engine import Engine
+from .adapters import SimAdapters, SimReads, VirtualClock
+from .executor import SimExecutor
+from .scheduler import SimScheduler
+
+MODEL = Path("simulated")
+"""`EngineConfig.model` where no checkpoint is read."""
+
+
+class SimEngine(Engine):
+    """Takes `SimRequest`s only; one step of it may be many that are alike."""
+
+    scheduler_type = SimScheduler
+    _scheduler: SimScheduler
+
+    @property
+    def num_cold_starts(self) -> int:
+        """Requests so far whose adapter was not all there when they could begin."""
+        return self._scheduler.num_cold_starts
+
+    @property
+    def num_available_pages(self) -> int:
+        """Pages that are free, or that nobody uses."""
+        return self._reclaimer.available
+
+
+def simulated_engine(
+    profile: Profile,
+    adapters: SimAdapters,
+    config: EngineConfig | None = None,
+    clock: VirtualClock | None = None,
+    *,
+    stream: bool = True,
+    mix: bool = True,
+    read_threads: int = 2,
+    engine_type: type[Engine] = SimEngine,
+) -> tuple[Engine, SimExecutor]:
+    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
+
+    engine_type: `Engine` takes any request and one step at a time. The prefix cache works on the tokens of prompts:
+    leave it off where those are made up.
+    """
+    clock = VirtualClock() if clock is None else clock
+    config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix)
+    return engine_type(config, executor, clock, SimReads(clock, read_threads)), executor

@@ -1,0 +1,243 @@
+"""The simulator's scheduler: the serving one, which also plans many equal decode steps at once."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from ...core.admission import Admission, Step
+from ...core.queue_order import QueueOrder
+from ...core.request import Request, RequestState
+from ...core.running import Running
+from ...core.sampling_params import SamplingParams
+from ...core.scheduler import Scheduler
+from ...core.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...memory.adapter import Tier
+from ...memory.prefix import Block
+from .executor import TOKEN
+from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
+
+MOST_REPEATS = 1 << 20
+
+
+class SimRequest(Request):
+    """A request with two outputs at most: with its first token and, when it ends, with its last one.
+
+    has_told: it has had its first output. is_cold: its adapter was not all there when it could have begun.
+    quiet_until: number of computed tokens below which it has no output, caches nothing and does not end.
+    """
+
+    __slots__ = ("has_told", "is_cold", "quiet_until")
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        adapter_name: str | None = None,
+        arrival_time: float = 0.0,
+    ) -> None:
+        super().__init__(request_id, prompt_token_ids, params, adapter_name, arrival_time)
+        self.has_told = False
+        self.is_cold = False
+        self.quiet_until = 0
+
+
+class SimAdmission(Admission):
+    """Admission that also counts cold starts.
+
+    awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
+    unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.awaits_growth = False
+        self.num_cold_starts = 0
+        self.unnoted: dict[SimRequest, None] = {}
+        self._current_order: QueueOrder | None = None
+        self._has_passed_over = False
+
+    def admit(self, running: Running, budget: int) -> dict[Request, int]:
+        self.awaits_growth = self._has_passed_over = False
+        self._current_order = None
+        admitted = super().admit(running, budget)
+        for request in admitted:
+            self.unnoted.pop(request, None)
+            if request.state is RequestState.LOADING:
+                self._count_cold(request)
+        order = self._current_order
+        if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
+            self._note_cold()
+        return admitted
+
+    def _order(self, step: Step) -> QueueOrder:
+        self._current_order = super()._order(step)
+        return self._current_order
+
+    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
+        may_join = super()._may_join(request, step, order, budget)
+        self._has_passed_over |= not may_join
+        return may_join
+
+    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+        has_room = super()._has_room(request, blocks, step)
+        self.awaits_growth = not has_room and self._memory.fits(request, blocks)
+        return has_room
+
+    def stays_shut_until(self, running: Running) -> float | None:
+        """Return when the queue's order changes, if nobody in it can be admitted before a running request ends.
+
+        Running requests only take pages, so what did not fit won't. But the order changes when a request has been
+        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
+        where somebody may be admitted sooner.
+        """
+        limits, until = self._limits, math.inf
+        if len(running) >= limits.max_num_seqs:
+            return until
+        if self.awaits_growth or self._memory.use_prefix_cache:
+            return None
+        overdue_before = self._clock() - limits.max_overtake_seconds
+        for request in self._waiting:
+            if request.adapter is not None and self._store.tier(request.adapter) is Tier.LOADING:
+                return None
+            if request.arrival_time >= overdue_before:
+                until = min(until, request.arrival_time + limits.max_overtake_seconds)
+        return until
+
+    def _note_cold(self) -> None:
+        """Seats are free and requests wait: count those whose adapter is still to be read."""
+        for request in list(self.unnoted):
+            if request not in self._waiting:
+                del self.unnoted[request]
+            elif not request.adapter.pages and self._store.tier(request.adapter) is not Tier.HOST:
+                del self.unnoted[request]
+                self._count_cold(request)
+
+    def _count_cold(self, request: SimRequest) -> None:
+        self.num_cold_starts += not request.is_cold
+        request.is_cold = True
+
+
+class SimScheduler(Scheduler):
+    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may."""
+
+    admission_type = SimAdmission
+    _admission: SimAdmission
+    _requests: dict[str, SimRequest]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
+        self._all_drew = False  # every running request drew a token in the last step
+
+    @property
+    def num_cold_starts(self) -> int:
+        """Requests whose adapter was not all there when they could begin."""
+        return self._admission.num_cold_starts
+
+    def schedule(self) -> StepPlan | None:
+        """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
+        plan = super().schedule()
+        if plan is None or len(plan.rows) != self._num_decoding:
+            return plan
+        return self._repeated(plan)
+
+    def _grow_decodes(self) -> bool:
+        all_decode = super()._grow_decodes()
+        self._num_decoding = len(self._running) if all_decode and self._all_drew else 0
+        self._all_drew = False  # until the step's result is known, should it ever be
+        return all_decode
+
+    def _repeated(self, plan: StepPlan) -> StepPlan:
+        """Return a decode step of all running requests with the number of such steps until the next decision.
+
+        Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
+        requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
+        """
+        if self._store.has_transfers:
+            return plan
+        most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self._running]))
+        until = math.inf
+        if most > 1 and self._waiting:
+            shut_until = self._admission.stays_shut_until(self._running)
+            if shut_until is None or self._may_load_ahead():
+                return plan
+            until = shut_until
+        if most > 1:
+            wanted = self._waiting.adapters()
+            most = most_steps(self._memory, self._limits.block_tokens, self._running, most, wanted)
+        if most == 1:
+            return plan
+        return RepeatedPlan(plan.step_id, plan.rows, plan.adapters, plan.bucket, repeat=most, until=until)
+
+    def _may_load_ahead(self) -> bool:
+        """True if a waiting request's adapter may soon be there to be loaded ahead."""
+        window = itertools.islice(self._waiting, self._limits.prefetch)
+        adapters = {request.adapter for request in window if request.adapter is not None}
+        there = (Tier.HOST, Tier.FAILED)
+        return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Apply the result of a step, or of several equal ones; requests without an output cost little."""
+        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        if isinstance(result, RepeatedResult):
+            self._catch_up(plan.rows, result)
+        self.num_steps += 1
+        requests, unready = self._requests, result.unready
+        outputs: list[RequestOutput] = []
+        num_quiet, num_going = len(plan.rows), 0
+        for row in plan.rows:
+            request = requests.get(row.request_id)
+            if request is not None and row.start + 1 < request.quiet_until and not unready:
+                row.start += 1
+                request.num_computed_tokens = row.start
+                request.token_ids.append(TOKEN)
+                continue
+            num_quiet -= 1
+            if request is None or row.request_id in unready:
+                continue
+            output = self._advance(request, row, result, info)
+            if output is not None:
+                num_going += output.finish_reason is None
+                self._tell(request, output, outputs)
+        self.num_generated_tokens += num_quiet
+        self._all_drew = num_quiet + num_going == len(self._running)
+        if unready:
+            self._send_back_late(plan, result)
+        return outputs
+
+    def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
+        """Advance the requests of a repeated plan to the last of its steps."""
+        steps = result.count - 1
+        requests = [self._requests[row.request_id] for row in rows]
+        for row, request in zip(rows, requests, strict=True):
+            request.token_ids += [TOKEN] * steps
+            row.start += steps
+        catch_up(self._memory, self._limits.block_tokens, requests, steps)
+        self.num_steps += steps
+        self.num_generated_tokens += steps * len(rows)
+
+    def _tell(self, request: SimRequest, output: RequestOutput, outputs: list[RequestOutput]) -> None:
+        """Add a request's output if it is its first or its last."""
+        if output.finish_reason is None and not request.caching:
+            request.quiet_until = request.max_length - 1
+        if output.finish_reason is not None or not request.has_told:
+            request.has_told = True
+            outputs.append(output)
+
+    def add(self, request: SimRequest) -> None:
+        super().add(request)
+        if request.adapter is not None:
+            self._admission.unnoted[request] = None
+
+    def _send_back(self, request: SimRequest, state: RequestState) -> None:
+        super()._send_back(request, state)
+        if request.adapter is not None:
+            self._admission.unnoted[request] = None
+
+    def _give_back(self, request: SimRequest) -> None:
+        super()._give_back(request)
+        request.quiet_until = 0
