@@ -51,7 +51,7 @@ class QueueOrder:
             for adapter in adapters:
                 if adapter is None or adapter.pages:
                     kind = RESIDENT
-                elif store.is_requested(adapter):
+                elif store.images.is_requested(adapter):
                     kind = COMING
                 else:
                     continue

@@ -32,6 +32,10 @@ class FakeAdapter:
 class FakeStore:
     most_near = 1 << 20  # every group is looked at
 
+    @property
+    def images(self):
+        return self
+
     def is_requested(self, adapter):
         return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
 

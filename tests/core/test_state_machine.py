@@ -408,7 +408,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.on_plan = self._check_order
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
-        self.engine.store.wait_for_reads = self._wait
+        self.engine.store.images.wait = self._wait
         self.scheduler = self.engine._scheduler
         self.executor.pool = self.engine._pool
         self.current: dict[str, Adapter] = {}
@@ -416,7 +416,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
-            self.register(name, pages)
+            self.register(name, pages, False)
 
     @property
     def usable(self):
@@ -672,13 +672,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- adapters
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9))
-    def register(self, name, num_pages):
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), checked=st.booleans())
+    def register(self, name, num_pages, checked):
         path = Path(f"version-{next(self.ids)}")
         self.executor.adapters.num_pages[path] = num_pages
         old = self.current.get(name)
         try:
-            new = self.engine.store.register(name, path)
+            new = self._register_checked(name, path) if checked else self.engine.store.register(name, path)
         except AdapterFormatError:
             assert num_pages >= self.usable
             return
@@ -694,10 +694,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.adapters.num_pages[path] = 1
         self.executor.adapters.broken.add(path)
         with pytest.raises(AdapterFormatError):
-            self.engine.check_weights(self.executor.adapters.inspect(path))
+            self._register_checked(name, path)
         with pytest.raises(AdapterFormatError):
             self.engine.store.register(name, Path("nowhere"))
         assert {name: self.engine.store.get(name) for name in self.engine.store.names()} == self.current
+
+    def _register_checked(self, name, path):
+        backend, image = self.executor.adapters, HostImage()
+        manifest = backend.inspect(path)
+        backend.read(manifest, self.engine.store.layout_of(manifest), image)
+        return self.engine.store.register(name, manifest, image)
 
     @rule(name=st.sampled_from(NAMES))
     def unregister(self, name):
@@ -714,7 +720,12 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         held = stats.num_kv_pages + stats.num_adapter_pages - self.engine.store.num_idle_pages
         try:
-            self.engine.pin_adapter(name)
+            if not (pinned := self.engine.pin_adapter(name)):
+                assert self.engine.store.tier(adapter) is Tier.LOADING
+                assert not self.engine.store.is_pinned(adapter)
+                for read in self._pending():
+                    read.finish()
+                pinned = self.engine.pin_adapter(name)
         except UnknownAdapter:
             assert adapter is None
         except InvalidRequest as error:
@@ -726,6 +737,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert self._is_given_up(str(error)) or adapter.manifest.path in self.executor.adapters.broken
             assert adapter.transfer is not None or not adapter.pages
         else:
+            if not pinned:
+                assert any(read.hangs for read in self._pending())
+                return
             self.pinned.add(adapter)
             assert adapter.pages
             assert 2 * self.num_pinned <= self.usable
@@ -838,7 +852,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def host_images_are_counted(self):
-        images = self.engine.store._images
+        images = self.engine.store.images
         entries = {*images._entries.values(), *images._given_up.values()}
         assert images.num_bytes == sum(entry.num_bytes for entry in entries)
 
@@ -866,7 +880,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._end_hanging()
         self._live_on()
         self.clock.now += 1.0
-        self.engine.store.watch_reads()
+        self.engine.store.images.watch()
         for request_id, expected in self.requests.items():
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
@@ -874,7 +888,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.unregister(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
-        assert len(self.engine._prefix) == self.engine.store._images.num_bytes == 0
+        assert len(self.engine._prefix) == self.engine.store.images.num_bytes == 0
         assert not self._adapters()
         self.engine.check_integrity()
 
