@@ -346,7 +346,7 @@ class Scheduler:
             self._give_back(request)
             self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._lengths.end(request.num_output_tokens)
+                self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
             self._waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE
