@@ -15,14 +15,21 @@ VERSION = 2
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
-    """Return the plan as lists, dicts, strings, numbers and None; an adapter is its name, version and pages."""
+    """Return the plan as lists, dicts, strings, numbers and None.
+
+    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
+    until it has been computed, which a server does in the background.
+    """
     return {
         "v": VERSION,
         "step_id": plan.step_id,
         "mode": str(plan.mode),
         "bucket": plan.bucket,
         "adapters": [
-            {"name": adapter.name, "version": adapter.version, "pages": list(adapter.pages)}
+            {
+                "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+                "pages": list(adapter.pages),
+            }
             for adapter in plan.adapters
         ],
         "rows": [

@@ -99,7 +99,7 @@ class StepPlan:
 
     @classmethod
     def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """Return the plan of `to_wire`'s data. find: maps a sender's name, version and pages to the adapter here."""
+        """Return the plan of `to_wire`'s data. find: maps an entry of the sender's `adapters` to the adapter here."""
         from .plan_wire import plan_from_wire
 
         return plan_from_wire(data, find)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator
+from itertools import takewhile
 
 from ..memory.adapter import Adapter
 from .request import Request
+
+_BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
 
 
 class Group:
@@ -24,11 +27,11 @@ class Group:
 
 
 class WaitingQueue:
-    """Waiting requests; every operation on one of them takes constant time."""
+    """Waiting requests; each operation takes constant time, one that comes back by how many came back before it."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
-        self._first = self._last = 0
+        self._last = 0
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
 
     def __len__(self) -> int:
@@ -52,11 +55,10 @@ class WaitingQueue:
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run already, before all others."""
-        self._first -= 1
-        request.place = self._first
-        self._order[request] = None
-        self._order.move_to_end(request, last=False)
+        """Add a request that has run: it goes on before all that have not, and of those that have in order of arrival."""
+        if request.place > 0:
+            request.place -= _BEFORE_ALL
+        _insert(self._order, request)
         self.release(request)
 
     def remove(self, request: Request) -> None:
@@ -68,11 +70,9 @@ class WaitingQueue:
         self._leave_group(request)
 
     def release(self, request: Request) -> None:
-        """Make a held-back request the first candidate of its group. Does nothing if it has left the queue."""
+        """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
         if request in self._order:
-            requests = self._group(request).requests
-            requests[request] = None
-            requests.move_to_end(request, last=False)
+            _insert(self._group(request).requests, request)
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
@@ -97,3 +97,11 @@ class WaitingQueue:
             del groups[request.adapter]
             if not groups:
                 del self.tenants[request.tenant]
+
+
+def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
+    """Put a request before the first of a later place; few are expected to be before it."""
+    before = list(takewhile(lambda other: other.place < request.place, requests))
+    requests[request] = None
+    for earlier in (request, *reversed(before)):
+        requests.move_to_end(earlier, last=False)

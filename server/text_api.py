@@ -31,7 +31,7 @@ class TextApi:
         else:
             specials = asked.add_special_tokens
             (tokens,) = await self._tokenizer.encode([asked.prompt], add_special_tokens=specials, most=limit)
-        names = [self._tokenizer.vocabulary.name_of(token) for token in tokens] if asked.return_token_strs else None
+        names = self._tokenizer.names(tokens) if asked.return_token_strs else None
         body = {"count": len(tokens), "max_model_len": limit, "tokens": tokens, "token_strs": names}
         return Response(await self._generation.beside(encode, body), media_type="application/json")
 

@@ -124,6 +124,10 @@ class Tokenizer:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
         return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
+    def names(self, token_ids: Sequence[int]) -> list[str]:
+        """The vocabulary's own entries, with its marks for spaces and bytes."""
+        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+
     def apply_chat_template(self, conversation: Conversation) -> str:
         """The prompt that asks the model to continue a conversation.
 

@@ -93,7 +93,7 @@ inline void weighted_values(int rows, const float* p, long ldp, const T* const* 
 }
 
 struct AttentionScratch {
-    std::vector<float> scores, sums, factors, values;
+    std::vector<float> scores, sums, factors, values, keys;
     std::vector<const void*> places;
 };
 

@@ -106,7 +106,7 @@ class Decoder {
             auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
-            split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count; });
+            split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count * u.tokens; });
             split(units, team_.size(), expand_split_[g], cost);
             later_[g].resize(levels - 1);
             for (int level = 1; level < levels; level++) {
@@ -120,6 +120,9 @@ class Decoder {
             split(decodes_, team_.size(), decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
         } else {
             attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_);
+            split(attention_, team_.size(), attention_split_, [&](const AttentionUnit& u) {
+                return u.tokens * (step.kv_lens[u.row] - step.qo_indptr[u.row + 1] + u.token + u.tokens);
+            });
         }
         grow_heads(step.logits_wanted);
         draws_.plan(step.draw_inverse, step.logits_wanted, m_.vocab);
@@ -139,10 +142,10 @@ class Decoder {
     // Row chunks of the products: a segment whose expand is part of them has its own, as each chunk packs its adapter's rows.
     void cut(const StepDesc& step) {
         cuts_.assign(1, 0);
-        auto up_to = [&](int end) {
-            const int most = fused_ ? kSegmentChunk : kRowChunk, rows = end - cuts_.back(), parts = (rows + most - 1) / most;
-            const int size = parts ? (rows + parts * kRows - 1) / (parts * kRows) * kRows : 0;  // of whole tiles
-            while (cuts_.back() < end) cuts_.push_back(std::min(end, cuts_.back() + size));
+        auto up_to = [&](int end) {  // in about equal parts, of whole tiles
+            const int most = fused_ ? kSegmentChunk : kRowChunk, begin = cuts_.back(), rows = end - begin, parts = (rows + most - 1) / most;
+            for (int i = 1; i < parts; i++) cuts_.push_back(begin + (rows * i / parts + kRows / 2) / kRows * kRows);
+            if (parts) cuts_.push_back(end);
         };
         if (fused_)
             for (int s = 0; s < step.segments; s++) {
@@ -161,15 +164,15 @@ class Decoder {
         const long ldqkv = spread<float>(qkv), ldgu = spread<float>(2 * m_.ffn);
         const int heads_per_kv = m_.heads / m_.kv_heads;
         const float scale = 1.0f / std::sqrt((float)head_dim);
-        auto each_token = [&](auto work) { team_.each(phase, tokens, work); };
-        each_token([&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
+        auto each_token = [&](auto work) { each_part(team_, phase, thread, tokens, [&](int t, bool) { work(t); }); };
+        team_.each(phase, tokens, [&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers_[l];
             if (step.segment_ready) team_.each(phase, 1, [&](int) { wait_for_layer(step, l); });
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
-            normalise(phase, tokens, w.input_norm);
+            normalise(thread, phase, tokens, w.input_norm);
             project(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false, w.qkv_bias);
             auto rotate = [&](int t, int first, int count) {
                 for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
@@ -177,7 +180,7 @@ class Decoder {
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
             auto table = [&](int row) { return step.page_table + row * step.table_stride; };
             if (decode_) {
-                each_split(team_, phase, thread, true, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                each_split(team_, phase, thread, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
                     const long row = unit.row;
                     rotate(row, unit.first, unit.heads);
                     attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq, heads_per_kv, table(row),
@@ -186,14 +189,13 @@ class Decoder {
                 });
             } else {
                 each_token([&](int t) { rotate(t, 0, m_.kv_heads); });
-                team_.each(phase, (int)attention_.size(), [&](int i) {
-                    const AttentionUnit& unit = attention_[i];
+                each_split(team_, phase, thread, attention_, attention_split_, [&](const AttentionUnit& unit, const AttentionUnit*) {
                     attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
                               step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);
                 });
             }
             project(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true, w.o_bias);
-            normalise(phase, tokens, w.post_attention_norm);
+            normalise(thread, phase, tokens, w.post_attention_norm);
             if (gated_) {
                 project_gated(step, thread, phase, l, w);
             } else {
@@ -280,9 +282,9 @@ class Decoder {
         }
     }
 
-    void normalise(int& phase, int tokens, const float* weight) {
+    void normalise(int thread, int& phase, int tokens, const float* weight) {
         const int hidden = m_.hidden;
-        team_.each(phase, tokens, [&](int t) {
+        each_part(team_, phase, thread, tokens, [&](int t, bool) {
             rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps, normed_.data() + t * spread<T>(hidden));
         });
     }
@@ -297,20 +299,20 @@ class Decoder {
         const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, few_ ? nullptr : &cuts_};
         const auto &shrinks = shrink_[g], &expands = expand_[g];
         if (fused_) {
-            if (!shrinks.empty()) team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, shrinks[i]); });
-            team_.each(phase, product.units(), [&](int i) {
+            shrink_all(step, thread, phase, g, layer, x, ldx, k);
+            each_part(team_, phase, thread, product.units(), [&](int i, bool) {
                 const Tile tile = product.tile_of(i);
                 run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
         } else {
             run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
-                      [&](int i, bool more) { product.run(i, accumulate && more); },
+                      [&](int i, bool more) { product.run(i, more); },
                       [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
         }
-        if (!expands.empty()) each_split(team_, phase, thread, few_, expands, expand_split_[g],
+        if (!expands.empty()) each_split(team_, phase, thread, expands, expand_split_[g],
                                         [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
         for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
-            each_split(team_, phase, thread, few_, later.units, later.split,
+            each_split(team_, phase, thread, later.units, later.split,
                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
     }
 
@@ -320,11 +322,9 @@ class Decoder {
         const T* x = normed_.data();
         const long ldx = spread<T>(m_.hidden), lda = spread<T>(m_.ffn);
         const Product<T> product{x, ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden, nullptr, 0, false, w.gate_up_bias, &cuts_};
-        const auto& shrinks = shrink_[2];
-        if (!shrinks.empty())
-            team_.each(phase, (int)shrinks.size(), [&](int i) { run_shrink(step, thread, 2, layer, x, ldx, m_.hidden, shrinks[i]); });
+        shrink_all(step, thread, phase, 2, layer, x, ldx, m_.hidden);
         const int panels = m_.ffn / kPanel;
-        team_.each(phase, product.units() / 2, [&](int i) {
+        each_part(team_, phase, thread, product.units() / 2, [&](int i, bool) {
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
             up.column += m_.ffn;
@@ -334,6 +334,12 @@ class Decoder {
             for (int r = 0; r < gate.rows; r++, out += 2 * kPanel)
                 silu_and_mul(out, out + kPanel, kPanel, act_.data() + (gate.row + r) * lda + gate.column);
         });
+    }
+
+    void shrink_all(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k) {
+        if (shrink_[g].empty()) return;
+        each_split(team_, phase, thread, shrink_[g], shrink_split_[g],
+                   [&](const LoraUnit& u, const LoraUnit*) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
     }
 
     void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, const LoraUnit& u) {
@@ -455,7 +461,7 @@ class Decoder {
     };
     std::vector<LoraUnit> shrink_[4], expand_[4];
     std::vector<Later> later_[4];  // of the levels from 1 on
-    std::vector<int> cuts_, shrink_split_[4], expand_split_[4], decode_split_, none_split_;
+    std::vector<int> cuts_, shrink_split_[4], expand_split_[4], decode_split_, attention_split_, none_split_;
     std::vector<LoraUnit> none_;
     std::vector<AttentionUnit> attention_;
     std::vector<DecodeUnit> decodes_;

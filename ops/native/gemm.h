@@ -68,6 +68,14 @@ inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy
     }
 }
 
+// Another thread may have written them: the product would wait for them before its first step.
+inline void fetch_outputs(const float* y, long ldy, int rows) {
+    for (int r = 0; r < rows; r++) {
+        prefetch(y + r * ldy);
+        prefetch(y + r * ldy + kLanes);
+    }
+}
+
 // All `rows` rows against one panel, in tiles of about equal height: a tile of few rows takes as long as one of some more.
 template <class T>
 inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
@@ -76,6 +84,7 @@ inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k,
     if (extra) here = *extra, extra = &here;
     for (int tiles = (rows + kRows - 1) / kRows; tiles > 0; tiles--) {
         const int height = (rows + tiles - 1) / tiles;
+        if (accumulate) fetch_outputs(y + height * ldy, ldy, std::min(height, rows - height));
         switch (height) {
 #define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
             CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
@@ -107,15 +116,12 @@ struct Product {
         const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk, end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
         return {row, end - row, column, n - column < kPanel ? n - column : kPanel};
     }
-    // fetch: whether the next unit runs on the same thread, and its outputs may have been written by another.
-    void run(int unit, bool fetch = false) const {
+    // more: the next unit runs on the same thread.
+    void run(int unit, bool more = false) const {
         const Tile t = tile_of(unit);
-        if (fetch)
-            for (int r = 0; r < t.rows; r++) {
-                prefetch(y + (t.row + r) * ldy + t.column + kPanel);
-                prefetch(y + (t.row + r) * ldy + t.column + kPanel + kLanes);
-            }
-        run(t, t.row, t.rows, y + t.row * ldy + t.column, ldy, nullptr);
+        float* out = y + t.row * ldy + t.column;
+        if (accumulate && more) fetch_outputs(out + kPanel, ldy, std::min(t.rows, kRows));
+        run(t, t.row, t.rows, out, ldy, nullptr);
     }
     // Some rows of a tile, to `out`.
     void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<T>* extra) const {

@@ -12,44 +12,59 @@ constexpr int kQueryTile = 6;    // that share a pass over the values: 6 × 4 ac
 
 struct AttentionUnit { int row, kv_head, token, tokens; };
 
-// The last tokens of a row see the most keys: they come first, so that the threads end together.
 inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads, std::vector<AttentionUnit>& units) {
     units.clear();
     const int block = std::max(1, kQueryBlock / (heads / kv_heads));
     for (int row = 0; row < rows; row++) {
         const int begin = qo_indptr[row], end = qo_indptr[row + 1];
-        for (int t = begin + (end - 1 - begin) / block * block; t >= begin; t -= block)
+        for (int t = begin; t < end; t += block)
             for (int h = 0; h < kv_heads; h++) units.push_back({row, h, t, std::min(block, end - t)});
     }
 }
 
-// Two queries' scores for eight keys: a[i] of key i and query 0, a[8 + i] of query 1.
+// Sixteen keys as columns: word w (a pair of bf16, or a float32) of each, sixteen side by side, for w < words.
 template <class T>
-inline __m512 pair_scores(const T* q0, const T* q1, const T* const* keys, long offset, int head_dim) {
-    using K = Kind<T>;
-    __m512 acc[16];
+inline void transpose_keys(const T* const* keys, long offset, int words, float* out) {
+    for (int first = 0; first < words; first += kLanes) {
+        const int count = std::min(kLanes, words - first);
+        __m512 a[16], b[16];
 #pragma GCC unroll 16
-    for (int j = 0; j < 16; j++) acc[j] = _mm512_setzero_ps();
-    int c = 0;
-    for (; c + K::width <= head_dim; c += K::width) {
-        const auto b0 = K::load(q0 + c), b1 = K::load(q1 + c);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            const auto key = K::load(keys[j] + offset + c);
-            acc[j] = K::mac(acc[j], key, b0);
-            acc[8 + j] = K::mac(acc[8 + j], key, b1);
-        }
+        for (int i = 0; i < 16; i++) a[i] = load16((const float*)(keys[i] + offset) + first, head_mask(count));
+        transpose16(a, b);
+        for (int i = 0; i < count; i++) store16(out + (long)(first + i) * kLanes, b[i]);
     }
-    if (c < head_dim) {
-        const auto b0 = K::load(q0 + c, head_dim - c), b1 = K::load(q1 + c, head_dim - c);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            const auto key = K::load(keys[j] + offset + c, head_dim - c);
-            acc[j] = K::mac(acc[j], key, b0);
-            acc[8 + j] = K::mac(acc[8 + j], key, b1);
+}
+
+// scores[r][0..15] = q[r] · key for ROWS queries and the keys of `transpose_keys`: the sums of `key_scores`, without its
+// shuffles. Word w belongs to lane w % 16 there, and the lanes are added in the order of `reduce16`.
+template <class T, int ROWS>
+inline void column_scores(const T* const* q, const float* keys, int words, float* scores, long lds) {
+    using K = Kind<T>;
+    auto add = [](__m512* to, const __m512* from) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) to[r] = _mm512_add_ps(to[r], from[r]);
+    };
+    auto lane = [&](int l, __m512* acc) {
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) acc[r] = _mm512_setzero_ps();
+        for (int w = l; w < words; w += kLanes) {
+            const auto key = K::load((const T*)(keys + (long)w * kLanes));
+#pragma GCC unroll 6
+            for (int r = 0; r < ROWS; r++) acc[r] = K::mac(acc[r], key, K::broadcast(q[r] + w * K::pair));
         }
-    }
-    return reduce16(acc);
+    };
+    auto four = [&](int l, __m512* sum) {
+        __m512 one[ROWS], other[ROWS];
+        lane(l, sum), lane(l + 2, other), add(sum, other);
+        lane(l + 1, one), lane(l + 3, other), add(one, other);
+        add(sum, one);
+    };
+    __m512 half[ROWS], sum[ROWS], other[ROWS];
+    four(0, half), four(4, other), add(half, other);
+    four(8, sum), four(12, other), add(sum, other);
+    add(half, sum);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++) store16(scores + r * lds, half[r]);
 }
 
 // out[r] = Σ_s p[r][s] · v[s] for ROWS queries; v: [keys, columns] in float32, whole registers wide.
@@ -76,6 +91,21 @@ inline void weigh(const float* p, long ldp, const float* v, int columns, int key
     }
 }
 
+// ROWS queries, of which the last sees the most keys.
+template <class T, int ROWS>
+inline void attend_tile(const T* const* q, T* const* out, const int* visible, int head_dim, int columns, int padded, float scale,
+                        AttentionScratch& scratch) {
+    const int most = visible[ROWS - 1], words = head_dim / Kind<T>::pair;
+    float *scores = scratch.scores.data(), *sums = scratch.sums.data();
+    for (int s = 0; s < most; s += kLanes)
+        column_scores<T, ROWS>(q, scratch.keys.data() + (long)s * words, words, scores + s, padded);
+    float factor[ROWS];
+    for (int r = 0; r < ROWS; r++)
+        factor[r] = softmax(scores + (long)r * padded, visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
+    weigh<ROWS>(scores, padded, scratch.values.data(), columns, most, sums);
+    for (int r = 0; r < ROWS; r++) scale_to(sums + (long)r * columns, head_dim, factor[r], out[r]);
+}
+
 // q, out: [tokens, heads, head_dim] with row stride ld. pages: the row's block table.
 template <class T>
 inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const T* q, T* out, long ld, int group,
@@ -87,46 +117,35 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.sums, (size_t)kQueryTile * columns);
     grow(scratch.values, (size_t)seen * columns);
-    grow(scratch.places, 2 * padded);
-    const T** keys = (const T**)scratch.places.data();
-    const T** values = keys + padded;
-    locate(cache, cache.k, pages, seen, keys);
-    locate(cache, cache.v, pages, seen, values);
-    for (int s = seen; s < padded; s++) keys[s] = keys[seen - 1];
+    grow(scratch.places, padded);
+    const int words = head_dim / Kind<T>::pair;
+    grow(scratch.keys, (size_t)padded * words);
+    const T** places = (const T**)scratch.places.data();
     const long offset = (long)unit.kv_head * head_dim;
+    locate(cache, cache.k, pages, seen, places);
+    for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
+    for (int s = 0; s < padded; s += kLanes) transpose_keys(places + s, offset, words, scratch.keys.data() + (long)s * words);
+    locate(cache, cache.v, pages, seen, places);
     for (int s = 0; s < seen; s++)
         for (int c = 0; c < columns; c += kLanes)
-            store16(scratch.values.data() + (long)s * columns + c, load16(values[s] + offset + c, head_mask(std::max(0, head_dim - c))));
-    float *scores = scratch.scores.data(), *sums = scratch.sums.data();
+            store16(scratch.values.data() + (long)s * columns + c, load16(places[s] + offset + c, head_mask(std::max(0, head_dim - c))));
     for (int first = 0, total = unit.tokens * group; first < total; first += kQueryTile) {
         const int count = std::min(kQueryTile, total - first);
-        long at[kQueryTile + 1] = {};
-        int visible[kQueryTile + 1] = {};
+        const T* queries[kQueryTile];
+        T* outs[kQueryTile];
+        int visible[kQueryTile];
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
-            at[i] = token * ld + (long)(unit.kv_head * group + (first + i) % group) * head_dim;
+            const long at = token * ld + (long)(unit.kv_head * group + (first + i) % group) * head_dim;
+            queries[i] = q + at, outs[i] = out + at;
             visible[i] = kv_len - (row_end - 1 - token);
         }
-        at[count] = at[count - 1], visible[count] = visible[count - 1];
-        for (int i = 0; i < count; i += 2)
-            for (int s = 0; s < visible[i + 1]; s += 8) {
-                const __m512 both = pair_scores<T>(q + at[i], q + at[i + 1], keys + s, offset, head_dim);
-                _mm256_storeu_ps(scores + (long)i * padded + s, _mm512_castps512_ps256(both));
-                if (i + 1 < count) _mm256_storeu_ps(scores + (long)(i + 1) * padded + s, _mm512_extractf32x8_ps(both, 1));
-            }
-        float factor[kQueryTile];
-        const int most = visible[count - 1];
-        for (int i = 0; i < count; i++) factor[i] = softmax(scores + (long)i * padded, visible[i], (most + kLanes - 1) / kLanes * kLanes, scale);
-        const float* v = scratch.values.data();
         switch (count) {
-            case 1: weigh<1>(scores, padded, v, columns, most, sums); break;
-            case 2: weigh<2>(scores, padded, v, columns, most, sums); break;
-            case 3: weigh<3>(scores, padded, v, columns, most, sums); break;
-            case 4: weigh<4>(scores, padded, v, columns, most, sums); break;
-            case 5: weigh<5>(scores, padded, v, columns, most, sums); break;
-            default: weigh<6>(scores, padded, v, columns, most, sums); break;
+#define CHORUS_TILE(n) case n: attend_tile<T, n>(queries, outs, visible, head_dim, columns, padded, scale, scratch); break;
+            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+#undef CHORUS_TILE
+            default: break;
         }
-        for (int i = 0; i < count; i++) scale_to(sums + (long)i * columns, head_dim, factor[i], out + at[i]);
     }
 }
 

@@ -72,13 +72,13 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
     units.clear();
     for (int s = 0; s < segments.count; s++) {
         const Adapter& adapter = *segments.adapters[s];
-        for (int g = 0; g < (int)group.size(); g++) {
-            if (adapter.a_offset[group[g].module] < 0) continue;
-            for (int t = segments.begin[s]; t < segments.end[s]; t += kTokenChunk)
+        for (int t = segments.begin[s]; t < segments.end[s]; t += kTokenChunk)  // which stay in the cache for all modules
+            for (int g = 0; g < (int)group.size(); g++) {
+                if (adapter.a_offset[group[g].module] < 0) continue;
                 for (int r = 0; r < adapter.rank; r += kRankChunk)
                     units.push_back({s, g, r, std::min(kRankChunk, adapter.rank - r), t,
                                      std::min(kTokenChunk, segments.end[s] - t)});
-        }
+            }
     }
 }
 

@@ -1,4 +1,4 @@
-// Which thread does what, where units of work stream memory.
+// Which thread does what.
 #pragma once
 #include <vector>
 #include "gemm.h"
@@ -9,21 +9,26 @@ namespace chorus {
 
 constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather than computed with
 
-// A product's units and others that don't depend on them, side by side. Few rows: the weights are what takes time, so
-// every thread has a run of panels of its own, each of which fetches the beginning of the next.
-// work(i, more): unit i of the product; more: the next one runs on the same thread.
+// Where thread t's part of `count` things begins: of tokens as of a product's units, whose rows are in the same order, so that
+// most of what a thread reads was written by itself and lies in its own cache.
+inline int part_begin(int count, int t, int threads) { return (int)((long)count * t / threads); }
+
+// work(i, more): thing i; more: the next one runs on the same thread.
+template <class Work>
+void each_part(Team& team, int& phase, int thread, int count, Work work) {
+    const int threads = team.size();
+    auto begin = [&](int t) { return part_begin(count, t, threads); };
+    team.each_own(phase, thread, [&](int t) { return begin(t + 1) - begin(t); },
+                  [&](int owner, int i, bool more) { work(begin(owner) + i, more); });
+}
+
+// A product's units and others that don't depend on them, side by side: every thread has a run of panels of its own, each of
+// which fetches the beginning of the next.
 template <class T, class Work, class Run>
 void run_units(Team& team, int& phase, int thread, const Product<T>& product, const std::vector<LoraUnit>& units,
                const std::vector<int>& split, Work work, Run run) {
-    const int panels = product.units(), threads = team.size();
-    if (product.rows > kFewTokens) {
-        team.each(phase, panels + (int)units.size(), [&](int i) {
-            if (i < panels) work(i, false);
-            else run(units[i - panels]);
-        });
-        return;
-    }
-    auto begin = [&](int t) { return (int)((long)panels * t / threads); };
+    const int count = product.units(), threads = team.size();
+    auto begin = [&](int t) { return part_begin(count, t, threads); };
     team.each_own(
         phase, thread, [&](int t) { return begin(t + 1) - begin(t) + split[t + 1] - split[t]; },
         [&](int owner, int i, bool more) {
@@ -33,13 +38,9 @@ void run_units(Team& team, int& phase, int thread, const Product<T>& product, co
         });
 }
 
-// run(unit, next): handed out one by one, or where units stream memory as one run per thread.
+// run(unit, next): each thread's run of units in order.
 template <class Unit, class Run>
-void each_split(Team& team, int& phase, int thread, bool own, const std::vector<Unit>& units, const std::vector<int>& split, Run run) {
-    if (!own) {
-        team.each(phase, (int)units.size(), [&](int i) { run(units[i], nullptr); });
-        return;
-    }
+void each_split(Team& team, int& phase, int thread, const std::vector<Unit>& units, const std::vector<int>& split, Run run) {
     team.each_own(
         phase, thread, [&](int t) { return split[t + 1] - split[t]; },
         [&](int owner, int i, bool more) {

@@ -62,6 +62,27 @@ inline __m512 reduce16(const __m512* a) {
     return _mm512_permutexvar_ps(order, z);
 }
 
+// b[j][i] = a[i][j]
+inline void transpose16(const __m512* a, __m512* b) {
+    __m512 u[16], v[16];
+#pragma GCC unroll 8
+    for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), u[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) {  // 128-bit lane j of v[4 * m + c]: column 4 * j + c of rows 4 * m …
+        const int m = i / 2 * 4, h = i % 2;
+        const __m512d lo = _mm512_castps_pd(u[m + h]), hi = _mm512_castps_pd(u[m + h + 2]);
+        v[m + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
+        v[m + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
+    }
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88), q = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0x88);
+        const __m512 r = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD), s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
+        b[c] = _mm512_shuffle_f32x4(p, q, 0x88), b[c + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
+        b[c + 4] = _mm512_shuffle_f32x4(r, s, 0x88), b[c + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
+    }
+}
+
 // e^x for x <= 88: 2^(x·log2 e), a degree-6 polynomial on [-0.5, 0.5], relative error below 2e-7.
 inline __m512 exp16(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // this order lets NaN through

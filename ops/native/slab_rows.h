@@ -141,30 +141,10 @@ inline void transpose16(const float* x, long ldx, int rows, int columns, float* 
     const __mmask16 in = head_mask(columns), to = head_mask(rows);
 #pragma GCC unroll 16
     for (int r = 0; r < 16; r++) a[r] = r < rows ? _mm512_maskz_loadu_ps(in, x + r * ldx) : _mm512_setzero_ps();
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {
-        b[2 * i] = _mm512_unpacklo_ps(a[2 * i], a[2 * i + 1]);
-        b[2 * i + 1] = _mm512_unpackhi_ps(a[2 * i], a[2 * i + 1]);
-    }
-#pragma GCC unroll 4
-    for (int q = 0; q < 4; q++)
-#pragma GCC unroll 2
-        for (int h = 0; h < 2; h++) {
-            const __m512d lo = _mm512_castps_pd(b[4 * q + h]), hi = _mm512_castps_pd(b[4 * q + 2 + h]);
-            a[4 * q + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
-            a[4 * q + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
-        }
-    // a[4q + c]: columns c, c+4, c+8, c+12 (one in each 128-bit lane) of rows 4q … 4q+3
-#pragma GCC unroll 4
-    for (int c = 0; c < 4; c++) {
-        const __m512 even0 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0x88), odd0 = _mm512_shuffle_f32x4(a[c], a[4 + c], 0xDD);
-        const __m512 even1 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0x88), odd1 = _mm512_shuffle_f32x4(a[8 + c], a[12 + c], 0xDD);
-        const __m512 of[4] = {_mm512_shuffle_f32x4(even0, even1, 0x88), _mm512_shuffle_f32x4(odd0, odd1, 0x88),
-                              _mm512_shuffle_f32x4(even0, even1, 0xDD), _mm512_shuffle_f32x4(odd0, odd1, 0xDD)};
-#pragma GCC unroll 4
-        for (int j = 0; j < 4; j++)
-            if (c + 4 * j < columns) _mm512_mask_storeu_ps(out + (c + 4 * j) * ldo, to, of[j]);
-    }
+    transpose16(a, b);
+#pragma GCC unroll 16
+    for (int c = 0; c < 16; c++)
+        if (c < columns) _mm512_mask_storeu_ps(out + c * ldo, to, b[c]);
 }
 
 class SlabRows {

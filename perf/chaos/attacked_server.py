@@ -114,14 +114,19 @@ class AttackedServer:
 
 
 @contextmanager
-def attacked_server(flags: list[str]) -> Iterator[AttackedServer]:
-    """Starts a server with these flags and watches it."""
+def started_server(flags: list[str]) -> Iterator[AttackedServer]:
+    """Starts a server with these flags."""
     before = _children()
     with launched(flags) as url:
         (pid,) = _children() - before
-        server = AttackedServer(url, pid)
-        with server.watched():
-            yield server
+        yield AttackedServer(url, pid)
+
+
+@contextmanager
+def attacked_server(flags: list[str]) -> Iterator[AttackedServer]:
+    """Starts a server with these flags and watches it."""
+    with started_server(flags) as server, server.watched():
+        yield server
 
 
 def _children() -> set[int]:

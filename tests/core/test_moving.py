@@ -10,6 +10,7 @@ import pytest
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.types import StepPlan
 from chorus.graphs.runner import StepMode
+from chorus.memory.adapter_identity import with_content
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 
@@ -51,6 +52,23 @@ def test_a_plan_that_went_over_the_wire_gives_the_same_tokens(gqa, drive):
     driver.executor.inner = Remote()
     assert run(driver) == want
     assert StepMode.LORA in modes
+
+
+def test_adapters_of_a_plan_are_told_by_what_they_hold_once_that_is_known(gqa, drive):
+    """Another replica may have given them other versions and pages, or another name."""
+    driver = drive(gqa)
+    driver.add("one", "r1-all", PROMPT, max_tokens=2)
+    driver.add("other", "r2-qv", PROMPT, max_tokens=2)
+    adapters = [driver.engine.store.get(name) for name in ("r1-all", "r2-qv")]
+    adapters[0].manifest = with_content(adapters[0].manifest)
+    driver.drain()
+    sent = json.loads(json.dumps(driver.plans[0].to_wire()))
+    hashes = {entry["name"]: entry["content_hash"] for entry in sent["adapters"]}
+    assert len(hashes["r1-all"]) == 64
+    assert hashes["r2-qv"] is None
+    known = {adapter.manifest.content_hash: adapter for adapter in adapters}
+    received = StepPlan.from_wire(sent, lambda entry: known[entry["content_hash"]])
+    assert received.adapters == driver.plans[0].adapters
 
 
 def test_a_plan_of_another_wire_version_is_refused(gqa, drive):

@@ -121,8 +121,9 @@ def test_a_group_that_cannot_run_is_passed_over_whole():
 
 @given(st.lists(st.tuples(st.sampled_from("+-^<>"), st.integers(0, 9), st.sampled_from("ab")), max_size=60))
 def test_the_queue_is_that_of_its_changes(changes):
-    """Requests come, leave, come back before all others, are held back and let go."""
+    """Requests come, leave, come back before all that have not run, are held back and let go."""
     queue, model, held, known = WaitingQueue(), [], [], 0
+    came_back = set()
     for what, index, tenant in changes:
         if what == "+":
             known += 1
@@ -135,7 +136,9 @@ def test_the_queue_is_that_of_its_changes(changes):
             held = [other for other in held if other is not request]
             if what == "^":
                 queue.append_first(request)
-                model.insert(0, request)
+                came_back.add(request)
+                model.append(request)
+                model.sort(key=lambda other: (other not in came_back, int(other.id)))
         elif model and what == "<":
             request = model[index % len(model)]
             queue.hold_back(request)
@@ -146,6 +149,7 @@ def test_the_queue_is_that_of_its_changes(changes):
         assert len(queue) == len(model)
         groups = [group for groups in queue.tenants.values() for group in groups.values()]
         shown = [request for group in groups for request in group.requests]
+        assert all(list(group.requests) == [it for it in model if it in group.requests] for group in groups)
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
         assert all(group.requests for group in groups)
 
@@ -269,3 +273,20 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
         overtakers = [other for other, e in expected.items() if e.request.arrival_time > arrival and
                       since < started[other] < started[name]]  # fmt: skip
         assert not overtakers, name
+
+
+@pytest.mark.parametrize("back", [[0, 1, 2], [2, 0, 1], [1, 2, 0], [2, 1, 0]])
+def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
+    """Whenever each of them came back: of one adapter as of several."""
+    for tiers in ([None] * 5, [Tier.DEVICE] * 5):
+        queue = waiting(*tiers)
+        requests = list(queue)
+        for request in requests[:3]:
+            queue.remove(request)
+        for index in back:
+            queue.append_first(requests[index])
+        assert [int(request.id) for request in queue] == [0, 1, 2, 3, 4]
+        assert order(queue) == [0, 1, 2, 3, 4]
+        queue.append_first(requests[4])
+        queue.append_first(requests[1])
+        assert order(queue) == [1, 4], "again, and from further behind"

@@ -1,0 +1,401 @@
+"""Damaged requests against a real server whose adapters come and go: `python -m chorus.perf.chaos.fuzz`.
+
+Clients send mutants of requests to every route, one after another, and a valid greedy question after each. A
+mutant must be answered, with success, a 4xx or a 503, and an error must have OpenAI's shape; a question's answer must
+be the one that it gets alone. At the end what greedy mutants were answered is asked again alone, the books must match
+(the engine checks them whenever it idles), and no thread, descriptor, page or memory may have stayed.
+
+    python -m chorus.perf.chaos.fuzz --requests 25000 --first 0
+    python -m chorus.perf.chaos.fuzz --requests 1 --first 4711 --show     # one mutant again
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import random
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from http.client import HTTPException, HTTPResponse
+from pathlib import Path
+from typing import Any
+
+from ...server.demo.builtin import BUILTIN_ADAPTERS
+from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
+from .attacked_server import AttackedServer, started_server
+from .mutants import Call, Mutant, mutant, other_calls, questions
+
+HANG_SECONDS = 20.0
+HANGS = 3
+"""Times that so long nothing may come before a request counts as hanging: this process may itself have been stopped."""
+PAUSE = 0.3
+"""Seconds until a client that sent half a request says that this was all."""
+MAX_GROWTH = 64 << 20
+MAX_POOLED = 32
+"""Threads that the server's pools may start when they are needed first."""
+NUM_QUESTIONS = 240
+MAX_SHOWN = 20
+
+
+class NoAnswer(Exception):
+    """The server closed the connection, or said nothing for too long."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    status: int
+    kind: str
+    body: bytes
+    has_body: bool = True
+
+    def essence(self) -> Any:
+        """What must be the same each time: the texts and how they end, or all of what a route without them says."""
+        if self.kind.startswith("text/event-stream"):
+            events = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
+            if not events or events[-1] != "[DONE]":
+                return "a stream without an end"
+            parts: dict[int, list[Any]] = {}
+            for event in map(json.loads, events[:-1]):
+                if "error" in event:
+                    return event
+                for choice in event["choices"]:
+                    text, ends = parts.setdefault(choice["index"], ["", None])
+                    said = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
+                    parts[choice["index"]] = [text + said, choice["finish_reason"] or ends]
+            return sorted((index, *part) for index, part in parts.items())
+        said = json.loads(self.body)
+        if not isinstance(said, dict) or "choices" not in said:
+            return said
+        texts = ((one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
+                 for one in said["choices"])  # fmt: skip
+        return sorted((index, text or "", ends) for index, text, ends in texts)
+
+    def fault(self) -> str | None:
+        """What no client should get, whatever it sent."""
+        if self.status < 300:
+            return None
+        if not (400 <= self.status < 500 or self.status in (501, 503)):
+            return f"status {self.status}"
+        if not self.has_body:
+            return None
+        try:
+            error = json.loads(self.body)["error"]
+            sound = set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
+            return None if sound and isinstance(error["type"], str) else f"an error like {self.body[:200]!r}"
+        except (ValueError, TypeError, KeyError):
+            return f"status {self.status} with {self.body[:200]!r}"
+
+
+def exchange(address: str, raw: bytes, may_wait: bool = False) -> Answer:
+    """Send bytes and read one answer. Raises NoAnswer.
+
+    may_wait: what was sent may be half a request, so that after a while no more is promised.
+    """
+    host, port = address.split(":")
+    is_head = raw.startswith(b"HEAD ")
+    try:
+        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+            with suppress(OSError):  # it may be answered before all of it was read
+                connection.sendall(raw)
+            received, silences, is_open = b"", 0, may_wait
+            connection.settimeout(PAUSE if may_wait else HANG_SECONDS)
+            while not _is_whole(received, is_head):
+                try:
+                    part = connection.recv(1 << 16)
+                except TimeoutError:
+                    if is_open:
+                        connection.shutdown(socket.SHUT_WR)
+                        connection.settimeout(HANG_SECONDS)
+                        is_open = False
+                    elif (silences := silences + 1) == HANGS:
+                        raise NoAnswer(f"it hangs; {len(received)} bytes came") from None
+                    continue
+                if not part:
+                    break
+                received += part
+    except OSError as error:
+        raise NoAnswer(f"{type(error).__name__}: {error}") from None
+    try:
+        response = HTTPResponse(_Received(received), method="HEAD" if is_head else None)
+        response.begin()
+        return Answer(response.status, response.headers.get("content-type", ""), response.read(), not is_head)
+    except (HTTPException, OSError, ValueError) as error:
+        raise NoAnswer(f"no whole answer, {error!r}: {received[:200]!r}") from None
+
+
+class _Received:
+    """Bytes in a socket's clothes, for the standard library to read."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def makefile(self, _: str) -> io.BytesIO:
+        return io.BytesIO(self._data)
+
+
+def _is_whole(received: bytes, is_head: bool) -> bool:
+    head, blank, body = received.partition(b"\r\n\r\n")
+    if blank and head.startswith(b"HTTP/1.1 100"):
+        return _is_whole(body, is_head)
+    lines = head.lower().split(b"\r\n")
+    if not blank or is_head:
+        return bool(blank)
+    length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), None)
+    return len(body) >= length if length is not None else body.endswith(b"0\r\n\r\n")
+
+
+@dataclass
+class Found:
+    """What was seen. again: greedy mutants that were answered, with the answer."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    violations: list[str] = field(default_factory=list)
+    again: dict[bytes, tuple[Mutant, Any]] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def count(self, name: str) -> None:
+        with self.lock:
+            self.counts[name] += 1
+
+    def violation(self, text: str) -> None:
+        with self.lock:
+            self.violations.append(text)
+            if len(self.violations) <= MAX_SHOWN:
+                print(text, flush=True)
+
+
+class Fuzz:
+    """One server, its adapters, and those that call it."""
+
+    def __init__(self, server: AttackedServer, root: Path, spare: Path, seed: int, num_questions: int) -> None:
+        self.server, self.root, self.spare = server, root, spare
+        self.found = Found()
+        self.seed = seed
+        self._stop = threading.Event()
+        texts = {
+            name: [prompt(text) for text in sample_inputs(skill, 4, seed)]
+            for name, skill in {None: BASE, **SKILLS}.items()
+            if name is None or (root / name).is_dir()
+        }
+        self._questions = list(questions(texts, seed, num_questions))
+        self._calls = [*self._questions[:80], *2 * other_calls("spare", str(spare / "good"))]
+        self._calls += [
+            call for directory in sorted(spare.iterdir()) for call in other_calls("odd", str(directory))[-4:]
+        ]
+        self._right: list[Any] = []
+
+    def prepare(self) -> None:
+        """Ask everything alone."""
+        self._right = [self._alone(call.raw()) for call in self._questions]
+
+    def _alone(self, raw: bytes) -> Any:
+        answer = exchange(self.server.address, raw)
+        return answer.essence() if answer.status == 200 else answer.status
+
+    def run(self, first: int, count: int, clients: int) -> None:
+        """Send the mutants, a question after each, while adapters change."""
+        numbers = iter(range(first, first + count))
+        jobs: list[Callable[[], None]] = [self._change_adapters]
+        threads = [threading.Thread(target=self._guarded, args=(job,), daemon=True) for job in jobs]
+        callers = [threading.Thread(target=self._guarded, args=(lambda i=i: self._call(numbers, i),), daemon=True)
+                   for i in range(clients)]  # fmt: skip
+        for thread in (*threads, *callers):
+            thread.start()
+        for thread in callers:
+            thread.join()
+        self._stop.set()
+        for thread in threads:
+            thread.join()
+
+    def _guarded(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            self.found.violation(f"a client broke: {type(error).__name__}: {error}")
+
+    def _call(self, numbers: Any, client: int) -> None:
+        draw = random.Random(self.seed * 1000 + client)
+        while True:
+            with self.found.lock:
+                number = next(numbers, None)
+            if number is None or len(self.found.violations) > MAX_SHOWN:
+                return
+            self._attack(mutant(number, self._calls))
+            self._ask(draw)
+
+    def _attack(self, one: Mutant) -> None:
+        again = f"again: python -m chorus.perf.chaos.fuzz --requests 1 --seed {self.seed} --first {one.number} --show"
+        try:
+            answer = exchange(self.server.address, one.raw, one.may_wait)
+        except NoAnswer as error:
+            if not one.may_wait or "hangs" in str(error):
+                self.found.violation(f"mutant {one.number}, {one.path}: {error}; {again}")
+            self.found.count("closed without an answer")
+            return
+        self.found.count(f"mutants answered with {answer.status}")
+        if fault := answer.fault():
+            self.found.violation(f"mutant {one.number}, {one.path}: {fault}; {again}")
+        elif answer.status == 200 and one.is_greedy and not one.may_wait:
+            try:
+                essence = answer.essence()
+            except (ValueError, KeyError, TypeError) as error:
+                self.found.violation(f"mutant {one.number}, {one.path}: {error!r} in {answer.body[:300]!r}; {again}")
+            else:
+                with self.found.lock:
+                    self.found.again[one.raw] = one, essence
+
+    def _ask(self, draw: random.Random) -> None:
+        """Ask until there is an answer; a refusal says that the adapter is away, or that too many wait."""
+        for _ in range(50):
+            index = draw.randrange(len(self._questions))
+            call = self._questions[index]
+            try:
+                answer = exchange(self.server.address, call.raw())
+            except NoAnswer as error:
+                self.found.violation(f"question {index}, {call.body}: {error}")
+                return
+            if answer.status == 200:
+                self.found.count("answers")
+                if (said := answer.essence()) != self._right[index]:
+                    self.found.violation(f"question {index}, {call.body}: {said} instead of {self._right[index]}")
+                return
+            self.found.count(f"questions refused with {answer.status}")
+            away = answer.status == 404 and "model" in (call.body or {})
+            if not away and answer.status not in (429, 503):
+                self.found.violation(f"question {index}, {call.body}: {answer.status} {answer.body[:300]!r}")
+            time.sleep(0.01)
+
+    def _change_adapters(self) -> None:
+        """Replace and remove adapters, so that each name means the same skill whenever it is there."""
+        draw = random.Random(self.seed)
+        names = sorted(path.name for path in self.root.iterdir())
+        while not self._stop.wait(draw.uniform(0, 0.1)):
+            name = draw.choice(names)
+            path = str(draw.choice([self.root, self.spare]) / (name if draw.random() < 0.9 else "nowhere"))
+            call = draw.choice([
+                Call("POST", "/v1/adapters", {"name": name, "path": path}),
+                Call("POST", "/v1/load_lora_adapter", {"lora_name": name, "lora_path": path, "load_inplace": True}),
+                Call("DELETE", f"/v1/adapters/{name}"),
+            ])  # fmt: skip
+            answer = exchange(self.server.address, call.raw())
+            self.found.count(f"adapter changes with {answer.status}")
+            if fault := answer.fault():
+                self.found.violation(f"{call}: {fault}")
+
+    def ask_again(self) -> None:
+        """Load every adapter and ask alone what greedy mutants were answered, and each question once more."""
+        for path in sorted(self.root.iterdir()):
+            call = Call("POST", "/v1/adapters", {"name": path.name, "path": str(path)})
+            answer = exchange(self.server.address, call.raw())
+            if answer.status not in (200, 201):
+                self.found.violation(f"{path.name} can't be loaded any more: {answer.status} {answer.body[:300]!r}")
+        for raw, (one, said) in self.found.again.items():
+            alone = self._alone(raw)
+            if said == alone:
+                self.found.count("answers of mutants")
+            elif alone == self._alone(raw):
+                self.found.violation(f"mutant {one.number}, {one.raw!r:.600}: {said}, but alone {alone}")
+            else:
+                self.found.count("mutants without one answer")
+        for call, right in zip(self._questions, self._right, strict=True):
+            if (said := self._alone(call.raw())) != right:
+                self.found.violation(f"afterwards {call.body} is answered with {said} instead of {right}")
+
+    def check_books(self) -> None:
+        """Nothing is used any more: the engine is well, and all pages come back once the adapters are gone."""
+        models = json.loads(exchange(self.server.address, Call("GET", "/v1/adapters").raw()).body)["data"]
+        for one in models:
+            answer = exchange(self.server.address, Call("DELETE", f"/v1/adapters/{one['name']}").raw())
+            if answer.status != 200:
+                self.found.violation(f"{one['name']} can't be removed: {answer.status} {answer.body[:300]!r}")
+        time.sleep(1.1)  # the engine checks itself once a second, when it is called and has nothing else to do
+        exchange(self.server.address, Call("GET", "/v1/models").raw())
+        answer = exchange(self.server.address, Call("GET", "/health").raw())
+        stats = json.loads(answer.body)["stats"]
+        used = {name: stats[name] for name in ("num_running", "num_waiting", "num_kv_pages", "num_adapter_pages")}
+        if answer.status != 200 or any(used.values()):
+            self.found.violation(f"afterwards /health says {answer.body!r}")
+        if stats["num_free_pages"] + stats["num_cached_pages"] != stats["num_pages"]:
+            self.found.violation(f"pages were lost: {stats}")
+
+
+def held(server: AttackedServer) -> tuple[int, int]:
+    """Descriptors and threads of the server."""
+    return len(os.listdir(f"/proc/{server.pid}/fd")), len(os.listdir(f"/proc/{server.pid}/task"))
+
+
+def directories(where: Path) -> tuple[Path, Path]:
+    """The adapters that are served, and others that may be loaded, among them some that can't be served."""
+    root, spare = where / "served", where / "spare"
+    for path in sorted(BUILTIN_ADAPTERS.iterdir()):
+        if path.is_dir():
+            shutil.copytree(path, root / path.name)
+            shutil.copytree(path, spare / path.name)
+    some = next(root.iterdir())
+    shutil.copytree(some, spare / "good")
+    shutil.copytree(some, spare / "cut")
+    weights = spare / "cut" / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    (spare / "empty").mkdir()
+    shutil.copytree(some, spare / "no-config").joinpath("adapter_config.json").write_text('{"r": "many"}')
+    return root, spare
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.fuzz", description=__doc__.split("\n")[0])
+    parser.add_argument("--requests", type=int, default=25_000, help="mutants (default: %(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the first mutant's number")
+    parser.add_argument("--seed", type=int, default=0, help="what questions and changes of adapters are drawn from")
+    parser.add_argument("--clients", type=int, default=8, help="clients at once (default: %(default)s)")
+    parser.add_argument("--questions", type=int, default=NUM_QUESTIONS, help="that differ (default: %(default)s)")
+    parser.add_argument("--show", action="store_true", help="print each mutant's bytes and its answer")
+    args = parser.parse_args(argv)
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="chorus-fuzz-") as where:
+        root, spare = directories(Path(where))
+        flags = [
+            "--adapters", str(root), "--adapter-roots", f"{root}:{spare}", "--memory-bytes", "4MiB", "--threads", "1",
+            "--host-cache-bytes", "1MiB", "--max-waiting", "64", "--head-seconds", "600",
+            "--body-seconds", "600", "--send-seconds", "600",
+        ]  # fmt: skip
+        with started_server(flags) as server:
+            fuzz = Fuzz(server, root, spare, args.seed, args.questions)
+            found = fuzz.found
+            fuzz.prepare()
+            if args.show:
+                for number in range(args.first, args.first + args.requests):
+                    one = mutant(number, fuzz._calls)
+                    print(number, one.raw, exchange(server.address, one.raw, one.may_wait), sep="\n", flush=True)
+            descriptors, threads = held(server)
+            rss = server.rss()
+            fuzz.run(args.first, args.requests, args.clients)
+            fuzz.ask_again()
+            fuzz.check_books()
+            deadline = time.monotonic() + 10
+            while held(server)[0] > descriptors and time.monotonic() < deadline:
+                time.sleep(0.1)
+            more = [now - before for now, before in zip(held(server), (descriptors, threads), strict=True)]
+            growth = server.rss() - rss
+            if more[0] > 0 or more[1] > MAX_POOLED or growth > MAX_GROWTH:
+                found.violation(f"{more[0]} descriptors, {more[1]} threads and {growth} bytes more than before")
+    answers = found.counts["answers"] + found.counts["answers of mutants"]
+    result = {"ok": not found.violations, "requests": args.requests, "answers": answers, "first": args.first,
+              "violations": len(found.violations), "descriptors": more[0], "threads": more[1],
+              "growth_mb": round(growth / 2**20, 1), "seconds": round(time.monotonic() - began, 1),
+              "counts": dict(sorted(found.counts.items()))}  # fmt: skip
+    print(json.dumps(result))
+    return 0 if result["ok"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
