@@ -9,7 +9,7 @@ from itertools import takewhile
 from ..memory.adapter import Adapter
 from .request import Request
 
-_BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
+_BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
 
 class Group:
@@ -27,7 +27,7 @@ class Group:
 
 
 class WaitingQueue:
-    """Waiting requests; each operation takes constant time, one that comes back by how many came back before it."""
+    """Waiting requests; operations take constant time, but for the return of one: linear in those that came back before."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
@@ -55,7 +55,7 @@ class WaitingQueue:
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run: it goes on before all that have not, and of those that have in order of arrival."""
+        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self._order, request)
