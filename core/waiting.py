@@ -27,7 +27,7 @@ class Group:
 
 
 class WaitingQueue:
-    """Waiting requests; operations take constant time, but for the return of one: linear in those that came back before."""
+    """Waiting requests. Operations take constant time, but `append_first` scans the requests that came back before."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
