@@ -9,7 +9,7 @@ from itertools import takewhile
 from ..memory.adapter import Adapter
 from .request import Request
 
-_BEFORE_ALL = 1 << 62  # what the places of those that have run are lowered by
+_BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
 
 class Group:
@@ -45,7 +45,7 @@ class Group:
 
 
 class WaitingQueue:
-    """Waiting requests; each operation takes constant time, one that comes back by how many came back before it."""
+    """Waiting requests. Operations take constant time, but `append_first` scans the requests that came back before."""
 
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
@@ -76,7 +76,7 @@ class WaitingQueue:
         self._group(request).line(request)[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run: before all that have not, and among those that have in order of arrival."""
+        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self._order, request)

@@ -297,13 +297,6 @@ class AdapterStore:
             self.evict(adapter)
         return bool(unused)
 
-    def evict_idle(self) -> int:
-        """Evict every idle adapter; returns how many."""
-        idle = [a for a in (*self._current.values(), *self._retired) if a.pages and a.references == 0]
-        for adapter in idle:
-            self.evict(adapter)
-        return len(idle)
-
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
         """What the store holds, for `PagePool.check_integrity`."""
         for adapter in itertools.chain(self._current.values(), self._retired):

@@ -146,7 +146,6 @@ class CostModel:
     """
 
     kernel: Kernel
-    num_layers: int
     prefill: PrefillCost
     decode: DecodeCost
     disk: DiskCost

@@ -117,7 +117,6 @@ class Profile(_Strict):
         """The cost model. ProfileError for a term that a model doesn't have."""
         return CostModel(
             kernel=Kernel(self.kernel),
-            num_layers=self.geometry.num_layers,
             prefill=self._model("prefill", PrefillCost),
             decode=self._model("decode", DecodeCost),
             disk=self._model("disk", DiskCost),

@@ -22,7 +22,6 @@ class Asked:
     scope: tuple[str, str]
     output: list[int] = field(default_factory=list)
     logprobs: list[int] = field(default_factory=list)
-    num_told: int = 0
     was_sent_back: bool = False
     reason: FinishReason | None = None
     error: str | None = None
@@ -50,7 +49,6 @@ class Asked:
         id = output.request_id
         promise(not self.ended, f"{id} goes on after its end")
         self._check_told(output, all_asked)
-        self.num_told += 1
         self.output += output.token_ids
         if output.finish_reason is None:
             return
@@ -64,10 +62,10 @@ class Asked:
         promise(self.logprobs == wanted, f"{id} got log-probabilities of {self.logprobs}")
 
     def _check_told(self, output: RequestOutput, all_asked: Iterable[Asked]) -> None:
-        """What comes beside the tokens, and in how many pieces all of it comes."""
+        """Check that an output has one token, and what comes beside it."""
         request, id = self.request, output.request_id
-        is_last = output.finish_reason is not None
-        promise(request.streams or not self.num_told or is_last, f"{id} does not stream, yet was told more than twice")
+        num_tokens = len(output.token_ids)
+        promise(num_tokens == (output.finish_reason is not FinishReason.ERROR), f"{id} got {num_tokens} tokens at once")
         self.logprobs += [each.token_id for each in output.logprobs]
         if output.token_ids and not self.output:
             wanted = None if request.params.prompt_logprobs is None else self.prompt[1:]

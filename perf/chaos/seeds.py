@@ -153,9 +153,7 @@ class Life:
             prompt_logprobs=rng.choice([None, None, None, 0]), logprobs=rng.choice([None, None, None, 0]),
             seed=rng.choice([None, 7]),
         )  # fmt: skip
-        request = Request(
-            f"r{len(self.asked)}", prompt, params, name, streams=rng.random() < 0.7, tenant=tenant, cache_salt=salt
-        )
+        request = Request(f"r{len(self.asked)}", prompt, params, name, tenant=tenant, cache_salt=salt)
         if not self._add(lambda: self.engine.add_request(request)):
             return
         adapter = None if name is None else self.current[name]
@@ -330,7 +328,6 @@ class Life:
         del self.active[output.request_id]
         if asked.reason is not FinishReason.ERROR:
             self.reached["answered"] += 1
-            self.reached["answered in one piece"] += not asked.request.streams
             self.reached["answered from the prefix cache"] += asked.request.num_cached_tokens > 0
             return
         self.reached["ended with an error"] += 1

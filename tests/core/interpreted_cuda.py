@@ -137,7 +137,7 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     places = [id(executor._steps.lora.tables), executor._steps.lora.tables.pages.data_ptr()]
     store.register("r5-o-down", tiny.adapters["r5-o-down"])
     check(driver, ask(driver, tiny, ("r5-o-down", 4, 2), (None, 2, 2)))
-    store.evict_idle()
+    driver.engine.reclaim_idle()
     store.register("r1-qv", tiny.adapters["r5-o-down"])
     want = ask(driver, tiny, ("r5-o-down", 2, 2))
     prompt = tiny.prompt("r5-o-down", 3, 2, seed=50)

@@ -85,7 +85,7 @@ def test_decode_follows_the_kernel(ranks, kv):
     using = [rank for rank in ranks if rank]
     plain = 3.0 + 0.5 * len(ranks) + 0.01 * kv
     for kernel, work in ((Kernel.SGMV, sum(using)), (Kernel.BGMV, len(using) * max(using, default=0))):
-        costs = CostModel(kernel, 4, PrefillCost(), decode, DiskCost(), TransferCost())
+        costs = CostModel(kernel, PrefillCost(), decode, DiskCost(), TransferCost())
         assert costs.decode_seconds(ranks, kv) == pytest.approx(plain + 0.25 * work)
 
 
@@ -117,7 +117,7 @@ def test_adapters_that_requests_share_are_read_once():
 def test_prefill_has_a_floor_and_a_quadratic_term():
     prefill = PrefillCost(floor=2.0, base=1.0, per_token=0.01, per_pair=0.001, per_rank=0.0001)
     assert prefill.seconds(10, 1, 55.0) == 2.0
-    costs = CostModel(Kernel.SGMV, 4, prefill, DecodeCost(), DiskCost(), TransferCost())
+    costs = CostModel(Kernel.SGMV, prefill, DecodeCost(), DiskCost(), TransferCost())
     assert costs.prefill_seconds(100, 8) == pytest.approx(1.0 + 1.0 + 0.001 * 5050 + 0.0001 * 800)
     assert costs.migrate_seconds(100, 8) == costs.prefill_seconds(100, 8)
 
@@ -139,7 +139,7 @@ def test_work_of_a_plan():
 def test_terms_are_what_seconds_sums(values):
     decode = DecodeCost(**dict(zip(DECODE_TERMS, values[:7], strict=True)), knee=1.0)
     prefill = PrefillCost(**dict(zip(PREFILL_TERMS, values[7:], strict=True)))
-    costs = CostModel(Kernel.SGMV, 4, prefill, decode, DiskCost(), TransferCost())
+    costs = CostModel(Kernel.SGMV, prefill, decode, DiskCost(), TransferCost())
     for adapters, bucket, count in (([], 2, 1), ([adapter("a", 8)], 2, 1), ([adapter("a", 8)], None, 7), ([], None, 3)):
         work = StepWork.of(StepPlan(1, [row("x", len(adapters) - 1, 5, count)], adapters, bucket), Kernel.SGMV)
         model = decode if bucket else prefill

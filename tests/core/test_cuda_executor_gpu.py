@@ -150,7 +150,7 @@ def test_adapters_that_come_while_others_decode(drive):
     asked = list(zip(itertools.cycle(names(warm)), prompts(21, seed=5), strict=False))
     for index, (adapter, prompt) in enumerate(asked):
         want = warm.run(str(index), adapter, prompt, max_tokens=5).tokens
-        cold.engine.store.evict_idle()
+        cold.engine.reclaim_idle()
         assert cold.run(str(index), adapter, prompt, max_tokens=5).tokens == want, f"request {index} on {adapter}"
     add_all(cold, [(adapter, prompt) for adapter, prompt in asked], 8)
     answers = cold.drain()

@@ -243,7 +243,7 @@ def test_abort_of_an_adapters_last_request_leaves_it_idle(gqa, drive):
     assert driver.engine.store.get("r1-all").references == 1
     driver.engine.abort("a")
     assert driver.engine.store.get("r1-all").references == 0
-    assert driver.engine.store.evict_idle() == 1
+    assert driver.engine.reclaim_idle()
     assert held_pages(driver) == 0
 
 
@@ -438,7 +438,7 @@ def test_adapter_that_breaks_after_registration_fails_its_requests_alone(gqa, dr
         assert answers[name].tokens == []
     for name in ("before", "after"):
         assert answers[name].tokens == gqa.greedy("r1-all", prompt, 8)
-    driver.engine.store.evict_idle()
+    driver.engine.reclaim_idle()
     assert held_pages(driver) == 0
     assert all_pages_are_free(driver)
 
@@ -610,7 +610,7 @@ def test_reload_while_a_request_waits(gqa, drive, two_versions):
     answers = driver.drain()
     assert answers["waiting"].tokens == gqa.greedy("r8-attention", prompt, 16)
     assert answers["later"].tokens == gqa.greedy("r1-all", prompt, 16)
-    driver.engine.store.evict_idle()
+    driver.engine.reclaim_idle()
     assert held_pages(driver) == 0
     assert all_pages_are_free(driver)
 

@@ -106,7 +106,7 @@ def test_the_steps_tell_the_terms_apart(profiler):
     """A machine that costs exactly what a model says is found to cost just that."""
     decode = DecodeCost(4e-3, 2e-4, 1e-6, 3e-4, 2e-6, 1e-5, 5e-4, 4.0)
     prefill = PrefillCost(0.0, 3e-3, 3e-4, 7e-4, 4e-7, 2e-4, 1e-6, 1e-5, 3e-7)
-    costs = CostModel(Kernel.SGMV, 3, prefill, decode, DiskCost(), TransferCost())
+    costs = CostModel(Kernel.SGMV, prefill, decode, DiskCost(), TransferCost())
     for plans, fitted, model, terms in (
         (profiler.decode_plans(200), fit_decode, decode, (*DECODE_TERMS, "knee")),
         (profiler.prefill_plans(80), fit_prefill, prefill, PREFILL_TERMS),

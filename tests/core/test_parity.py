@@ -281,7 +281,9 @@ def test_eviction_before_every_step(subject, drive, families, what, chunked):
 
     def evict():
         if what == "adapters":
-            engine.store.evict_idle()
+            for adapter in map(engine.store.get, engine.store.names()):
+                if adapter.pages and not adapter.references:
+                    engine.store.evict(adapter)
         else:
             engine.reclaim_idle()
             assert engine.stats().num_cached_pages == 0

@@ -754,12 +754,6 @@ class EngineMachine(RuleBasedStateMachine):
                 self.engine.unpin_adapter(name)
 
     @rule()
-    def evict_idle(self):
-        idle = [adapter for adapter in self._adapters() if adapter.pages and not adapter.references]
-        assert self.engine.store.evict_idle() == len(idle)
-        assert not any(adapter.pages for adapter in idle)
-
-    @rule()
     def reclaim_idle(self):
         """Whatever nobody uses is free then; whoever runs is not touched."""
         before = self.engine.stats()

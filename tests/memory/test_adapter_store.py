@@ -164,7 +164,6 @@ def test_adapter_kept_by_name_is_never_evicted(store, pool, memory, use):
     assert store.is_pinned(a)
     assert (store.num_pinned_pages, store.num_idle_pages) == (4, 2)
     assert memory.reclaimer.reclaim_all() == 2
-    assert store.evict_idle() == 0
     assert resident(store) == {"a"}
     store.unpin(a)
     store.unpin(a)
@@ -227,24 +226,12 @@ def test_room_for_an_adapter_is_all_or_nothing(store, pool, use):
     check(store, pool, kv)
 
 
-def test_evict_idle(store, pool, use):
-    a, b, c = register(store, a="two", b="two", c="two")
-    use(a, b)
-    use.start(c)
-    assert store.evict_idle() == 2
-    assert resident(store) == {"c"}
-    assert store.evict_idle() == 0
-    assert pool.num_free == 8
-    assert store.num_idle_pages == 0
-    check(store, pool)
-
-
 def test_evicted_adapter_comes_back_in_a_new_page_list(store, backend, use):
     """Views of an adapter's rows are kept per page list, so the list's identity changes with its pages."""
     (a,) = register(store, a="two")
     use(a)
     before = a.pages
-    store.evict_idle()
+    store.evict(a)
     use(a)
     assert a.pages is not before
     assert len(backend.placed) == 2

@@ -90,7 +90,7 @@ class Life:
         self.register("a", "third")
         self.ask("a2", "a")
         self.drain()
-        self.engine.store.evict_idle()
+        self.engine.reclaim_idle()
         self.ask("b2", "b")
         self.ask("base", None)
         self.drain()

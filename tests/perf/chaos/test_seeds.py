@@ -3,7 +3,6 @@
 import pytest
 
 from chorus.core import engine
-from chorus.core.request import Request
 from chorus.core.request_memory import RequestMemory, _version
 from chorus.core.request_record import from_record
 from chorus.memory.adapter_store import AdapterStore
@@ -54,11 +53,6 @@ def shared_cache(monkeypatch):
     monkeypatch.setattr(RequestMemory, "scope", lambda self, request: ("", ""))
 
 
-def chatter(monkeypatch):
-    """Who asks for all of an answer at once is told every token."""
-    monkeypatch.setattr(Request, "is_quiet", property(lambda self: False, lambda self, value: None), raising=False)
-
-
 def scores_of_what_is_left(monkeypatch):
     """A prompt of which the beginning is cached gets log-probabilities of the rest only."""
     monkeypatch.setattr(
@@ -81,7 +75,7 @@ def forgetful_moves(monkeypatch):
     monkeypatch.setattr(engine, "from_record", forget)
 
 
-FAULTS = [blind_prefixes, hasty_release, lasting_pins, stale_versions, shared_cache, chatter, scores_of_what_is_left]
+FAULTS = [blind_prefixes, hasty_release, lasting_pins, stale_versions, shared_cache, scores_of_what_is_left]
 
 
 @pytest.mark.parametrize("plant", [*FAULTS, forgetful_moves])

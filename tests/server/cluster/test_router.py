@@ -34,7 +34,6 @@ class Asked:
 def costs(kernel=Kernel.BGMV, *, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9):
     return CostModel(
         kernel,
-        num_layers=32,
         prefill=PrefillCost(floor=floor, per_token=per_token),
         decode=DecodeCost(base=0.03, per_rank=per_rank),
         disk=TransferCost(),
