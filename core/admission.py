@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from ..memory.adapter import Adapter, Tier
-from ..memory.adapter_format import AdapterFormatError
+from ..memory.adapter_error import AdapterFormatError, LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.prefix import Block
 from .config import SchedulerLimits
@@ -147,7 +147,7 @@ class Admission:
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
             return False
         is_loading = request.adapter is not None and request.adapter.transfer is not None
         request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
@@ -232,9 +232,10 @@ def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
     return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
 
 
-def load_error(request: Request, error: BaseException) -> str:
-    """Return the error message for a request whose adapter could not be loaded."""
+def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
+    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own."""
     if isinstance(error, AdapterFormatError):
-        return str(error)
+        return str(error), error.failure
     logger.error("loading %r failed", request.adapter, exc_info=error)
-    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}"
+    failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
+    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ..graphs.buckets import DecodeBuckets
+from ..memory.adapter_error import LoadFailure
 from ..memory.adapter_store import AdapterStore
 from ..memory.pages import PageKind
 from .admission import Admission, load_error
@@ -171,7 +172,8 @@ class Scheduler:
         for adapter, error in self._store.poll():
             for request in [request for request in self._running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
-                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=load_error(request, error)))
+                reason, failure = load_error(request, error)
+                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
             self._store.evict(adapter)
         still = []
         for request in self._loading:
@@ -190,7 +192,7 @@ class Scheduler:
         """End the waiting requests whose adapter can't be loaded."""
         for request, error in self._ahead.hopeless(self._waiting):
             self._waiting.remove(request)
-            self._fail(request, load_error(request, error))
+            self._fail(request, *load_error(request, error))
 
     def _grow_decodes(self) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
@@ -323,11 +325,11 @@ class Scheduler:
 
     # -- finishing
 
-    def _fail(self, request: Request, error: str) -> None:
+    def _fail(self, request: Request, error: str, failure: LoadFailure | None = None) -> None:
         """End a request that is in neither queue, with an error."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
-        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error))
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.is_running:

@@ -11,6 +11,7 @@ from enum import StrEnum
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..graphs.runner import StepMode
+from ..memory.adapter_error import LoadFailure
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -155,8 +156,8 @@ class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
-    logprobs: one per new token, if requested. prompt_logprobs: one per prompt token but the first, on the first output,
-    if requested.
+    logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
+    output, when asked for. failure: why its adapter was not loaded, where that is the error.
     """
 
     request_id: str
@@ -168,3 +169,4 @@ class RequestOutput(NamedTuple):
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    failure: LoadFailure | None = None

@@ -55,7 +55,7 @@ class WaitingQueue:
         self._group(request).requests[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
+        """Add a request that has run: before all that have not, and among those that have in order of arrival."""
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self._order, request)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .adapter_error import AdapterFormatError, shown
+from .adapter_error import AdapterFormatError, AdapterUnreadable, shown
 
 MAX_PATH_BYTES = 4096
 
@@ -36,7 +36,7 @@ class AdapterDirectory:
         except NotADirectoryError as error:
             raise AdapterFormatError(f"{path}: {self._why_no_directory(error)}") from None
         except (OSError, ValueError) as error:
-            raise AdapterFormatError(f"{shown(str(path))}: cannot be read: {_reason(error)}") from error
+            raise AdapterUnreadable(f"{shown(str(path))}: cannot be read: {_reason(error)}") from error
         try:
             self._check_place(self._fd, path)
         except BaseException:
@@ -65,7 +65,7 @@ class AdapterDirectory:
         except OSError as error:
             if error.errno == errno.ENOENT and not self.has(name):
                 raise AdapterFormatError(f"{file}: not found; {kind} is needed") from None
-            raise AdapterFormatError(f"{file}: cannot be read: {_reason(error)}") from error
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise AdapterFormatError(f"{file}: not a regular file; {kind} is needed")
@@ -78,7 +78,7 @@ class AdapterDirectory:
                     os.close(looked_at)
         except OSError as error:
             _close(fd)
-            raise AdapterFormatError(f"{file}: cannot be read: {_reason(error)}") from error
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
         except BaseException:
             _close(fd)
             raise
@@ -93,7 +93,7 @@ class AdapterDirectory:
             while len(data) <= limit and (part := os.read(fd, limit + 1 - len(data))):
                 data += part
         except OSError as error:
-            raise AdapterFormatError(f"{file}: cannot be read: {_reason(error)}") from error
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
         finally:
             os.close(fd)
         if len(data) > limit:

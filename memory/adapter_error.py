@@ -2,11 +2,36 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
+
 _LONGEST = 160
+
+
+class LoadFailure(StrEnum):
+    """Reason why a registered adapter was not loaded; the values are the codes that clients are told."""
+
+    UNREADABLE = "adapter_unreadable"
+    TIMEOUT = "adapter_timeout"
+    CHANGED = "adapter_changed"
+    INVALID = "adapter_invalid"
 
 
 class AdapterFormatError(ValueError):
     """An adapter directory that can't be served; the message names the file and the field or tensor at fault."""
+
+    failure = LoadFailure.INVALID
+
+
+class AdapterChanged(AdapterFormatError):
+    """A file is not the one that was registered."""
+
+    failure = LoadFailure.CHANGED
+
+
+class AdapterUnreadable(AdapterFormatError):
+    """The disk gave an error; the same read may succeed later."""
+
+    failure = LoadFailure.UNREADABLE
 
 
 def shown(value: object) -> str:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from .adapter_error import AdapterFormatError
+from .adapter_error import AdapterChanged
 from .adapter_format import AdapterManifest, AdapterWeights, open_weights, tensor_names
 from .layout import MODULES
 from .tensor_file import ITEM_BYTES, TensorInfo
@@ -32,7 +32,7 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
         if same_size_and_time and manifest.identity in (None, file.identity):
             return file
         if manifest.content_hash is None or not _is_copy(file, manifest):
-            raise AdapterFormatError(f"{file.path}: {STALE}")
+            raise AdapterChanged(f"{file.path}: {STALE}")
     except BaseException:
         file.__exit__()
         raise
@@ -55,7 +55,7 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
         reader = _Reader(file)
         content_hash, has_effect = reader.hash(manifest), reader.has_effect(manifest)
         if not file.is_unchanged():
-            raise AdapterFormatError(f"{file.path}: {STALE}")
+            raise AdapterChanged(f"{file.path}: {STALE}")
         return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
 
 
@@ -106,7 +106,7 @@ class _Reader:
     def _info(self, name: str) -> TensorInfo:
         info = self._file.tensors.get(name)
         if info is None:
-            raise AdapterFormatError(f"{self._file.path}: {STALE}")
+            raise AdapterChanged(f"{self._file.path}: {STALE}")
         return info
 
     def _has_values(self, info: TensorInfo) -> bool:

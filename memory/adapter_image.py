@@ -9,7 +9,7 @@ from contextlib import closing
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from .adapter_error import AdapterFormatError
+from .adapter_error import AdapterChanged, AdapterFormatError
 from .adapter_format import AdapterManifest, tensor_shapes
 from .adapter_identity import STALE, open_unchanged
 from .adapter_layout import AdapterLayout, AdapterPart, PartLayout
@@ -65,7 +65,7 @@ def read_image(
         with closing(done):  # here and now: whoever drops an open one would wait for the disk
             for num_ready in done:
                 if num_ready == layout.num_layers and not file.is_unchanged():
-                    raise AdapterFormatError(f"{file.path}: {STALE}")
+                    raise AdapterChanged(f"{file.path}: {STALE}")
                 image.publish(num_ready)
 
 
@@ -82,7 +82,7 @@ def _read_by_rows(
         for layers in jobs.layers:
             fault = rows.next(parts[0].data)
             if layers.start == 0 and _is_other_header(rows, places, fault):
-                raise AdapterFormatError(f"{file.path}: {STALE}")
+                raise AdapterChanged(f"{file.path}: {STALE}")
             if fault is not None:
                 deque(_read_by_torch(parts, layers), maxlen=0)  # says what is wrong
             yield layers.stop
@@ -148,7 +148,7 @@ class _PartReader:
 def _info(file: TensorFile, name: str, shape: tuple[int, int]) -> TensorInfo:
     info = file.tensors.get(name)
     if info is None or info.shape != shape:
-        raise AdapterFormatError(f"{file.path}: {STALE}")
+        raise AdapterChanged(f"{file.path}: {STALE}")
     return info
 
 
@@ -185,4 +185,4 @@ def _not_finite(
                 return AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")
             if not _all_finite(tensor.to(dtype)):
                 return AdapterFormatError(f"{at} a value beyond the range of {dtype}; serve the model in a wider dtype")
-    return AdapterFormatError(f"{file.path}: {STALE}")
+    return AdapterChanged(f"{file.path}: {STALE}")

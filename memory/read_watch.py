@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from concurrent.futures import Future
 
-from .adapter_error import AdapterFormatError
+from .adapter_error import AdapterFormatError, LoadFailure
 from .host_image import HostImage
 
 #: A read that takes longer has another beside it.
@@ -17,6 +17,8 @@ _LEAST_BYTES_PER_SECOND = 512 << 10
 
 class ReadStalled(AdapterFormatError):
     """A read brought nothing for too long and is not waited for any more."""
+
+    failure = LoadFailure.TIMEOUT
 
 
 class ReadWatch:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeGuard
 
 from . import strict_json
-from .adapter_error import AdapterFormatError, shown
+from .adapter_error import AdapterFormatError, AdapterUnreadable, shown
 
 #: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
@@ -174,8 +174,8 @@ class TensorFile:
     def _refuse(self, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.path}: {why}")
 
-    def _unreadable(self, error: Exception) -> AdapterFormatError:
-        return AdapterFormatError(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+    def _unreadable(self, error: Exception) -> AdapterUnreadable:
+        return AdapterUnreadable(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

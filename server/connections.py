@@ -14,7 +14,10 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from .addresses import Networks, Places
 
 if TYPE_CHECKING:
     from .http_protocol import HttpConnection
@@ -29,6 +32,9 @@ MIN_BYTES_PER_SECOND = 16 << 10
 
 UNREAD_SECONDS = 2.0
 """How long an answer may lie unread while others need its connection's place."""
+
+RESPITE_SECONDS = 0.02
+"""How long a connection has in any case to say what it wants: what was sent with it may not have been read yet."""
 
 FRESH_SECONDS = 1.0
 """How long a connection has, if any older one can be closed in its stead, to say what it wants."""
@@ -55,13 +61,14 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be, and how long each may take.
+    """How many connections there may be, how many of them from one place, and how long each may take.
 
     head: seconds until a request's head has come. body, send: seconds of grace for a body and for a client that does
     not read, more as bytes go by. idle: seconds between two requests.
     """
 
     count: int
+    per_place: int
     head: float = 10.0
     body: float = 20.0
     send: float = 20.0
@@ -90,8 +97,9 @@ class Connections:
     takes the place of the oldest ones that ask for nothing.
     """
 
-    def __init__(self, limits: ConnectionLimits) -> None:
+    def __init__(self, limits: ConnectionLimits, proxies: Networks) -> None:
         self.limits = limits
+        self.places = Places(limits.per_place, proxies)
         self._crowded_limits = replace(limits, head=limits.head / 4, body=limits.body / 4, send=limits.send / 4)
         self._crowded_until = 0.0
         self._all: dict[HttpConnection, None] = {}
@@ -102,27 +110,35 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
+    def refused(self, why: str) -> None:
+        """A connection was closed before it was begun."""
+        self._cut[why] += 1
+        self._watch()
+
     def add(self, connection: HttpConnection) -> None:
-        """A client connected."""
+        """A connection was begun."""
         self._all[connection] = None
+        self._watch()
+
+    def _watch(self) -> None:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
-        if len(self._all) > self.limits.count and not self.make_room(besides=connection):
-            self._close(connection, "there were too many")
 
     def remove(self, connection: HttpConnection) -> None:
-        """A connection is gone."""
-        self._all.pop(connection, None)
+        """A connection is gone, or about to go."""
+        if connection in self._all:
+            del self._all[connection]
+            self.places.leave(connection.place)
 
-    def make_room(self, besides: HttpConnection | None = None) -> int:
-        """Close some of those that ask for nothing, or don't read; the oldest first; returns how many."""
+    def make_room(self, place: str | None = None) -> int:
+        """Close some of those that ask for nothing, or don't read, the oldest first; returns how many.
+
+        place: where they must come from; None: anywhere.
+        """
         now = time.monotonic()
-        waiting = [
-            one for one in self._all
-            if one is not besides and (one.look(now) is not Phase.ANSWER or one.unread_seconds(now) > UNREAD_SECONDS)
-        ]  # fmt: skip
+        waiting = [one for one in self._all if place in (None, one.place) and _may_go(one, now)]
         waiting.sort(key=lambda one: (now - one.since < FRESH_SECONDS, one.phase, one.since))
-        chosen = waiting[: max(1, self.limits.count // 32)]
+        chosen = [*islice((one for one in waiting if not one.transport.unheard), max(1, self.limits.count // 32))]
         for connection in chosen:
             self._close(connection, "others needed their places")
         return len(chosen)
@@ -134,11 +150,10 @@ class Connections:
 
     def cut(self, connections: Iterable[HttpConnection] | None = None) -> None:
         """End connections at once, all by default; their requests end, too."""
-        now = time.monotonic()
         for connection in list(self._all if connections is None else connections):
-            self._all.pop(connection, None)
+            self.remove(connection)
             transport = connection.transport
-            if transport.get_write_buffer_size() or connection.holds or connection.unread_seconds(now):
+            if transport.get_write_buffer_size() or connection.holds or connection.is_unread:
                 # Or the system would keep what nobody reads.
                 transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _AT_ONCE)
             transport.abort()
@@ -168,6 +183,13 @@ class Connections:
         self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None
 
 
+def _may_go(connection: HttpConnection, now: float) -> bool:
+    """True if a connection may be closed for others."""
+    if connection.look(now) is Phase.ANSWER:
+        return connection.unread_seconds(now) > UNREAD_SECONDS
+    return now - connection.since > RESPITE_SECONDS
+
+
 class CountingTransport:
     """A transport that knows how many bytes its client's machine has taken."""
 
@@ -189,6 +211,13 @@ class CountingTransport:
             return self._transport.get_write_buffer_size()
         in_system = struct.unpack("i", fcntl.ioctl(self._descriptor, termios.TIOCOUTQ, bytes(4)))[0]
         return self._transport.get_write_buffer_size() + in_system
+
+    @property
+    def unheard(self) -> bool:
+        """True if its client has sent what has not been read yet, but will be by the next turn of the event loop."""
+        if self._transport.is_closing() or not self._transport.is_reading():
+            return False
+        return fcntl.ioctl(self._descriptor, termios.FIONREAD, bytes(4)) != bytes(4)
 
     @property
     def taken(self) -> int:

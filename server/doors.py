@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 from collections.abc import Collection
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .addresses import place_of
 from .errors import ApiError, clipped
 from .gate import ALWAYS_OPEN, Gate
 from .hosts import Hosts, is_same_origin
@@ -40,7 +40,7 @@ class Doors:
         try:
             identity = self._admit(method, path, Headers(scope=scope))
             scope.setdefault("state", {}).update(
-                tenant=identity.tenant or _place((scope.get("client") or ("",))[0]),
+                tenant=identity.tenant or place_of((scope.get("client") or ("",))[0]),
                 sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
             )
             with self._gate.passing(method, path):
@@ -89,15 +89,6 @@ class _Answer:
     async def send(self, message: Message) -> None:
         self.begun = True
         await self._send(message)
-
-
-def _place(address: str) -> str:
-    """The name that requests without a key go by. A /64 is one place: one machine may use all of its addresses."""
-    try:
-        known = ipaddress.ip_address(address.partition("%")[0])
-    except ValueError:
-        return f"at-{address}"
-    return f"at-{ipaddress.ip_network((known, 64), strict=False) if known.version == 6 else known}"
 
 
 def _is_json(content_type: str) -> bool:

@@ -15,7 +15,9 @@ from starlette.responses import JSONResponse, Response
 
 from ..core.overload import Overloaded
 from ..core.sampling_params import InvalidRequest
+from ..memory.adapter_error import LoadFailure
 from .executors import PoolFull
+from .request_id import HEADER
 
 MAX_ECHO = 200
 """Characters of a client's own words that an error repeats."""
@@ -95,7 +97,11 @@ class EngineUnavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine gave up a request that it had accepted."""
+    """The engine gave up a request that it had accepted. failure: why its adapter was not loaded, if that is it."""
+
+    def __init__(self, message: str, failure: LoadFailure | None = None) -> None:
+        super().__init__(message)
+        self.failure = failure
 
 
 def no_model(name: str) -> ApiError:
@@ -134,6 +140,16 @@ def as_api_error(error: Exception) -> ApiError:
         return ApiError(503, message, type="server_error", code="storage_unavailable")
     if isinstance(error, EngineUnavailable):
         return ApiError(503, _without_paths(str(error)), type="server_error", code="engine_unavailable")
+    if isinstance(error, GenerationFailed) and error.failure is not None:
+        passes = error.failure in (LoadFailure.UNREADABLE, LoadFailure.TIMEOUT)
+        return ApiError(
+            503 if passes else 424,  # clients repeat a 409 by themselves, which would not help
+            _without_paths(str(error)),
+            type="server_error",
+            param="model",
+            code=error.failure,
+            retry_after=1 if passes else None,
+        )
     if isinstance(error, GenerationFailed):
         return ApiError(500, _without_paths(str(error)), type="server_error", code="generation_failed")
     return ApiError(500, "the server failed to answer; its log says why", type="server_error", code="internal_error")
@@ -183,7 +199,10 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of every exception a route lets through."""
     answer = as_api_error(error)
     answer.message = request.app.state.private_paths.hide(answer.message)
-    return answer.response()
+    response = answer.response()
+    if answer.unforeseen:  # Starlette sends these itself, outside of all middleware
+        response.headers[HEADER] = request.state.request_id
+    return response
 
 
 async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:

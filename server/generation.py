@@ -131,7 +131,9 @@ class Generation:
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
                 self._end(output.request_id, output.finish_reason.value)
                 reason = output.error or "the engine ended this request"
-                raise (GenerationFailed if output.finish_reason is FinishReason.ERROR else EngineUnavailable)(reason)
+                if output.finish_reason is FinishReason.ERROR:
+                    raise GenerationFailed(reason, output.failure)
+                raise EngineUnavailable(reason)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
             self._observe_tokens(delta)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Sequence
 from urllib.parse import urlsplit
+
+from .addresses import parse_address
 
 _ANY_ADDRESS = ("", "0.0.0.0", "::")
 
@@ -37,7 +38,7 @@ class Hosts:
         name = host_name(header)
         if name is None:
             return False
-        address = _address(name)
+        address = parse_address(name)
         if address is not None and (self._any_address or address.is_loopback):
             return True
         return (
@@ -49,7 +50,7 @@ class Hosts:
 
 def is_loopback(host: str) -> bool:
     """True if only this machine can reach a server that listens on `host`."""
-    address = _address(_plain(host))
+    address = parse_address(_plain(host))
     return address.is_loopback if address is not None else _plain(host) == "localhost"
 
 
@@ -78,10 +79,3 @@ def is_same_origin(origin: str, host: str | None) -> bool:
 
 def _plain(name: str) -> str:
     return name.strip().strip("[]").rstrip(".").lower()
-
-
-def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    try:
-        return ipaddress.ip_address(name)
-    except ValueError:
-        return None

@@ -45,6 +45,8 @@ class HttpConnection(H11Protocol):
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.logger = _log
+        self.place: str | None = None
+        """Where it comes from, if connections from there are counted."""
         self.phase = Phase.HEAD
         self.since = time.monotonic()
         """Since when it is in its phase."""
@@ -56,6 +58,8 @@ class HttpConnection(H11Protocol):
         self._received_before = 0  # bytes, when the phase began
         self._unread_since: float | None = None  # since when the client has not taken all that was sent
         self._taken_before = 0
+        self._taken = 0
+        self._took_at = 0.0  # when it was last seen to have taken something of that
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
@@ -116,14 +120,15 @@ class HttpConnection(H11Protocol):
             earned = (self._received - self._received_before) / MIN_BYTES_PER_SECOND
             if seconds > limits.body + earned:
                 return "the body did not come"
+        taken = self.transport.taken
+        if taken > self._taken:
+            self._taken, self._took_at = taken, now
         if not self.transport.unread:
             self._unread_since = None
         elif self._unread_since is None:
-            self._unread_since, self._taken_before = now, self.transport.taken
-        else:
-            earned = (self.transport.taken - self._taken_before) / MIN_BYTES_PER_SECOND
-            if now - self._unread_since > limits.send + earned:
-                return "the answer was not read"
+            self._unread_since, self._took_at, self._taken_before = now, now, taken
+        elif now - self._unread_since > limits.send + (taken - self._taken_before) / MIN_BYTES_PER_SECOND:
+            return "the answer was not read"
         return None
 
     @property
@@ -131,9 +136,14 @@ class HttpConnection(H11Protocol):
         """True if a request waits until the answer before it was taken."""
         return self._hold is not None
 
+    @property
+    def is_unread(self) -> bool:
+        """True if the client has not taken all that was sent, as far as has been looked."""
+        return self._unread_since is not None
+
     def unread_seconds(self, now: float) -> float:
-        """How long the client has left something unread, as far as has been looked."""
-        return 0.0 if self._unread_since is None else now - self._unread_since
+        """How long the client has taken nothing of what lies unread, as far as has been looked."""
+        return 0.0 if self._unread_since is None else now - self._took_at
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP. Called where the parser's error is being handled, which says more than `msg`."""

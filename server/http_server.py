@@ -19,6 +19,7 @@ from .acceptor import Acceptor
 from .connections import Connections
 from .executors import Executors
 from .gate import Gate
+from .http_protocol import HttpConnection
 from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -68,7 +69,7 @@ class HttpServer(uvicorn.Server):
             listener.listen(LISTEN_BACKLOG)
             self.servers.append(Acceptor(listener, self._protocol, self._connections))
 
-    def _protocol(self) -> asyncio.Protocol:
+    def _protocol(self) -> HttpConnection:
         return self.config.http_protocol_class(
             config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )

@@ -14,6 +14,7 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
+from .addresses import Networks
 from .app import create_app
 from .checks import LaunchError, check_access, check_model
 from .connections import ConnectionLimits, Connections, max_connections
@@ -110,14 +111,16 @@ def build_app(settings: Settings) -> Starlette:
 
 def http_server(app: Starlette, settings: Settings) -> HttpServer:
     """The server of an app, with as many connections as this process has descriptors for."""
+    count = max_connections(settings.max_connections)
     limits = ConnectionLimits(
-        max_connections(settings.max_connections),
+        count,
+        settings.max_connections_per_address or count // 2,
         settings.head_seconds,
         settings.body_seconds,
         settings.send_seconds,
         settings.idle_seconds,
     )
-    connections = Connections(limits)
+    connections = Connections(limits, Networks(settings.trusted_proxies))
     app.state.gate.limit = limits.count * 3 // 4  # the rest can always be taken from those that ask for nothing
     config = uvicorn.Config(
         app,
@@ -126,6 +129,7 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
         access_log=settings.access_log,
+        forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=1,
         timeout_keep_alive=settings.idle_seconds,
         server_header=False,

@@ -24,6 +24,7 @@ class RequestId:
             return
         asked = Headers(scope=scope).get(HEADER, "")
         request_id = asked if VALID.fullmatch(asked) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
 
         async def with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
+from .addresses import Networks
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .keys import Keys, check_key, read_keys
 from .limits import RequestLimits
@@ -98,6 +99,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):
     max_connections: int | None = Field(
         default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
     )
+    max_connections_per_address: int | None = Field(
+        default=None,
+        ge=1,
+        description="most open connections from one address, or from one /64 of IPv6; default: half of max_connections",
+    )
+    trusted_proxies: Texts = Field(
+        default=["127.0.0.1", "::1"],
+        description="addresses and networks, with commas between, of proxies in front of the server: they may open any "
+        "number of connections, and whom they name in X-Forwarded-For counts as the client; default: this machine",
+    )
     head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
     body_seconds: float = Field(
         default=20, gt=0, description="how long a body may take, and a second more for each 16 KiB"
@@ -124,10 +135,16 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size
 
-    @field_validator("allowed_hosts", "cors_origins", mode="before")
+    @field_validator("allowed_hosts", "cors_origins", "trusted_proxies", mode="before")
     @classmethod
     def _split_commas(cls, texts: Any) -> Any:
         return [part.strip() for part in texts.split(",") if part.strip()] if isinstance(texts, str) else texts
+
+    @field_validator("trusted_proxies")
+    @classmethod
+    def _proxies_are_addresses(cls, proxies: list[str] | None) -> list[str]:
+        Networks(proxies or ())
+        return proxies or []
 
     @field_validator("api_key", "admin_key", mode="before")
     @classmethod

@@ -55,6 +55,7 @@ class Answer:
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
     error: str | None = None
+    failure: str | None = None
     num_cached_tokens: int = 0
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
@@ -87,8 +88,8 @@ class Driver:
             answer = self.answers[output.request_id]
             assert answer.finish_reason is None, f"{output.request_id} goes on after its end"
             answer.tokens += output.token_ids
-            answer.finish_reason, answer.stop_token_id, answer.error = (
-                output.finish_reason, output.stop_token_id, output.error,
+            answer.finish_reason, answer.stop_token_id, answer.error, answer.failure = (
+                output.finish_reason, output.stop_token_id, output.error, output.failure,
             )  # fmt: skip
             if len(answer.tokens) == len(output.token_ids):
                 answer.num_cached_tokens = output.num_cached_tokens

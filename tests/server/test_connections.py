@@ -2,21 +2,29 @@
 
 import os
 import socket
+import threading
 import time
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
-from chorus.server.connections import FRESH_SECONDS, RESERVED_DESCRIPTORS, max_connections
+from chorus.server import connections
+from chorus.server.connections import FRESH_SECONDS, RESERVED_DESCRIPTORS, UNREAD_SECONDS, max_connections
 
 HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "send_seconds": 0.3, "idle_seconds": 1}
 PATIENT = {"head_seconds": 300, "body_seconds": 300, "send_seconds": 300, "idle_seconds": 300}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
-def connect(live, sent=b"", receive_buffer=None):
+ASKS = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
+
+
+def connect(live, sent=b"", receive_buffer=None, address="127.0.0.1"):
     host, port = live.url.removeprefix("http://").split(":")
     connection = socket.socket()
+    connection.bind((address, 0))
     if receive_buffer is not None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
     connection.settimeout(60)
@@ -35,6 +43,15 @@ def ends(connection):
         pass
     connection.close()
     return received
+
+
+def asks_and_stays(connection):
+    """Has a request answered, and keeps the connection."""
+    connection.sendall(ASKS.replace(b"close", b"keep-alive"))
+    received = b""
+    while not received.endswith(b"}}"):
+        received += connection.recv(1 << 16)
+    assert b"200 OK" in received
 
 
 @pytest.mark.parametrize(
@@ -126,6 +143,114 @@ def test_a_new_client_is_not_closed_while_an_older_one_can_be(start, fake_engine
         assert b"200 OK" in ends(connection)
     for connection in idle:
         connection.close()
+
+
+@contextmanager
+def standing_still(live):
+    """The server's event loop does nothing inside."""
+    stands, goes_on = threading.Event(), threading.Event()
+    (acceptor,) = live.server.servers
+
+    def stand():
+        stands.set()
+        goes_on.wait(60)
+
+    acceptor.get_loop().call_soon_threadsafe(stand)
+    stands.wait(60)
+    try:
+        yield
+    finally:
+        goes_on.set()
+
+
+def test_no_client_that_asked_is_closed_however_many_ask_at_once(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+    live.client.close()
+    with standing_still(live):
+        asking = [connect(live, ASKS) for _ in range(60)]
+        others = [connect(live, sent) for sent in (b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{") * 20]
+    for connection in asking:
+        assert b"200 OK" in ends(connection)
+    for connection in others:
+        connection.close()
+
+
+def test_a_request_that_was_not_read_yet_counts_when_places_are_taken(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+    live.client.close()
+    old = [connect(live) for _ in range(16)]
+    for connection in old:
+        asks_and_stays(connection)
+    for one in live.server._connections._all:
+        one.since -= FRESH_SECONDS
+    with standing_still(live):
+        new = [connect(live, ASKS) for _ in range(16)]
+        for connection in old:
+            connection.sendall(ASKS)
+    for connection in (*new, *old):
+        assert b"200 OK" in ends(connection)
+
+
+def test_one_address_cannot_hold_all_connections(start, fake_engine):
+    limits = {"max_connections": 16, "max_connections_per_address": 4, "trusted_proxies": ["127.0.0.9"]}
+    live = start(fake_engine, settings={**PATIENT, **limits, "stall_seconds": 300})
+    live.client.close()
+    idle = connect(live, address="127.0.0.2")
+    asks_and_stays(idle)
+    silent = [connect(live) for _ in range(10)]
+    time.sleep(2 * connections.RESPITE_SECONDS)
+    assert b"200 OK" in ends(connect(live, ASKS)), "what asks for nothing gives way"
+    fake_engine.gate.clear()
+    body = b'{"model": "base", "prompt": "abc"}'
+    asks = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+    busy = [connect(live, asks) for _ in range(4)]
+    live.wait_until(lambda: sum(one.look(time.monotonic()).name == "ANSWER" for one in open_ones(live)) == 4, 30)
+    assert ends(connect(live, ASKS)) == b"", "its address has all that it may"
+    assert b"200 OK" in ends(connect(live, ASKS, address="127.0.0.2"))
+    proxied = [connect(live, address="127.0.0.9") for _ in range(6)]
+    assert b"200 OK" in ends(connect(live, ASKS, address="127.0.0.9"))
+    fake_engine.gate.set()
+    for connection in busy:
+        assert b'"text":"abc"' in ends(connection)
+    live.wait_until(lambda: not live.server._connections.places.is_over("at-127.0.0.1"), 30)
+    assert b"200 OK" in ends(connect(live, ASKS))
+    idle.sendall(ASKS)
+    assert b"200 OK" in ends(idle), "other addresses lost nothing"
+    for connection in (*silent, *proxied):
+        connection.close()
+    live.wait_until(lambda: not open_ones(live), 30)
+    assert not live.server._connections.places._counts
+
+
+def open_ones(live):
+    return list(live.server._connections._all)
+
+
+def test_this_machine_may_hold_any_number_unless_told_otherwise(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 32, "max_connections_per_address": 2})
+    held = [connect(live) for _ in range(20)]
+    for connection in held:
+        asks_and_stays(connection)
+    live.wait_until(lambda: len(open_ones(live)) >= 20, 30)
+    for connection in held:
+        connection.close()
+
+
+def test_who_takes_something_now_and_then_reads(start, fake_engine, monkeypatch):
+    monkeypatch.setattr(connections, "SWEEP_SECONDS", 1e6)  # only this test looks
+    live = start(fake_engine, settings=PATIENT)
+    live.client.get("/health")
+    (one,) = open_ones(live)
+    limits = live.server._connections.limits
+    transport, one.transport = one.transport, SimpleNamespace(unread=9, taken=0)
+    now = time.monotonic()
+    for _ in range(10):
+        now += UNREAD_SECONDS / 2
+        one.transport.taken += 1
+        assert one.overdue(now, limits) is None and not one.unread_seconds(now)
+    assert one.unread_seconds(now + UNREAD_SECONDS) == UNREAD_SECONDS and one.is_unread
+    assert one.overdue(now + limits.send, limits) == "the answer was not read", "a byte now and then is too slow"
+    one.transport = transport
 
 
 def test_answers_in_progress_are_not_given_up_for_new_clients(start, fake_engine):

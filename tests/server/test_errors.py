@@ -2,6 +2,8 @@
 
 import pytest
 
+from chorus.core.types import FinishReason, RequestOutput
+from chorus.memory.adapter_error import LoadFailure
 from chorus.server.errors import GenerationFailed, as_api_error
 
 CHAT = "/v1/chat/completions"
@@ -166,6 +168,23 @@ def test_an_engine_error_is_a_500_and_an_event_in_a_stream(shared, read_events):
     assert read_events(shared.post(model="base", prompt=poison, stream=True))[-1]["error"]["type"] == "server_error"
 
 
+@pytest.mark.parametrize(
+    ("failure", "status"), [("UNREADABLE", 503), ("TIMEOUT", 503), ("CHANGED", 424), ("INVALID", 424)]
+)
+def test_what_an_adapters_disk_did_is_no_500(start, fake_engine, read_events, failure, status):
+    failure = LoadFailure[failure]
+    fake_engine._advance = lambda request, _: RequestOutput(
+        request.id, (), FinishReason.ERROR, error="/srv/secret/alice/x.safetensors: cannot be read", failure=failure
+    )
+    live = start(fake_engine)
+    response = live.post(model="alice", prompt="a")
+    error = response.json()["error"]
+    assert response.status_code == status and error["code"] == failure and error["param"] == "model"
+    assert ("retry-after" in response.headers) == (status == 503)
+    assert error["message"] == "x.safetensors: cannot be read"
+    assert read_events(live.post(model="alice", prompt="a", stream=True))[-1]["error"] == error
+
+
 def test_one_bad_prompt_of_many_takes_the_others_with_it(shared):
     assert shared.post(model="base", prompt=[[97] * 300, [0]], max_tokens=300).status_code == 500
     shared.wait_until(lambda: shared.worker.stats.num_running == 0)
@@ -174,9 +193,12 @@ def test_one_bad_prompt_of_many_takes_the_others_with_it(shared):
 def test_unforeseen_errors_are_500_without_details(start, fake_engine):
     live = start(fake_engine)
     fake_engine.store.names = lambda: 1 / 0
-    response = live.client.get("/v1/models")
-    assert response.status_code == 500
-    assert response.json()["error"]["type"] == "server_error" and "zero" not in response.text
+    for sent in ({"x-request-id": "mine"}, {}):
+        response = live.client.get("/v1/models", headers={"connection": "close", **sent})
+        assert response.status_code == 500
+        assert response.json()["error"].keys() == {"message", "type", "param", "code"}
+        assert response.json()["error"]["type"] == "server_error" and "zero" not in response.text
+        assert response.headers["x-request-id"] == sent.get("x-request-id", response.headers["x-request-id"]) != ""
 
 
 @pytest.mark.parametrize(
@@ -199,19 +221,21 @@ def test_a_prompt_beyond_the_context_is_told_in_openais_words(shared, path, body
     ("path", "body"),
     [
         (COMPLETIONS, {"prompt": "a", "model": "n" * 250}),
+        (COMPLETIONS, {"prompt": "a", "model": "n" * 5000}),
+        (COMPLETIONS, {"prompt": "a", "k" * 5000: 1}),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"k" * 5000: 1}}),
         (COMPLETIONS, {"prompt": "a", "logit_bias": {"5": "much", "k" * 5000: "x"}}),
         (COMPLETIONS, {"prompt": "a", "stream_options": {"k" * 5000: 1}, "stop": {"k" * 5000: 1}}),
-        (CHAT, {"messages": [{"role": "system", "content": "secret " * 500}]}),
-        (CHAT, {"messages": [{"role": "assistant", "content": "secret " * 50}], "continue_final_message": True}),
+        (CHAT, {"messages": [{"role": "system", "content": "p" * 5000}]}),
+        (CHAT, {"messages": [{"role": "p" * 5000, "content": "a", "k" * 5000: 1}]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "p" * 5000, "k" * 5000: 1}]}]}),
         (CHAT, {"messages": USER, "chat_template_kwargs": {"k" * 5000: 1, "tokenize": 1}}),
         ("/" + "p" * 5000, {}),
     ],
 )
 def test_no_error_repeats_more_than_200_characters(shared, path, body):
     response = shared.post(path, **body)
-    if response.status_code == 200:
-        return
+    assert 400 <= response.status_code < 500, response.text
     error = response.json()["error"]
     assert len(error["message"]) < 400 and len(error["param"] or "") <= 200
     assert not any(run * 201 in response.text for run in "kpn")

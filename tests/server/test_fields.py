@@ -74,11 +74,10 @@ def test_the_lists_do_not_contradict_each_other():
     assert all(HARMLESS.values())
 
 
-@pytest.mark.parametrize("path", BODIES)
-@pytest.mark.parametrize("name", sorted(NEUTRAL))
+@pytest.mark.parametrize(
+    ("path", "name"), [(path, name) for path in BODIES for name in sorted(NEUTRAL.keys() - own(path).keys())]
+)
 def test_what_cannot_be_obeyed_is_refused_by_name_and_taken_where_it_asks_for_nothing(shared, path, name):
-    if name in own(path):
-        pytest.skip("obeyed in this kind of call")
     response = shared.post(path, **BODIES[path], **{name: {"asks": ["for something"]}})
     assert response.status_code == 400, response.text
     error = response.json()["error"]

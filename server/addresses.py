@@ -1,0 +1,65 @@
+"""Addresses of clients: what counts as one place, which belong to proxies, and how many connections each has."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Iterable
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+
+def parse_address(text: str) -> Address | None:
+    """The address, as IPv4 where it is one in IPv6's form; None for what is none."""
+    try:
+        known = ipaddress.ip_address(text.partition("%")[0])
+    except ValueError:
+        return None
+    return getattr(known, "ipv4_mapped", None) or known
+
+
+def place_of(address: str) -> str:
+    """The name that a client without a key goes by. A /64 is one place: one machine may use all of its addresses."""
+    known = parse_address(address)
+    if known is None:
+        return f"at-{address}"
+    return f"at-{ipaddress.ip_network((known, 64), strict=False) if known.version == 6 else known}"
+
+
+class Networks:
+    """A set of addresses, given one by one or as networks, such as 10.0.0.0/8. Raises ValueError for anything else."""
+
+    def __init__(self, given: Iterable[str]) -> None:
+        self._networks = [ipaddress.ip_network(text) for text in given]
+
+    def __contains__(self, address: str) -> bool:
+        known = parse_address(address)
+        return known is not None and any(known in network for network in self._networks)
+
+
+class Places:
+    """Counts the connections of each place. Those of `proxies` stand for many clients, and have no limit."""
+
+    def __init__(self, limit: int, proxies: Networks) -> None:
+        self._limit = limit
+        self._proxies = proxies
+        self._counts: Counter[str] = Counter()
+
+    def enter(self, address: str) -> str | None:
+        """Count a connection; the place that it counts for, None for a proxy's."""
+        if address in self._proxies:
+            return None
+        place = place_of(address)
+        self._counts[place] += 1
+        return place
+
+    def leave(self, place: str | None) -> None:
+        """Count a connection no more."""
+        if place is not None:
+            self._counts[place] -= 1
+            if not self._counts[place]:
+                del self._counts[place]
+
+    def is_over(self, place: str | None) -> bool:
+        """True if a place has more connections than it may."""
+        return place is not None and self._counts[place] > self._limit
