@@ -68,19 +68,29 @@ class Admission:
         self._late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
-    def admit(self, running: Running, budget: int) -> dict[Request, int]:
+    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
 
-        Requests whose adapter is not available yet are skipped. Admission stops at the first request that lacks tokens
-        or pages, so that small requests don't starve a large one.
+        rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
+        stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
+        every seat taken, a call without a running answer may still begin one while the step has a row for it: answers
+        of calls with several then take turns.
         """
         limits = self._limits
+        seats = limits.max_num_seqs
         admitted: dict[Request, int] = {}
-        if budget <= 0 or len(running) >= limits.max_num_seqs:
+        if budget <= 0 or not self._has_place(running, rows):
             return admitted
         step = Step(limits, self._store, running, self._late, self._clock(), self._doubt_until)
         order = self._order(step)
-        while (request := order.next()) is not None and budget > 0 and len(running) < limits.max_num_seqs:
+        while (request := order.next()) is not None and budget > 0:
+            if not self._has_place(running, rows + len(admitted)):
+                break
+            if len(running) >= seats and not order.only_firsts:
+                order = self._order(step)
+                continue
+            if order.only_firsts and request.call in running.calls:
+                break
             if not self._may_join(request, step, order, budget):
                 order.pass_over()
                 continue
@@ -106,9 +116,17 @@ class Admission:
                 step.add(request, self._lengths)
         return admitted
 
+    def _has_place(self, running: Running, rows: int) -> bool:
+        """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
+        seats = self._limits.max_num_seqs
+        if len(running) < seats:
+            return True
+        return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
+
     def _order(self, step: Step) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come)
+        only_firsts = len(step.running) >= self._limits.max_num_seqs
+        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
         """True unless a request must wait for its adapter, or for a free adapter place in the step."""

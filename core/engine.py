@@ -203,7 +203,7 @@ class Engine:
                 self._measure_prefill(plan, self._clock() - start)
             outputs += self._scheduler.update(plan, result)
         elif not outputs and self._scheduler.has_work():
-            self.store.wait_for_reads(READ_WAIT_SECONDS)
+            self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
@@ -231,7 +231,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         pool, scheduler = self._pool, self._scheduler
-        reads = self.store.read_counts()
+        reads = self.store.images.counts()
         return EngineStats(
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
@@ -277,18 +277,25 @@ class Engine:
         self._executor.adapters.read(manifest, self.store.layout_of(manifest), image or HostImage())
         return with_effect(manifest)
 
-    def pin_adapter(self, name: str) -> None:
-        """Load an adapter and keep it resident. UnknownAdapter, AdapterFormatError, or InvalidRequest when pinned
-        adapters would take more than half of the arena."""
+    def pin_adapter(self, name: str) -> bool:
+        """Load an adapter and keep it resident. False while it is being read: nothing is pinned then, so ask again.
+
+        No step waits for the disk here. UnknownAdapter, the reason why it can't be read, or InvalidRequest when pinned
+        adapters would take more than half of the arena.
+        """
         adapter = self.store.get(name)
         if self.store.is_pinned(adapter):
-            return
+            return True
         pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self._pool.num_usable
-        if 2 * pinned > usable or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
+        fits = 2 * pinned <= usable
+        if fits and not self.store.fetch(adapter):
+            return False
+        if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
             raise InvalidRequest(
                 "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
             )
         self.store.pin(adapter)
+        return True
 
     def unpin_adapter(self, name: str) -> None:
         """Let an adapter be evicted again when idle. UnknownAdapter if absent."""

@@ -39,22 +39,22 @@ class LoadAhead:
     def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
         """Return waiting requests whose adapter can't be loaded, with the reason; a failed read is reported once."""
         store = self._store
-        store.watch_reads()
-        if not store.has_unreadable and not self._unfit:
+        store.images.watch()
+        if not store.images.has_failures and not self._unfit:
             return []
         found: list[tuple[Request, BaseException]] = []
         for request in waiting:
             adapter = request.adapter
             if adapter is None:
                 continue
-            if (error := store.unreadable(adapter)) is not None:
+            if (error := store.images.error(adapter)) is not None:
                 found.append((request, error))
             elif adapter in self._unfit and not store.can_fit(adapter):
                 found.append((request, AdapterFormatError(
                     f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
                     "pinned adapters; unpin some"
                 )))  # fmt: skip
-        store.forget_unreadable()
+        store.images.forget_failures()
         self._unfit.clear()
         return found
 
@@ -65,7 +65,7 @@ class LoadAhead:
             self._unfit.update(unfit)
             adapters = [adapter for adapter in adapters if adapter not in self._unfit]
         if adapters:
-            self._store.read_ahead(adapters)
+            self._store.reads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
         """Yield the non-resident adapters of the first requests that wait for no slow read."""
@@ -73,7 +73,7 @@ class LoadAhead:
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
             adapter = request.adapter
             if adapter is not None and not adapter.pages:
-                if store.is_slow(adapter):
+                if store.images.is_slow(adapter):
                     continue
                 yield adapter
             left -= 1
@@ -126,4 +126,4 @@ class LoadPolicy:
         if self._max_stall == 0:
             return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.seconds_to_read(adapter) <= prefill + self._max_stall
+        return alone or self._store.reads.seconds_left(adapter) <= prefill + self._max_stall

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
@@ -14,39 +15,49 @@ _NUM_REMEMBERED = 128
 
 
 class OutputLengths:
-    """Lengths of the latest complete answers; a running one is expected to reach the mean of those that got as far.
+    """Lengths of the latest answers, from which the length of a running one is estimated.
 
-    `max_tokens` alone says little: most answers end long before it.
+    It is expected to draw as many more tokens as those that got as far drew from there on, for each of them that ended
+    of itself.
+
+    A limit alone says little: most answers end long before the one that their clients set. An answer that its limit cut
+    off says as little: it would have gone on. Where all were cut off, the limit is what is left to expect.
     """
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._latest: deque[int] = deque(maxlen=_NUM_REMEMBERED)
+        self._latest: deque[tuple[int, bool]] = deque(maxlen=_NUM_REMEMBERED)
         self._sorted: list[int] = []
-        self._means: list[float] = []  # of the sorted lengths from each on
+        self._sums: list[int] = []  # of the sorted lengths from each on
+        self._ends: list[int] = []  # how many of these ended of themselves
         self._is_new = False
 
-    def end(self, num_tokens: int) -> None:
-        """Record an answer that ended with `num_tokens` tokens, by itself or by its limit."""
-        self._latest.append(num_tokens)
+    def end(self, num_tokens: int, was_cut: bool) -> None:
+        """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
+        self._latest.append((num_tokens, was_cut))
         self._is_new = True
 
-    def _answer_length(self, drawn: int) -> int:
-        """Return the expected length of an answer that has `drawn` tokens; a quarter more if none got so far."""
-        if not self._latest:
-            return max(_FIRST_GUESS, drawn + drawn // 4)
+    def _answer_length(self, drawn: int) -> float:
+        """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
         if self._is_new:
             self._is_new = False
-            self._sorted = sorted(self._latest)
-            sums = list(accumulate(reversed(self._sorted)))
-            self._means = [total / count for count, total in enumerate(sums, 1)][::-1]
+            latest = sorted(self._latest, reverse=True)
+            self._sorted = [length for length, _ in reversed(latest)]
+            self._sums = list(accumulate(length for length, _ in latest))[::-1]
+            self._ends = list(accumulate(not was_cut for _, was_cut in latest))[::-1]
         index = bisect_right(self._sorted, drawn)
-        return int(self._means[index]) if index < len(self._means) else drawn + drawn // 4
+        count = len(self._sorted) - index
+        if not count:
+            return max(drawn + drawn // 4, 0 if any(self._ends[:1]) else _FIRST_GUESS)
+        if not self._ends[index]:
+            return math.inf
+        return drawn + (self._sums[index] - count * drawn) // self._ends[index]
 
     def final_length(self, request: Request) -> int:
         """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
         prompt = request.num_prompt_tokens
-        return min(request.max_length, prompt + self._answer_length(len(request.token_ids) - prompt) + 1)
+        length = prompt + self._answer_length(len(request.token_ids) - prompt) + 1
+        return int(length) if length < request.max_length else request.max_length
 
     def growth(self, request: Request) -> int:
         """Return the pages that a request is expected to grow by."""

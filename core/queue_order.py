@@ -30,10 +30,13 @@ class QueueOrder:
         store: AdapterStore,
         overdue_before: float,
         may_run: Callable[[Adapter, Request], bool] | None = None,
+        only_firsts: bool = False,
     ) -> None:
-        """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may."""
+        """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may.
+        only_firsts: consider only the first answer of each call."""
         self._policy = policy
         self._overdue_before = overdue_before
+        self.only_firsts = only_firsts
         self._tenants: dict[str, list[tuple[int, int, int, Group]]] = {}
         self._tenant = ""
         near: set[Adapter | None] | None = None
@@ -48,12 +51,14 @@ class QueueOrder:
             for adapter in adapters:
                 if adapter is None or adapter.pages:
                     kind = RESIDENT
-                elif store.is_requested(adapter):
+                elif store.images.is_requested(adapter):
                     kind = COMING
                 else:
                     continue
                 group = groups[adapter]
-                head = next(iter(group.requests))
+                if only_firsts and not group.firsts:
+                    continue
+                head = next(iter(group.firsts)) if only_firsts or not group.more else group.head
                 if may_run is None or adapter is None or may_run(adapter, head):
                     entries.append((OVERDUE if head.arrival_time < overdue_before else kind, head.place, kind, group))
             if entries:
@@ -68,7 +73,7 @@ class QueueOrder:
             self._tenant = self._policy.order(self._tenants)
         else:
             (self._tenant,) = self._tenants
-        return self._tenants[self._tenant][0][3].head
+        return self._head(self._tenants[self._tenant][0][3])
 
     def is_overdue(self) -> bool:
         """True if the last candidate has been overtaken for long enough."""
@@ -78,8 +83,8 @@ class QueueOrder:
         """Go on to the next candidate, after the last one has left its group."""
         entries = self._tenants[self._tenant]
         _, _, kind, group = entries[0]
-        if group.requests:
-            heapq.heapreplace(entries, self._entry(kind, group.head, group))
+        if group.firsts or (group.more and not self.only_firsts):
+            heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
         else:
             self.pass_over()
 
@@ -89,6 +94,9 @@ class QueueOrder:
         heapq.heappop(entries)
         if not entries:
             del self._tenants[self._tenant]
+
+    def _head(self, group: Group) -> Request:
+        return next(iter(group.firsts)) if self.only_firsts else group.head
 
     def _entry(self, kind: int, head: Request, group: Group) -> tuple[int, int, int, Group]:
         """Return a heap entry; queue positions differ, so that groups are never compared."""

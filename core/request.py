@@ -42,10 +42,12 @@ class Request:
         "block_table",
         "cache_salt",
         "caching",
+        "call",
         "charged",
         "end_ids",
         "finish_reason",
         "id",
+        "is_further",
         "last_block",
         "max_length",
         "num_cached_tokens",
@@ -74,9 +76,11 @@ class Request:
         arrival_time: float = 0.0,
         tenant: str = "",
         cache_salt: str = "",
+        call: str = "",
     ) -> None:
         """tenant: the client that is charged, empty if unknown. cache_salt: prefix-cache blocks are shared only between
-        requests of equal salt."""
+        requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for
+        a request alone."""
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -86,8 +90,10 @@ class Request:
         self.arrival_time = arrival_time
         self.tenant = tenant
         self.cache_salt = cache_salt
+        self.call = call
         self.state = RequestState.WAITING
         self.place = 0  # queue position
+        self.is_further = False  # came behind another answer of its call
         self.began_at = 0  # tokens that were cached when it was last admitted
         self.charged = 0  # tokens that its tenant has been charged since
         self.start_time: float | None = None  # of its first admission

@@ -77,7 +77,7 @@ class RequestMemory:
             try:
                 if not adapter.pages:
                     self._reclaimer.make_room(adapter.num_pages)
-                self._store.acquire(adapter, stream=True)
+                self._store.acquire(adapter)
             except Exception:
                 table.free()
                 raise

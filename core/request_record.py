@@ -20,7 +20,7 @@ def to_record(request: Request) -> dict[str, Any]:
         "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
         "num_prompt_tokens": request.num_prompt_tokens, "params": params_to_wire(request.params),
         "seed": request.seed, "adapter": request.adapter_name, "tenant": request.tenant,
-        "cache_salt": request.cache_salt,
+        "cache_salt": request.cache_salt, "call": request.call,
     }  # fmt: skip
 
 
@@ -34,7 +34,7 @@ def from_record(data: Mapping[str, Any]) -> Request:
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
     request = Request(
         data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"],
-        tenant=data["tenant"], cache_salt=data["cache_salt"],
+        tenant=data["tenant"], cache_salt=data["cache_salt"], call=data["call"],
     )  # fmt: skip
     request.token_ids += tokens[count:]
     request.seed = data["seed"]

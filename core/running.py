@@ -1,4 +1,4 @@
-"""The requests that run, in order of admission and by adapter."""
+"""The requests that run, in order of admission, by adapter and by call."""
 
 from __future__ import annotations
 
@@ -24,14 +24,27 @@ class Running(list[Request]):
     def __init__(self) -> None:
         super().__init__()
         self._groups: Groups | None = {}
+        self.calls: dict[str, dict[Request, None]] = {}
+        """Those that belong to a call with others, by call; whoever deals out their turns may reorder both."""
+        self.lone: dict[Request, None] = {}
+        """The others."""
+
+    @property
+    def num_calls(self) -> int:
+        return len(self.calls) + len(self.lone)
 
     def append(self, request: Request) -> None:
         list.append(self, request)
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
+        (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
+        members = self.calls[request.call] if request.call else self.lone
+        del members[request]
+        if request.call and not members:
+            del self.calls[request.call]
         if self._groups is None:
             return
         group = self._groups[request.adapter]

@@ -6,7 +6,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from ..graphs.buckets import DecodeBuckets
 from ..memory.adapter_error import LoadFailure
@@ -22,6 +22,7 @@ from .request import Request, RequestState
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter
 from .step_planner import plan_step
+from .step_shares import StepShares
 from .types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .waiting import WaitingQueue
 
@@ -57,6 +58,7 @@ class Scheduler:
         )
         self._requests: dict[str, Request] = {}
         self._running = Running()
+        self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
         self._loading: list[Request] = []  # running while their adapter is still being loaded
@@ -127,15 +129,22 @@ class Scheduler:
         if self._loading or self._store.has_transfers:
             self._settle_loads()
         self._admission.settle()
-        all_decode, preempted = self._grow_decodes(), False
+        sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
+        all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         if not all_decode:
-            counts, preempted = self._schedule_running()
+            counts, preempted = self._schedule_running(self._running if sharing is None else sharing)
         if self._waiting:
-            used = len(self._running) if all_decode else sum(counts.values())
-            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, preempted)
+            rows = len(self._running) if all_decode else len(counts)
+            used = rows if all_decode else sum(counts.values())
+            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, rows, preempted)
         groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
-        return plan_step(self.num_steps + 1, groups, counts, self._buckets) if groups else None
+        if not groups:
+            return None
+        plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
+        if plan.bucket is None:
+            self._shares.forget()
+        return plan
 
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
         """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs."""
@@ -186,7 +195,7 @@ class Scheduler:
 
     def _is_awaited(self, request: Request) -> bool:
         """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
-        return request.state is RequestState.LATE and self._store.is_requested(request.adapter)
+        return request.state is RequestState.LATE and self._store.images.is_requested(request.adapter)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
@@ -207,15 +216,15 @@ class Scheduler:
         short = [request for request in running if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
 
-    def _schedule_running(self) -> tuple[dict[Request, int], bool]:
-        """Return running requests with their token counts, and True if any had to be preempted.
+    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], bool]:
+        """Return the token counts of the running requests that share the step, and True if any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
         budget, running = self._limits.max_num_batched_tokens, self._running
         chosen: dict[Request, int] = {}
         preempted = False
-        for request in sorted(running, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
+        for request in sorted(sharing, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
             if budget <= 0:
                 break
             if not request.is_running:  # preempted for one before it
@@ -236,12 +245,12 @@ class Scheduler:
                 budget -= count
         return chosen, preempted
 
-    def _schedule_waiting(self, budget: int, preempted: bool) -> dict[Request, int]:
+    def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
         """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
         if not preempted:
-            admitted = self._admission.admit(self._running, budget)
+            admitted = self._admission.admit(self._running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
         if self._limits.prefetch:
@@ -337,7 +346,7 @@ class Scheduler:
             self._give_back(request)
             self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
-                self._lengths.end(request.num_output_tokens)
+                self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
             self._waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE

@@ -15,15 +15,33 @@ _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 class Group:
     """Waiting requests of one tenant for one adapter, in order."""
 
-    __slots__ = ("adapter", "requests")
+    __slots__ = ("adapter", "firsts", "more")
 
     def __init__(self, adapter: Adapter | None) -> None:
         self.adapter = adapter
-        self.requests: OrderedDict[Request, None] = OrderedDict()
+        self.firsts: OrderedDict[Request, None] = OrderedDict()  # the first answer of each call
+        self.more: OrderedDict[Request, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.firsts) + len(self.more)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.line(request)
+
+    def line(self, request: Request) -> OrderedDict[Request, None]:
+        """Those among which a request belongs."""
+        return self.more if request.is_further else self.firsts
 
     @property
     def head(self) -> Request:
-        return next(iter(self.requests))
+        """The request that comes first."""
+        if not self.more:
+            return next(iter(self.firsts))
+        further = next(iter(self.more))
+        if not self.firsts:
+            return further
+        first = next(iter(self.firsts))
+        return first if first.place < further.place else further
 
 
 class WaitingQueue:
@@ -32,6 +50,7 @@ class WaitingQueue:
     def __init__(self) -> None:
         self._order: OrderedDict[Request, None] = OrderedDict()
         self._last = 0
+        self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
 
     def __len__(self) -> int:
@@ -45,17 +64,19 @@ class WaitingQueue:
 
     def count(self, tenant: str) -> int:
         """Return the number of a tenant's waiting requests, without those held back."""
-        return sum(len(group.requests) for group in self.tenants.get(tenant, {}).values())
+        return sum(len(group) for group in self.tenants.get(tenant, {}).values())
 
     def append(self, request: Request) -> None:
         """Add a new request at the end."""
         self._last += 1
         request.place = self._last
         self._order[request] = None
-        self._group(request).requests[request] = None
+        request.is_further = request.call != "" and request.call == self._last_call
+        self._last_call = request.call
+        self._group(request).line(request)[request] = None
 
     def append_first(self, request: Request) -> None:
-        """Add a request that has run: before all that have not, and among those that have in order of arrival."""
+        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self._order, request)
@@ -72,7 +93,11 @@ class WaitingQueue:
     def release(self, request: Request) -> None:
         """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
         if request in self._order:
-            _insert(self._group(request).requests, request)
+            _insert(self._group(request).line(request), request)
+
+    def has_firsts(self) -> bool:
+        """True if the first answer of a call is a candidate."""
+        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
@@ -90,10 +115,10 @@ class WaitingQueue:
     def _leave_group(self, request: Request) -> None:
         groups = self.tenants.get(request.tenant)
         group = None if groups is None else groups.get(request.adapter)
-        if groups is None or group is None or request not in group.requests:
+        if groups is None or group is None or request not in group:
             return
-        del group.requests[request]
-        if not group.requests:
+        del group.line(request)[request]
+        if not group:
             del groups[request.adapter]
             if not groups:
                 del self.tenants[request.tenant]

@@ -225,10 +225,8 @@ def _first_matches(
 ) -> dict[str, Any]:
     """Of each name in `ends` the value of the first pattern that matches its end, from a dot on: `get_pattern_key`."""
     found = dict.fromkeys(names.at(ends), default)
-    for pattern, value in patterns:
-        if not ends:
-            break
-        matching = pattern.tail(names) & ends
+    for pattern, value in patterns:  # to the last, because a wrong one is refused even where no name is left
+        matching = pattern.tail(names, ends)
         ends &= ~matching
         found.update(dict.fromkeys(names.at(matching), value))
     return found

@@ -41,3 +41,14 @@ def shown(value: object) -> str:
     except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
         text = f"<{type(value).__name__}>"
     return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def forget_frames(error: BaseException) -> None:
+    """Take the tracebacks from an error and from all that led to it."""
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]

@@ -7,7 +7,6 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -16,13 +15,12 @@ from .adapter_backend import AdapterBackend
 from .adapter_format import AdapterFormatError, AdapterManifest
 from .adapter_layout import AdapterLayout
 from .adapter_name import check_name
+from .adapter_reads import AdapterReads
 from .eviction import EvictionOrder, RestoreCosts
 from .host_image import HostImage
-from .host_images import HostImages, ReadCounts
+from .host_images import HostImages
 from .loads_in_flight import LoadsInFlight
 from .pages import OutOfPages, PageKind, PagePool
-
-logger = logging.getLogger(__name__)
 
 
 class UnknownAdapter(KeyError):
@@ -33,7 +31,10 @@ class UnknownAdapter(KeyError):
 
 
 class AdapterStore:
-    """Registers, reads, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses."""
+    """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
+
+    images: the weights in host memory, by adapter, from where they are loaded. reads: what brings them there.
+    """
 
     def __init__(
         self,
@@ -47,10 +48,10 @@ class AdapterStore:
     ) -> None:
         self._pool = pool
         self._backend = backend
-        self._images = images
+        self.images = images
+        self.reads = AdapterReads(backend, images, costs, page_bytes, clock)
         self._order = order
         self._costs = costs
-        self._page_bytes = page_bytes
         self._clock = clock
         self._current: dict[str, Adapter] = {}
         # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
@@ -58,7 +59,6 @@ class AdapterStore:
         self._retired: dict[Adapter, None] = {}
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
-        self._by_version: dict[int, Adapter] = {}  # whose bytes have been asked for
         self._loads = LoadsInFlight(pool)
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
@@ -71,18 +71,11 @@ class AdapterStore:
 
     # -- registry
 
-    def register(
-        self,
-        name: str,
-        source: Path | AdapterManifest,
-        *,
-        image: HostImage | None = None,
-    ) -> Adapter:
+    def register(self, name: str, source: Path | AdapterManifest, image: HostImage | None = None) -> Adapter:
         """Make `source` the adapter `name`, replacing an earlier version for requests to come.
 
-        source: a directory, which is read and checked here, or the manifest of one that was. image: the
-        weights of a manifest that was checked, so that what was checked is what is served, whatever becomes of the
-        directory.
+        source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
+        manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
         Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
         or one that could never fit the pool.
         """
@@ -91,7 +84,7 @@ class AdapterStore:
         layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
         if image is not None:
-            self._keep(adapter, image)
+            self.reads.keep(adapter, image)
         previous = self._current.get(name)
         self._retire(previous)
         self._current[name] = adapter
@@ -143,74 +136,24 @@ class AdapterStore:
     def tier(self, adapter: Adapter) -> Tier:
         if adapter.pages:
             return Tier.DEVICE if adapter.transfer is None else Tier.LOADING
-        if self._images.error(adapter.version) is not None:
+        if self.images.error(adapter) is not None:
             return Tier.FAILED
-        if self._images.is_ready(adapter.version):
+        if self.images.is_ready(adapter):
             return Tier.HOST
-        return Tier.LOADING if self._images.is_requested(adapter.version) else Tier.DISK
-
-    def is_requested(self, adapter: Adapter) -> bool:
-        """True if its bytes are in host memory or being read."""
-        return self._images.is_requested(adapter.version)
+        return Tier.LOADING if self.images.is_requested(adapter) else Tier.DISK
 
     @property
     def most_near(self) -> int:
         """How many adapters `near` gives at most."""
-        return len(self._resident) + len(self._images)
+        return len(self._resident) + len(self.images)
 
     def near(self) -> Iterable[Adapter]:
         """Adapters that are resident, in host memory or being read."""
-        by_version = self._by_version
-        return {**self._resident, **dict.fromkeys(by_version[version] for version in self._images)}
-
-    def read_ahead(self, adapters: Iterable[Adapter]) -> None:
-        """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
-
-        What requests hold keeps its room there. The first is read whatever its size, so that there is always progress.
-        """
-        num_bytes = 0
-        for adapter in dict.fromkeys(adapters):
-            if not adapter.pages:
-                size = adapter.num_pages * self._page_bytes
-                num_bytes += size
-                if num_bytes > size and not self.is_requested(adapter):  # all others have their room already
-                    has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
-                    if not has_room:
-                        return
-                self._request(adapter)
-
-    def watch_reads(self) -> None:
-        """Give up reads that bring nothing any more, and let others go on beside slow ones."""
-        self._images.watch()
-
-    def is_slow(self, adapter: Adapter) -> bool:
-        """True if it is being read for so long that others are read beside it."""
-        return self._images.is_slow(adapter.version)
+        return {**self._resident, **dict.fromkeys(self.images)}
 
     def can_fit(self, adapter: Adapter) -> bool:
         """True if the arena can ever hold it beside the pinned ones."""
         return bool(adapter.pages) or adapter.num_pages <= self._pool.num_usable - self.num_pinned_pages
-
-    @property
-    def has_unreadable(self) -> bool:
-        """True if reads have failed of which nobody was told yet."""
-        return self._images.has_failures
-
-    def unreadable(self, adapter: Adapter) -> BaseException | None:
-        """Reason why its last read failed; None when it didn't, or when somebody was told."""
-        return self._images.error(adapter.version)
-
-    def forget_unreadable(self) -> None:
-        """Everybody was told: what could not be read is read again for requests to come."""
-        self._images.forget_failures()
-
-    def read_counts(self) -> ReadCounts:
-        return self._images.counts()
-
-    def seconds_to_read(self, adapter: Adapter) -> float:
-        """How long, by what reads have taken so far, until the rest of an adapter that is being read is here."""
-        left = 1 - max(0, self._images.peek(adapter.version).stream.num_ready) / adapter.layout.num_layers
-        return left * adapter.num_pages * self._costs.disk_adapter_page
 
     @property
     def has_transfers(self) -> bool:
@@ -225,31 +168,27 @@ class AdapterStore:
         failed: list[tuple[Adapter, BaseException]] = []
         if not self._loads:
             return failed
-        self._images.watch()
+        self.images.watch()
         self._loads.free_what_is_quiet()
         for adapter, start, error in self._loads.ended():
             if error is None:
-                self._observe(adapter, "host_adapter_page", start)
+                self._observe(adapter, start)
                 self._loads.end(adapter)
                 self._offer(adapter)
             else:
                 failed.append((adapter, error))
-                if self._images.error(adapter.version) is None:  # else those that wait for it are still to be told
-                    self._images.drop(adapter.version)
+                if self.images.error(adapter) is None:  # else those that wait for it are still to be told
+                    self.images.drop(adapter)
                 self.unpin(adapter)
         return failed
-
-    def wait_for_reads(self, timeout: float) -> None:
-        """Sleep until a read under way ends, at most `timeout` seconds."""
-        self._images.wait(timeout)
 
     # -- use
 
     def hold(self, adapter: Adapter) -> None:
         """A request came that will use this version."""
         adapter.requests += 1
-        if self._images.error(adapter.version) is not None:
-            self._images.drop(adapter.version)  # it is tried again
+        if self.images.error(adapter) is not None:
+            self.images.drop(adapter)  # it is tried again
         if adapter.requests == 1:
             self._offer(adapter)
 
@@ -262,17 +201,17 @@ class AdapterStore:
             else:
                 self._offer(adapter)
 
-    def acquire(self, adapter: Adapter, *, stream: bool = False) -> None:
+    def acquire(self, adapter: Adapter) -> None:
         """Pin `adapter` for a running request, loading it into free pages when it is not resident.
 
-        stream: don't wait for a read that is under way; the adapter then has a `transfer`.
+        A read that is under way is not waited for: the adapter then has a `transfer`.
         Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
         nothing is held.
         """
         if adapter.pages:
             self.num_hits += 1
         else:
-            self._load(adapter, stream)
+            self._load(adapter)
         if adapter.is_idle:
             self._withdraw(adapter)
         adapter.references += 1
@@ -283,7 +222,7 @@ class AdapterStore:
 
         Raises what `acquire` raises.
         """
-        self._load(adapter, stream=False)
+        self._load(adapter)
         self.num_prefetched += 1
         self._offer(adapter)
 
@@ -293,11 +232,23 @@ class AdapterStore:
         if adapter.references == 0:
             self._offer(adapter)
 
+    def fetch(self, adapter: Adapter) -> bool:
+        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        if adapter.transfer is not None:
+            image = self._loads.image(adapter)
+            if image.error is not None:
+                raise image.error
+        elif adapter.pages:
+            return True
+        else:
+            self.reads.request(adapter)
+            self.images.watch()
+            image = self.images.take(adapter)
+        return image.stream.num_ready == adapter.layout.num_layers
+
     def pin(self, adapter: Adapter) -> None:
         """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
         if adapter not in self._pinned:
-            if adapter.transfer is not None:
-                self._wait_for_read(adapter)
             self.acquire(adapter)
             self._pinned.add(adapter)
             adapter.requests += 1
@@ -322,8 +273,8 @@ class AdapterStore:
         If requests hold it and there is none, one is made: its directory may hold something else by now.
         """
         self._withdraw(adapter)
-        if adapter.requests and adapter.transfer is None and not self._is_on_host(adapter):
-            self._save(adapter)
+        if adapter.requests and adapter.transfer is None:
+            self.reads.save(adapter)
         pages, adapter.pages = adapter.pages, []
         del self._resident[adapter]
         if adapter.transfer is None:
@@ -340,7 +291,7 @@ class AdapterStore:
         unused = [
             adapter
             for adapter in self._loads.adapters()
-            if not adapter.references and not self._images.is_ready(adapter.version)
+            if not adapter.references and not self.images.is_ready(adapter)
         ]
         for adapter in unused:
             self.evict(adapter)
@@ -353,16 +304,16 @@ class AdapterStore:
         yield from self._loads.holders()
 
     def close(self) -> None:
-        self._images.close()
+        self.images.close()
 
-    def _load(self, adapter: Adapter, stream: bool) -> None:
+    def _load(self, adapter: Adapter) -> None:
         if self._pool.num_free < adapter.num_pages:
             raise OutOfPages(
                 f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
             )
-        self._request(adapter)
-        stream = stream and not self._images.is_ready(adapter.version)
-        image = self._images.peek(adapter.version) if stream else self._images.take(adapter.version)
+        self.reads.request(adapter)
+        image = self.images.take(adapter)
+        streamed = not self.images.is_ready(adapter)
         pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
         start = self._clock()
         try:
@@ -373,64 +324,15 @@ class AdapterStore:
         adapter.pages = pages
         self._resident[adapter] = None
         self.num_loads += 1
-        self.num_streamed += stream
+        self.num_streamed += streamed
         if transfer is None:
-            self._observe(adapter, "host_adapter_page", start)
+            self._observe(adapter, start)
         else:
             self._loads.begin(adapter, transfer, image, start)
 
-    def _request(self, adapter: Adapter) -> None:
-        manifest, layout = adapter.manifest, adapter.layout
-        self._by_version[adapter.version] = adapter
-
-        def read(image: HostImage) -> None:
-            start = self._clock()
-            self._backend.read(manifest, layout, image)
-            self._observe(adapter, "disk_adapter_page", start)
-
-        self._images.request(
-            adapter.version,
-            layout.num_pages * self._page_bytes,
-            read,
-            label=str(manifest.path),
-            may_drop=lambda: self._may_drop(adapter),
-        )
-
-    def _may_drop(self, adapter: Adapter) -> bool:
-        """True if a host image may make room: nobody holds the version, or its pages can be saved in time."""
-        return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)
-
-    def _is_on_host(self, adapter: Adapter) -> bool:
-        return self._images.is_ready(adapter.version) and self._images.error(adapter.version) is None
-
-    def _save(self, adapter: Adapter) -> None:
-        """Make a host image of a resident adapter; without one it will be read again, if it can be."""
-        try:
-            image = self._backend.save(adapter.layout, adapter.pages)
-        except Exception:
-            logger.exception("saving %r failed", adapter)
-            return
-        if image is not None:
-            self._keep(adapter, image)
-
-    def _keep(self, adapter: Adapter, image: HostImage) -> None:
-        self._by_version[adapter.version] = adapter
-        size = adapter.num_pages * self._page_bytes
-        self._images.put(adapter.version, size, image, may_drop=lambda: self._may_drop(adapter))
-
-    def _observe(self, adapter: Adapter, cost: str, start: float) -> None:
-        seconds = self._clock() - start
-        self._costs.observe(cost, seconds / adapter.num_pages)
-        if cost == "host_adapter_page":
-            adapter.load_seconds = seconds
-
-    def _wait_for_read(self, adapter: Adapter) -> None:
-        """Sleep until an adapter in flight has been read; raises why it can't be."""
-        image = self._loads.image(adapter)
-        if image.error is None and image.stream.num_ready < adapter.layout.num_layers:
-            self._images.take(adapter.version)
-        if image.error is not None:
-            raise image.error
+    def _observe(self, adapter: Adapter, start: float) -> None:
+        adapter.load_seconds = self._clock() - start
+        self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
 
     def _offer(self, adapter: Adapter) -> None:
         """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
@@ -439,7 +341,7 @@ class AdapterStore:
         if not adapter.is_idle:
             adapter.is_idle = True
             self.num_idle_pages += len(adapter.pages)
-        on_host = self._images.is_ready(adapter.version)
+        on_host = self.images.is_ready(adapter)
         cost = self._costs.host_adapter_page if on_host else self._costs.disk_adapter_page
         num_pages = len(adapter.pages)
         self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
@@ -457,7 +359,7 @@ class AdapterStore:
         if adapter.requests:
             self._retired[adapter] = None
             if not adapter.pages or adapter.transfer is not None:
-                self._request(adapter)  # the directory may be about to change
+                self.reads.request(adapter)  # the directory may be about to change
         else:
             self._remove(adapter)
 
@@ -465,6 +367,5 @@ class AdapterStore:
         self._retired.pop(adapter, None)
         if adapter.pages:
             self.evict(adapter)
-        self._images.drop(adapter.version)
-        self._by_version.pop(adapter.version, None)
+        self.images.drop(adapter)
         self.on_gone(adapter.version)

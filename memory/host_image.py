@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .adapter_error import forget_frames
 from .layer_stream import LayerStream
 
 
@@ -41,7 +42,7 @@ class HostImage:
         with self._lock:
             if self.error is not None:
                 return
-            _forget_frames(error)
+            forget_frames(error)
             self.error = error
         self.stream.fail()
         self._tell()
@@ -66,14 +67,3 @@ class HostImage:
     def _tell(self) -> None:
         for follower in self._followers:
             follower()
-
-
-def _forget_frames(error: BaseException) -> None:
-    """Take the tracebacks from an error and from all that led to it."""
-    left, seen = [error], set()
-    while left:
-        one = left.pop()
-        if id(one) not in seen:
-            seen.add(id(one))
-            one.__traceback__ = None
-            left += [other for other in (one.__cause__, one.__context__) if other is not None]

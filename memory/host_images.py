@@ -25,7 +25,7 @@ __all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
 
 logger = logging.getLogger(__name__)
 
-#: How often reads under way are looked at, and how long `take` sleeps at a time.
+#: How often reads under way are looked at.
 _LOOK_SECONDS = 0.05
 
 
@@ -63,7 +63,7 @@ class HostImages:
 
     A read that brings nothing for `stall_seconds`, and somewhat longer for large layers, is given up: its image fails
     at once, and its thread is left to itself until it returns. Its memory counts until then, and the key is not read
-    again before. Nobody waits for a read without such an end.
+    again before.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class HostImages:
         return iter(self._entries)
 
     def is_ready(self, key: Hashable) -> bool:
-        """True if `take` would not block: the read has ended, well or badly."""
+        """True if the read has ended, well or badly."""
         entry = self._entries.get(key)
         return entry is not None and entry.has_ended
 
@@ -197,19 +197,15 @@ class HostImages:
         return self._entries[key].image
 
     def take(self, key: Hashable) -> HostImage:
-        """The whole image, waiting for its read if need be. A failed read raises its error and is forgotten."""
-        entry = self._entries[key]
-        while not entry.has_ended:
-            self._reads.wait([entry.future], _LOOK_SECONDS)
-            self.watch()
-        if (error := entry.image.error) is not None:
+        """The image, as far as it has been read, for use. A failed read raises its error and is forgotten."""
+        if (error := self.error(key)) is not None:
             self.drop(key)
             try:
                 raise error
             finally:
-                del error, entry  # else the error's own frame refers to it
+                del error  # else the error's own frame refers to it
         self._entries.move_to_end(key)
-        return entry.image
+        return self._entries[key].image
 
     def drop(self, key: Hashable) -> None:
         """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.

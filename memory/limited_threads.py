@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
+from .adapter_error import AdapterFormatError, forget_frames
 from .short_slices import ask_for_short_slices
 
 T = TypeVar("T")
@@ -55,11 +56,14 @@ class LimitedThreads:
             result = function()
         except BaseException as raised:
             error = raised
+            if isinstance(raised, AdapterFormatError):  # which says all there is to say
+                forget_frames(raised)  # they hold what was read, for as long as anybody has the error
         self._end()  # before anybody knows, so that whoever waited for it can submit the next
         if error is None:
             future.set_result(result)
         else:
             future.set_exception(error)
+        del future, error  # this frame is the error's, too
 
     def _end(self) -> None:
         with self._lock:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from .adapter_error import shown
@@ -68,39 +68,52 @@ _Part = Callable[[_Walk, int], int]
 
 
 class NamePattern:
-    """One expression. Raises what `refuse` makes of the reason when it is none that is served."""
+    """One expression. Raises what `refuse` makes of the reason when it is none that is served.
+
+    It is parsed when it is matched, and nothing of that stays: a file's thousand patterns, parsed all at once, are so
+    many objects that the garbage collector looks at them for a tenth of a second, while every other thread waits.
+    """
 
     def __init__(self, pattern: str, refuse: Callable[[str], Exception], steps: Steps) -> None:
         self._pattern, self._refuse, self._steps = pattern, refuse, steps
         if len(pattern) > MAX_CHARACTERS:
             raise refuse(f"a pattern has {len(pattern)} characters, at most {MAX_CHARACTERS} are taken")
-        parser = _Parser(pattern, steps)
-        try:
-            self._part = parser.parse()
-        except PatternError as error:
-            raise refuse(f"{shown(pattern)} is no regular expression as PEFT's files have them: {error}") from None
 
-        self.is_one_of_several = parser.has_alternatives
+    @property
+    def is_one_of_several(self) -> bool:
         """True if it has a `|` outside of all groups."""
+        return len(self._parse()) > 1
 
     def whole(self, names: ModuleNames) -> int:
         """The ends of the names that `re.fullmatch` finds."""
-        return self._run(names, names.starts) & names.ends
+        return self._run(names, names.starts)
 
-    def tail(self, names: ModuleNames) -> int:
-        r"""The ends of the names that `re.match(rf"(.*\.)?({pattern})$", name)` finds."""
-        return self._run(names, names.starts | names.after_dots) & names.ends
+    def tail(self, names: ModuleNames, among: int) -> int:
+        r"""The ends, of those in `among`, of the names that `re.match(rf"(.*\.)?({pattern})$", name)` finds."""
+        return self._run(names, names.starts | names.after_dots if among else 0) & among
 
     def before_number(self, names: ModuleNames, *, anywhere: bool) -> int:
         r"""The ends of the names that `{pattern}\.\d+\.` finds at the beginning, or `anywhere` behind a dot, too."""
         begin = names.starts | names.after_dots if anywhere else names.starts
-        return self._run(names, begin, _sequence([self._part, *_NUMBER])) & names.ends
+        return self._run(names, begin, _NUMBER)
 
-    def _run(self, names: ModuleNames, places: int, part: _Part | None = None) -> int:
+    def _run(self, names: ModuleNames, places: int, then: Sequence[_Part] = ()) -> int:
+        part = _sequence([_either(self._parse()), *then])
+        if not places:
+            return 0
         try:
-            return (part or self._part)(_Walk(names, self._steps), places)
+            return part(_Walk(names, self._steps), places) & names.ends
         except PatternError as error:
             raise self._refuse(f"{error}; matching stopped at {shown(self._pattern)}") from None
+
+    def _parse(self) -> list[_Part]:
+        """Its alternatives."""
+        try:
+            return _Parser(self._pattern, self._steps).parse()
+        except PatternError as error:
+            raise self._refuse(
+                f"{shown(self._pattern)} is no regular expression as PEFT's files have them: {error}"
+            ) from None
 
 
 # -- the parts
@@ -242,14 +255,13 @@ class _Parser:
         self._steps = steps
         self._at = 0
         self._depth = 0
-        self.has_alternatives = False
 
-    def parse(self) -> _Part:
+    def parse(self) -> list[_Part]:
+        """The alternatives outside of all groups."""
         parts = self._alternatives()
         if self._at < len(self._text):
             raise PatternError(f"unbalanced parenthesis at position {self._at}")
-        self.has_alternatives = len(parts) > 1
-        return _either(parts)
+        return parts
 
     def _next(self) -> str:
         return self._text[self._at : self._at + 1]

@@ -207,6 +207,7 @@ class NativeDecoder:
             cos=_pointer(model.cos), sin=_pointer(model.sin), arena=_pointer(model.arena),
             page_elems=model.arena.shape[1],
         )  # fmt: skip
+        self._handle = None  # until it is made, which may fail
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
         self.chances: Mapping[int, Chances] = {}

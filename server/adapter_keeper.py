@@ -196,7 +196,7 @@ def _release(name: str, manifest: AdapterManifest, image: HostImage, engine: Eng
     """Out of quarantine, on the engine's thread; False when it was removed or replaced meanwhile."""
     if engine.quarantine.pop(name, None) is None or name in engine.store:
         return False
-    engine.store.register(name, manifest, image=image)
+    engine.store.register(name, manifest, image)
     return True
 
 

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ..core.overload import Overloaded
 from ..core.sampling_params import InvalidRequest
 from .adapter_api import AdapterApi
+from .adapter_loads import AdapterLoads
 from .api import Api
 from .doors import Doors
 from .errors import ApiError, EngineUnavailable, GenerationFailed, on_disconnect, on_error, on_http_error
@@ -37,7 +38,10 @@ STOP_SECONDS = 1.0
 def create_app(
     worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel, settings: Settings | None = None
 ) -> Starlette:
-    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`."""
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`.
+
+    RuntimeError when no more threads can be started.
+    """
     settings = settings or Settings()
     gate, executors = Gate(), Executors()
     keys = settings.client_keys()
@@ -48,16 +52,15 @@ def create_app(
     api = Api(worker, served, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, served, api.metrics)
     texts = TextApi(worker, tokenizer, generation)
-    adapters = AdapterApi(worker, served, served.adapter_load_seconds)
+    loads = AdapterLoads(worker, served.adapter_load_seconds)
+    adapters = AdapterApi(worker, served, loads)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
-        watchdog.start()
-        adapters.keeper.start()
         try:
             yield
         finally:
-            adapters.keeper.stop()
+            loads.stop()
             watchdog.stop()
             generation.close()
             with suppress(Exception):
@@ -102,4 +105,10 @@ def create_app(
     )  # fmt: skip
     app.state.gate, app.state.worker, app.state.executors = gate, worker, executors
     app.state.private_paths = private
+    try:  # here and not in the lifespan, whose errors a client of the command line sees as tracebacks
+        watchdog.start()
+        loads.start()
+    except BaseException:
+        watchdog.stop()
+        raise
     return app

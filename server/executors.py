@@ -55,7 +55,13 @@ class DaemonPool(Executor):
             elif self._num_threads < self._threads:
                 self._num_threads += 1
                 name = f"chorus-{self._name}-{next(self._numbers)}"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
+                try:
+                    threading.Thread(target=self._run, name=name, daemon=True).start()
+                except RuntimeError:
+                    self._num_threads -= 1
+                    if not self._num_threads:  # nobody is there to come to it
+                        self._calls.pop()
+                        raise
         return future
 
     async def run(self, function: Callable[..., T], /, *args: Any) -> T:
@@ -98,16 +104,14 @@ class DaemonPool(Executor):
 class Executors:
     """The pools of one server.
 
-    loads: adapters that are read and checked. text: tokenising, and writing long answers. stop: the engine's end.
-    scrapes: writing the metrics.
+    text: tokenising, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
     """
 
     def __init__(self) -> None:
-        self.loads = DaemonPool("loads", threads=4, max_waiting=64)
         self.text = DaemonPool("text", threads=max(2, min(8, os.cpu_count() or 2)), max_waiting=1024)
         self.stop = DaemonPool("stop", threads=1, max_waiting=1)
         self.scrapes = DaemonPool("scrapes", threads=1, max_waiting=1)
 
     def shutdown(self) -> None:
-        for pool in (self.loads, self.text, self.stop, self.scrapes):
+        for pool in (self.text, self.stop, self.scrapes):
             pool.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -61,11 +62,22 @@ class Generation:
         self._arrival = time.monotonic() if arrival is None else arrival
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(prompts)
-        self._outputs: asyncio.Queue[RequestOutput] = asyncio.Queue()
+        self._outputs: deque[RequestOutput] = deque()
+        self._came: asyncio.Future[None] | None = None  # what the reader waits for
+        self._turn_ends = 0.0
         self.choices = [
             Choice(
                 i,
-                Request(f"{call_id}-{i}", prompt, param, adapter, self._arrival, tenant=tenant, cache_salt=cache_salt),
+                Request(
+                    f"{call_id}-{i}",
+                    prompt,
+                    param,
+                    adapter,
+                    self._arrival,
+                    tenant=tenant,
+                    cache_salt=cache_salt,
+                    call=call_id if len(prompts) > 1 else "",
+                ),
                 stream,
                 prompt_token_ids=prompt,
                 shows_stop_token=shows_stop_token,
@@ -97,10 +109,7 @@ class Generation:
         try:
             self._open.update(self._by_request)
             answers = await asyncio.gather(
-                *(
-                    asyncio.wrap_future(self._worker.submit(choice.request, self._outputs.put_nowait, loop))
-                    for choice in self.choices
-                ),
+                *(asyncio.wrap_future(self._worker.submit(choice.request, self._put, loop)) for choice in self.choices),
                 return_exceptions=True,
             )
             for answer in answers:
@@ -116,16 +125,19 @@ class Generation:
 
     async def __aiter__(self) -> AsyncIterator[Delta]:
         """Deltas of all choices as they come; ends when all have finished. Raises GenerationFailed."""
-        turn_ends = time.monotonic() + TURN_SECONDS
+        self._turn_ends = time.monotonic() + TURN_SECONDS
         while self._open:
-            if self._outputs.empty():
-                output = await self._outputs.get()
-                turn_ends = time.monotonic() + TURN_SECONDS
-            else:  # a queue with something in it never gives the event loop to others
-                output = self._outputs.get_nowait()
-                if time.monotonic() > turn_ends:
-                    await asyncio.sleep(0)
-                    turn_ends = time.monotonic() + TURN_SECONDS
+            if not self._outputs:
+                self._came = asyncio.get_running_loop().create_future()
+                try:
+                    await self._came
+                finally:
+                    self._came = None
+                self._turn_ends = time.monotonic() + TURN_SECONDS
+            elif time.monotonic() > self._turn_ends:
+                await asyncio.sleep(0)
+                self._turn_ends = time.monotonic() + TURN_SECONDS
+            output = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
             if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
@@ -142,6 +154,16 @@ class Generation:
                     self._worker.abort(output.request_id)
                 self._end(output.request_id, delta.finish_reason)
             yield delta
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the next delta is there already and is read in this turn, before others have theirs."""
+        return time.monotonic() <= self._turn_ends and any(output.request_id in self._open for output in self._outputs)
+
+    def _put(self, output: RequestOutput) -> None:
+        self._outputs.append(output)
+        if self._came is not None and not self._came.done():
+            self._came.set_result(None)
 
     async def finish(self) -> None:
         """Reads all deltas; the choices then hold the whole answer."""

@@ -233,20 +233,29 @@ class GenerationApi:
         return await self._threads.run(write) if num_scores > THREAD_SCORES else write()
 
     async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
-        """A call's deltas as events. The status line is gone by now, so an error is an event, too."""
+        """A call's deltas as events; what is there together is sent together.
+
+        The status line is gone by now, so an error is an event, too.
+        """
+        ready: list[bytes] = []
         try:
             async for delta in generation:
                 heavy = answer.scores_of(delta) > THREAD_SCORES
-                for chunk in answer.chunks(delta):
-                    yield await self._threads.run(long_event, chunk) if heavy else event(chunk)
+                if heavy:
+                    ready += [await self._threads.run(long_event, chunk) for chunk in answer.chunks(delta)]
+                else:
+                    ready += map(event, answer.chunks(delta))
+                if ready and (heavy or not generation.goes_on):
+                    yield b"".join(ready)
+                    ready.clear()
             if (last := answer.last_chunk()) is not None:
-                yield event(last)
+                ready.append(event(last))
         except Exception as error:
             answer_to_error = as_api_error(error)
             if answer_to_error.unforeseen:
                 log.exception("a stream failed")
-            yield event(answer_to_error.body())
-        yield DONE
+            ready.append(event(answer_to_error.body()))
+        yield b"".join((*ready, DONE))
 
 
 async def _read(generation: Generation, answer: AnswerFormat) -> None:

@@ -45,7 +45,7 @@ def sliced(items: Sequence[Any], make: Callable[[Any], Any]) -> list[Any] | Slic
 
 def dumps(value: Any) -> str:
     """A value's JSON, written at once."""
-    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)
+    return _encoder.encode(value)
 
 
 def pieces(value: Any) -> Iterator[str]:
@@ -93,3 +93,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Sliced):
         return list(value)
     raise TypeError(f"{type(value).__name__} has no JSON")
+
+
+_encoder = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=_plain)

@@ -106,7 +106,11 @@ def build_app(settings: Settings) -> Starlette:
             f"an adapter is named {served.name} like the base model; set --served-model-name to something else"
         )
     log.info("serving %s and %d adapters", served.name, len(names))
-    return create_app(worker, tokenizer, served, settings)
+    try:
+        return create_app(worker, tokenizer, served, settings)
+    except RuntimeError as error:
+        worker.stop()
+        raise LaunchError(f"can't serve {settings.model}: {error}") from error
 
 
 def http_server(app: Starlette, settings: Settings) -> HttpServer:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, overload
 from ..core.request import Request
 from ..core.sampling_params import InvalidRequest, SamplingParams
 from ..core.types import FinishReason, RequestOutput, TokenLogprobs
-from ..memory.host_image import HostImage
+from .adapter_loads import AdapterLoads
 from .choice import Choice
 from .errors import GenerationFailed
 from .generation import Generation
@@ -77,6 +77,8 @@ class LLM:
         self._base = settings.base_name
         self._worker, self._tokenizer = load(settings)
         self._ids = itertools.count()
+        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds)
+        self._loads.start()
         try:
             for name, path in named.items():
                 self.load_adapter(name, path)
@@ -152,11 +154,10 @@ class LLM:
     def load_adapter(self, name: str, path: str | Path) -> None:
         """Register a PEFT directory under a name, or replace one: answers in progress finish with the old version.
 
-        Raises AdapterFormatError, and leaves what was there, when the directory can't be served.
+        Raises AdapterFormatError, and leaves what was there, when the directory can't be served; LoadTimedOut when its
+        disk takes longer than `adapter_load_seconds`.
         """
-        image = HostImage()
-        manifest = self._worker.check_adapter(Path(path), image=image)
-        self._worker.call(lambda engine: engine.store.register(name, manifest, image=image)).result()
+        self._loads.load(name, lambda: Path(path)).result()
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; answers in progress finish with it. UnknownAdapter if there is none of that name."""
@@ -166,6 +167,7 @@ class LLM:
 
     def close(self) -> None:
         """End what is in progress and give back the model's memory."""
+        self._loads.stop()
         self._worker.stop()
 
     def __enter__(self) -> LLM:

@@ -150,7 +150,7 @@ class GenerationRequest(BaseModel):
 
         The adapter is `model`, the part of it behind `base:` (SGLang), or `lora_path` with no other `model` than that.
         """
-        model = base if self.model is None else self.model.removeprefix(f"{base}:")
+        model = base if self.model is None else self.model.removeprefix(f"{base}:") or base
         if not self.lora_path or self.lora_path == model:
             return model, None if model == base else model
         if model != base:

@@ -250,8 +250,7 @@ class ChatFormat(AnswerFormat):
         if first:
             opening = self._chunk(delta.index, {"role": "assistant", "content": "", "refusal": None}, None)
             yield {**opening, **self._about_prompt(self._generation.choices[delta.index])}
-        content = {"content": delta.text} if delta.text else {}
-        chunk = self._chunk(delta.index, content, self._logprobs(delta), delta)
+        chunk = self._chunk(delta.index, {"content": delta.text}, self._logprobs(delta), delta)
         if self._extras.token_ids:
             chunk["choices"][0]["token_ids"] = delta.token_ids
         yield chunk

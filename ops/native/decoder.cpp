@@ -188,7 +188,10 @@ class Decoder {
                                      next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
                 });
             } else {
-                each_token([&](int t) { rotate(t, 0, m_.kv_heads); });
+                each_token([&](int t) {
+                    for (int i = 0; i < qkv; i += kLanes) prefetch(y_.data() + (t + 1) * ldqkv + i);
+                    rotate(t, 0, m_.kv_heads);
+                });
                 each_split(team_, phase, thread, attention_, attention_split_, [&](const AttentionUnit& unit, const AttentionUnit*) {
                     attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
                               step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);

@@ -6,7 +6,7 @@
 Prints a line for each kind of directory, and at the end one line of JSON. Exits with 1 unless every directory is
 decided within 2 s and 64 MiB beyond its own size, no token of the neighbour's comes more than 50 ms after the one
 before, and a server with 999 good adapters and a broken one serves the 999. The gap means little on a machine that is
-busy otherwise; the worst gap without any loads is printed beside it.
+busy otherwise; what the neighbour sees in as long a time without any loads is printed beside it.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from pathlib import Path
 import httpx
 
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...server.turns import take_short_turns
 from ..serving.server_process import launched
 from .hostile_adapters import hostile
 
@@ -55,13 +56,18 @@ class Neighbour:
         self._url = url
         self._stop = threading.Event()
         self._worst = 0.0
-        self.num_gaps = 0
+        self._gaps: list[float] = []
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def take_worst(self) -> float:
         worst, self._worst = self._worst, 0.0
         return worst
+
+    def take_gaps(self) -> list[float]:
+        """All gaps since the last time, sorted."""
+        gaps, self._gaps = self._gaps, []
+        return sorted(gaps)
 
     def stop(self) -> None:
         self._stop.set()
@@ -86,7 +92,7 @@ class Neighbour:
                         now = time.perf_counter()
                         if last is not None:
                             self._worst = max(self._worst, now - last)
-                            self.num_gaps += 1
+                            self._gaps.append(now - last)
                         last = now
                         if self._stop.is_set():
                             return
@@ -135,8 +141,8 @@ def served(*flags: str) -> Iterator[tuple[str, int]]:
         yield url, child()
 
 
-def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], float]:
-    """All hostile directories one after another; and the worst gap that the neighbour sees without them."""
+def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], list[float], list[float]]:
+    """All hostile directories one after another; and the neighbour's gaps with them, and as long without."""
     good = sorted(BUILTIN_ADAPTERS.iterdir())
     root = directory / "hostile"
     root.mkdir()
@@ -147,19 +153,28 @@ def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], flo
                 for path in good[:3]:  # the first loads bring libraries and buffers into memory
                     shutil.copytree(path, root / path.name)
                     load(client, neighbour, pid, "warm-up", root / path.name)
-                neighbour.take_worst()
-                time.sleep(3)
-                idle = neighbour.take_worst()
+                neighbour.take_gaps()
+                start = time.perf_counter()
                 found = []
                 for name, path in hostile(root, good, mutated, seed):
                     found.append(load(client, neighbour, pid, name, path))
                     shutil.rmtree(path)
                 client.get("/health").raise_for_status()
+                beside = neighbour.take_gaps()
+                time.sleep(time.perf_counter() - start)
+                alone = neighbour.take_gaps()
         finally:
             neighbour.stop()
-    if neighbour.num_gaps < 100:
-        raise RuntimeError(f"the neighbour's streams had {neighbour.num_gaps} gaps only; nothing was measured")
-    return found, idle
+    if min(len(beside), len(alone)) < 1000:
+        raise RuntimeError(
+            f"the neighbour's streams had {len(beside)} and {len(alone)} gaps only; nothing was measured"
+        )
+    return found, beside, alone
+
+
+def show_gaps(label: str, gaps: list[float]) -> None:
+    p99, p999, worst = (1e3 * gaps[int(share * (len(gaps) - 1))] for share in (0.99, 0.999, 1))
+    print(f"{len(gaps)} gaps of the neighbour's {label}: p99 {p99:.1f}, p99.9 {p999:.1f}, worst {worst:.1f} ms")
 
 
 def many(directory: Path) -> tuple[int, int]:
@@ -209,17 +224,20 @@ def main() -> int:
     parser.add_argument("--mutated", type=int, default=200, help="damaged copies of good adapters to load as well")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     arguments = parser.parse_args()
+    take_short_turns()  # else the collector holds up the neighbour here, and the server is blamed
     with tempfile.TemporaryDirectory(prefix="chorus-adapters-") as name:
-        found, idle = attack(Path(name).resolve(), arguments.mutated, arguments.seed)
+        found, beside, alone = attack(Path(name).resolve(), arguments.mutated, arguments.seed)
         answering, quarantined = many(Path(name).resolve())
     show(found)
+    show_gaps("beside the loads", beside)
+    show_gaps("without any", alone)
     result = {
         "directories": len(found),
         "unexpected_answers": sorted({one.status for one in found} - {200, 201, 400, 403, 404}),
         "worst_seconds": round(max(one.seconds for one in found), 3),
         "worst_extra_mib": round(max(one.extra_bytes for one in found) / (1 << 20), 1),
         "worst_gap_ms": round(1e3 * max(one.gap for one in found), 1),
-        "worst_gap_idle_ms": round(1e3 * idle, 1),
+        "worst_gap_idle_ms": round(1e3 * alone[-1], 1),
         "serving_of_1000": answering,
         "quarantined_of_1000": quarantined,
     }
@@ -230,7 +248,7 @@ def main() -> int:
         and result["worst_gap_ms"] <= 1e3 * MAX_GAP
         and (answering, quarantined) == (NUM_ADAPTERS - 1, 1)
     )
-    print(f"with no loads the worst gap was {1e3 * idle:.1f} ms; of 1,000 adapters {answering} answer")
+    print(f"of 1,000 adapters {answering} answer")
     print(json.dumps(result))
     return 0 if result["met"] else 1
 

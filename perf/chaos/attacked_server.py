@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ..serving.server_process import launched
+from .raw_clients import Attacker, Neighbour
 
 POLL_SECONDS = 0.02
 TIMEOUT = 60.0
@@ -24,7 +24,7 @@ class Watch:
     """What was seen: health's answers as (sent, seconds), and when each of the neighbour's tokens came."""
 
     health: list[tuple[float, float]] = field(default_factory=list)
-    tokens: list[float] = field(default_factory=list)
+    tokens: Iterable[float] = ()
     failures: int = 0
 
     def worst_delay(self, begin: float, end: float) -> float:
@@ -45,17 +45,9 @@ class AttackedServer:
         self.watch = Watch()
         self._stopping = threading.Event()
 
-    def post(self, path: str, body: bytes, timeout: float = TIMEOUT) -> tuple[int, bytes]:
-        """Status and answer; status 0 when there was none in time."""
-        connection = HTTPConnection(self.address, timeout=timeout)
-        try:
-            connection.request("POST", path, body, {"content-type": "application/json"})
-            response = connection.getresponse()
-            return response.status, response.read()
-        except (OSError, HTTPException):
-            return 0, b""
-        finally:
-            connection.close()
+    def post(self, path: str, body: bytes, timeout: float = TIMEOUT) -> int:
+        """Status of an answer that was received whole; 0 when there was none in time."""
+        return self._attacker.post(path, body, timeout)
 
     def rss(self) -> int:
         return self._status("VmRSS")
@@ -75,15 +67,21 @@ class AttackedServer:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        threads = [threading.Thread(target=run, daemon=True) for run in (self._poll, self._stream)]
-        for thread in threads:
-            thread.start()
+        polling = threading.Thread(target=self._poll, daemon=True)
+        polling.start()
+        host, port = self.address.rsplit(":", 1)
+        self._attacker, neighbour = Attacker((host, int(port))), Neighbour((host, int(port)))
+        self.watch.tokens = neighbour
         try:
+            deadline = time.monotonic() + TIMEOUT
+            while not any(neighbour) and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
             yield
         finally:
             self._stopping.set()
-            for thread in threads:
-                thread.join(TIMEOUT)
+            self._attacker.close()
+            neighbour.close()
+            polling.join(TIMEOUT)
 
     def _poll(self) -> None:
         connection = HTTPConnection(self.address, timeout=TIMEOUT)
@@ -97,20 +95,6 @@ class AttackedServer:
                 connection.close()
             self.watch.health.append((sent, time.monotonic() - sent))
             self._stopping.wait(POLL_SECONDS)
-
-    def _stream(self) -> None:
-        """The neighbour: one stream after another."""
-        body = json.dumps({"prompt": "neighbour", "max_tokens": 400, "ignore_eos": True, "stream": True,
-                           "temperature": 0, "return_token_ids": True}).encode()  # fmt: skip
-        while not self._stopping.is_set():
-            connection = HTTPConnection(self.address, timeout=TIMEOUT)
-            with suppress(OSError, HTTPException):
-                connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
-                response = connection.getresponse()
-                while not self._stopping.is_set() and (line := response.readline()):
-                    if line.startswith(b"data: {"):
-                        self.watch.tokens.append(time.monotonic())
-            connection.close()
 
 
 @contextmanager

@@ -34,6 +34,24 @@ ODD: Sequence[Any] = (
 )  # fmt: skip
 """Values that a field may not expect."""
 
+LIKELY: dict[str, Sequence[Any]] = {
+    "n": (1, 2, 3), "max_tokens": (0, 1, 5, None), "max_completion_tokens": (1, 7), "logprobs": (0, 1, 5, True),
+    "top_logprobs": (0, 2), "prompt_logprobs": (0, 2), "echo": (True, False), "stream": (True,), "best_of": (1,),
+    "stop": ("e", ["a", "xyz"], "\n"), "bad_words": (["a"], ["the", "o"]), "logit_bias": ({"101": -100}, {"97": 5.5}),
+    "stop_token_ids": ([97], [101, 105]), "allowed_token_ids": ([97, 98, 99, 100, 101],), "temperature": (0, 1, 0.0),
+    "top_p": (1, 0.9), "top_k": (-1, 0, 5), "min_p": (0, 0.1), "seed": (0, 7, -1), "ignore_eos": (True, False),
+    "min_tokens": (0, 1), "presence_penalty": (0.5, -2), "frequency_penalty": (0.5, 2), "repetition_penalty": (1.3,),
+    "stream_options": ({"include_usage": True}, {"continuous_usage_stats": True}), "cache_salt": ("s", ""),
+    "lora_path": ("upper", "reverse"), "model": ("upper", "chorus-builtin", "chorus-builtin:sort", "nobody"),
+    "return_token_ids": (True,), "return_tokens_as_token_ids": (True,), "return_step_info": (True,),
+    "skip_special_tokens": (False, True), "include_stop_str_in_output": (True,), "add_special_tokens": (True, False),
+    "user": ("me",), "metadata": ({"a": "b"},), "chat_template_kwargs": ({"x": 1},), "tools": ([],),
+    "add_generation_prompt": (True, False), "continue_final_message": (True, False), "tool_choice": ("none", "auto"),
+    "response_format": ({"type": "text"},), "prompt": ("a", [104, 101], ["a", "b"], [[104], [101, 102]], "é\U0001f600"),
+    "messages": ([{"role": "user", "content": [{"type": "text", "text": "abc"}]}],), "request_id": ("one", "two"),
+}  # fmt: skip
+"""Values that a field expects."""
+
 _BODIES = (
     CompletionRequest, ChatCompletionRequest, TextToTokens, ChatToTokens, TokensToText, AddAdapter, LoadLoraAdapter,
     UnloadLoraAdapter,
@@ -169,18 +187,25 @@ def mutant(number: int, calls: Sequence[Call]) -> Mutant:
     return Mutant(number, path, framed(method, path, body, headers), bool(headers), body)
 
 
+def _odd(draw: random.Random) -> Any:
+    return copy.deepcopy(draw.choice(ODD))  # it may be changed further
+
+
 def _with_odd_values(draw: random.Random, body: dict[str, Any]) -> Any:
     body = copy.deepcopy(body)
     for _ in range(draw.choice([1, 1, 1, 2, 3])):
         what = draw.random()
-        if what < 0.1:
+        if what < 0.08:
             body.pop(draw.choice(list(body)), None) if body else None
-        elif what < 0.5:
-            body[draw.choice(FIELDS)] = draw.choice(ODD)
         elif what < 0.55:
-            body["".join(draw.choices("abc_é\0\ud800", k=draw.choice([1, 9, 400])))] = draw.choice(ODD)
-        elif what < 0.6:
-            return draw.choice([draw.choice(ODD), [body], {"body": body}])
+            name = draw.choice(list(LIKELY))
+            body[name] = copy.deepcopy(draw.choice(LIKELY[name]))
+        elif what < 0.64:
+            body[draw.choice(FIELDS)] = _odd(draw)
+        elif what < 0.68:
+            body["".join(draw.choices("abc_é\0\ud800", k=draw.choice([1, 9, 400])))] = _odd(draw)
+        elif what < 0.7:
+            return draw.choice([_odd(draw), [body], {"body": body}])
         else:
             _replace_somewhere(draw, body)
     return body
@@ -194,7 +219,7 @@ def _replace_somewhere(draw: random.Random, node: Any) -> None:
             return
         key = draw.choice(keys)
         if not isinstance(node[key], dict | list) or not node[key] or draw.random() < 0.5:
-            node[key] = draw.choice(ODD)
+            node[key] = _odd(draw)
             return
         node = node[key]
 

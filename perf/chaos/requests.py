@@ -3,6 +3,7 @@
 While each request is answered, a neighbour streams and /health is polled. No request may delay /health by more than
 250 ms, add more than 64 MB of memory, or halve the neighbour's tokens per second: `rate` is its share of the rate
 beside nothing, just before and after. `fair`, for information, is its share of the rate beside as many plain answers.
+Neighbour and attacker are processes of their own that count events and parse nothing.
 Prints a row per shape, the worst of the random bodies, and a JSON line; exits with 1 if a bar is missed. Wants a
 machine of its own: whatever else runs shows in the neighbour's rate.
 """
@@ -257,7 +258,7 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> 
     before, rss = watch.rate(quiet, time.monotonic()), server.rss()
     server.forget_peak()
     begin = time.monotonic()
-    status, _ = server.post(attack.path, attack.body)
+    status = server.post(attack.path, attack.body)
     took = time.monotonic() - begin
     if took < LEAST_WINDOW:
         time.sleep(LEAST_WINDOW - took)
@@ -301,7 +302,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path, help="checkpoint to serve; default: the built-in one, with 4,096 tokens")
     parser.add_argument("--mutations", type=int, default=100, help="random bodies to send")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
-    parser.add_argument("--only", default="", help="only shapes whose name has this in it")
+    parser.add_argument("--only", action="append", help="only shapes whose name has this in it; may be repeated")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         model = arguments.model or long_model(Path(directory))
@@ -315,7 +316,7 @@ def main() -> int:
             )
             rows = []
             for attack in shapes():
-                if arguments.only in attack.name:
+                if any(part in attack.name for part in arguments.only or [""]):
                     rows.append(strike(server, attack, beside))
                     print(show(rows[-1]), flush=True)
             drawn = []

@@ -220,11 +220,10 @@ class Life:
         name = self.rng.choice(NAMES)
         if name in self.current:
             try:
-                self.engine.pin_adapter(name)
+                is_pinned = self.engine.pin_adapter(name)
             except (InvalidRequest, AdapterFormatError, OSError, TimeoutError):
-                self.reached["not pinned"] += 1
-            else:
-                self.reached["pinned"] += 1
+                is_pinned = False
+            self.reached["pinned" if is_pinned else "not pinned"] += 1
 
     def _unpin(self) -> None:
         name = self.rng.choice(NAMES)
@@ -266,7 +265,7 @@ class Life:
         self.executor.glitches = 0
         for output in outputs:
             self._take(output)
-        preemptions, given_up = self.engine._scheduler.num_preemptions, self.engine.store.read_counts().num_given_up
+        preemptions, given_up = self.engine._scheduler.num_preemptions, self.engine.store.images.counts().num_given_up
         self.reached["preempted"] += preemptions > self.num_preemptions
         self.reached["reads given up"] += given_up > self.num_given_up
         self.num_preemptions, self.num_given_up = preemptions, given_up

@@ -87,7 +87,8 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
         engine = Engine.from_config(config)
         for path in sources[:2]:
             engine.store.register(path.name, path)
-            engine.pin_adapter(path.name)
+            while not engine.pin_adapter(path.name):
+                engine.store.images.wait(0.1)
         for index, path in enumerate(copies):
             (trouble.hanging if index % 2 else trouble.slow).add(path.name)
             engine.store.register(path.name, path)

@@ -158,9 +158,9 @@ def warm_up(engine: Engine) -> None:
     store = engine.store
     largest = sorted(map(store.get, store.names()), key=lambda adapter: adapter.num_pages)[-READ_THREADS:]
     copies = [store.register(f"warm-{adapter.name}", adapter.manifest.path) for adapter in largest]
-    store.read_ahead(copies)
+    store.reads.ahead(copies)
     while any(store.tier(adapter) is not Tier.HOST for adapter in copies):
-        store.wait_for_reads(1.0)
+        store.images.wait(1.0)
 
 
 def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -> Records:

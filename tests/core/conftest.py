@@ -73,10 +73,10 @@ class Driver:
     def plans(self) -> list[StepPlan]:
         return self.executor.plans
 
-    def add(self, request_id: str, adapter: str | None, prompt: list[int], **params: Any) -> Request:
+    def add(self, request_id: str, adapter: str | None, prompt: list[int], call: str = "", **params: Any) -> Request:
         """Greedy and past end-of-sequence unless `params` say otherwise."""
         params = {"temperature": 0.0, "ignore_eos": True, **params}
-        request = Request(request_id, prompt, SamplingParams(**params), adapter)
+        request = Request(request_id, prompt, SamplingParams(**params), adapter, call=call)
         self.engine.add_request(request)
         self.answers[request_id] = Answer()
         return request

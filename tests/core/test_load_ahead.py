@@ -13,6 +13,7 @@ from chorus.memory.adapter import Tier
 from chorus.memory.adapter_error import AdapterFormatError
 from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import ThreadReads
+from chorus.memory.read_watch import ReadStalled
 
 from ..memory.fakes import SlowReads
 
@@ -146,3 +147,50 @@ def test_what_was_checked_is_what_is_served(gqa, drive, tmp_path):
         shutil.copy(file, path / file.name)
     driver.add("x", "voice", [7] * 5, max_tokens=8)
     assert driver.drain()["x"].tokens == gqa.greedy(HUNG, [7] * 5, 8)
+
+
+def test_pinning_waits_for_no_read(gqa, drive):
+    """Whoever wants the pin asks again; the streams beside it go on meanwhile."""
+    go = threading.Event()
+    driver = drive(gqa, reads=ThreadReads(1), clock=time.monotonic, adapter_read_seconds=30.0)
+    engine, adapter = driver.engine, driver.engine.store.get(HUNG)
+    patch_read(driver, HUNG, lambda: go.wait(1))
+    driver.add("base", None, [5] * 9, max_tokens=4)
+    assert engine.pin_adapter(HUNG) is False
+    assert not go.is_set()
+    assert engine.stats().num_reads == 1, "it waited for the read"
+    assert not engine.store.is_pinned(adapter)
+    assert driver.held_pages() == 0
+    assert driver.drain()["base"].tokens == gqa.greedy(None, [5] * 9, 4)
+    go.set()
+    deadline = time.monotonic() + 60
+    while not engine.pin_adapter(HUNG):
+        assert time.monotonic() < deadline
+        engine.store.images.wait(0.1)
+    assert engine.pin_adapter(HUNG) is True
+    assert engine.store.is_pinned(adapter)
+    assert driver.held_pages() == adapter.num_pages
+    assert driver.run("x", HUNG, [7] * 5, max_tokens=4).tokens == gqa.greedy(HUNG, [7] * 5, 4)
+
+
+def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
+    now, go = [1.0], threading.Event()
+    driver = drive(gqa, reads=ThreadReads(1), clock=lambda: now[0], adapter_read_seconds=20.0)
+    engine, adapter = driver.engine, driver.engine.store.get(HUNG)
+    began = threading.Event()
+    patch_read(driver, HUNG, lambda: (began.set(), go.wait(120)))
+    try:
+        assert engine.pin_adapter(HUNG) is False
+        assert began.wait(60)
+        now[0] += 1
+        engine.store.images.watch()
+        now[0] += 60
+        with pytest.raises(ReadStalled, match="was given up"):
+            engine.pin_adapter(HUNG)
+        assert (adapter.references, adapter.requests, adapter.pages) == (0, 0, [])
+        assert not engine.store.is_pinned(adapter)
+        with pytest.raises(ReadStalled, match="still hangs"):
+            engine.pin_adapter(HUNG)
+        engine.check_integrity()
+    finally:
+        go.set()

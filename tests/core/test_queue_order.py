@@ -32,6 +32,10 @@ class FakeAdapter:
 class FakeStore:
     most_near = 1 << 20  # every group is looked at
 
+    @property
+    def images(self):
+        return self
+
     def is_requested(self, adapter):
         return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
 
@@ -119,15 +123,20 @@ def test_a_group_that_cannot_run_is_passed_over_whole():
     assert candidates.next() is None
 
 
-@given(st.lists(st.tuples(st.sampled_from("+-^<>"), st.integers(0, 9), st.sampled_from("ab")), max_size=60))
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("++-^<>"), st.integers(0, 9), st.sampled_from("ab"), st.sampled_from(["", "c"])),
+        max_size=60,
+    )
+)
 def test_the_queue_is_that_of_its_changes(changes):
     """Requests come, leave, come back before all that have not run, are held back and let go."""
     queue, model, held, known = WaitingQueue(), [], [], 0
     came_back = set()
-    for what, index, tenant in changes:
+    for what, index, tenant, call in changes:
         if what == "+":
             known += 1
-            request = Request(str(known), [1], SamplingParams(), tenant=tenant)
+            request = Request(str(known), [1], SamplingParams(), tenant=tenant, call=call)
             queue.append(request)
             model.append(request)
         elif model and what in "-^":
@@ -148,10 +157,16 @@ def test_the_queue_is_that_of_its_changes(changes):
         assert list(queue) == model
         assert len(queue) == len(model)
         groups = [group for groups in queue.tenants.values() for group in groups.values()]
-        shown = [request for group in groups for request in group.requests]
-        assert all(list(group.requests) == [it for it in model if it in group.requests] for group in groups)
+        shown = [request for group in groups for request in (*group.firsts, *group.more)]
+        lines = [line for group in groups for line in (group.firsts, group.more)]
+        assert all(list(line) == [it for it in model if it in line] for line in lines)
         assert sorted(map(id, shown)) == sorted(id(request) for request in model if request not in held)
-        assert all(group.requests for group in groups)
+        assert all(groups)
+        for group in groups:
+            lines = [list(group.firsts), list(group.more)]
+            assert group.head is min((line[0] for line in lines if line), key=lambda request: request.place)
+            assert len(group) == len(lines[0]) + len(lines[1])
+        assert queue.has_firsts() == any(not request.is_further for request in shown)
 
 
 class TestEngine:

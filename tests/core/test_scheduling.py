@@ -9,6 +9,7 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.output_lengths import OutputLengths
 from chorus.core.overload import Overloaded
 from chorus.core.policies import EvenShares, Policies
 from chorus.core.request import Request, RequestState
@@ -284,7 +285,7 @@ def test_little_is_computed_twice_when_the_arena_is_short(prefix_cache, max_toke
 
 
 @pytest.mark.parametrize("prefix_cache", [False, True])
-@pytest.mark.parametrize("lengths", [[4, 60], [8, 16, 32, 64], [4, 4, 4, 44]])
+@pytest.mark.parametrize("lengths", [[4, 60], [8, 16, 32, 64], [4, 4, 4, 44], [1, 1, 1, 44]])
 @pytest.mark.parametrize("stops", [(), (7, 11, 13), tuple(range(20))])
 def test_little_is_computed_twice_whatever_the_lengths_and_wherever_answers_end(prefix_cache, lengths, stops):
     house = House(num_pages=1 + 40, max_num_seqs=16, prefix_cache=prefix_cache)
@@ -330,3 +331,17 @@ def test_the_victim_is_a_policys_choice():
     assert house.expected["old"].request.state is RequestState.SWAPPED
     assert house.expected["new"].request.state is RequestState.RUNNING
     house.drain()
+
+
+def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
+    lengths = OutputLengths(block_tokens=4)
+    request = Request("long", [1, 2], SamplingParams(44))
+    request.max_length = 46
+    for _ in range(50):
+        lengths.end(1, was_cut=True)
+    assert lengths.final_length(request) == 46, "nothing is known of what goes on"
+    for _ in range(50):
+        lengths.end(9, was_cut=False)
+    assert lengths.final_length(request) == 2 + (50 * 1 + 50 * 9) // 50 + 1, "ten tokens were drawn for every end"
+    request.token_ids += [3] * 9
+    assert lengths.final_length(request) == 2 + 9 + 9 // 4 + 1, "none of those that ended got so far"

@@ -49,10 +49,6 @@ MAX_MODEL_LEN = 40
 NAMES = ("alto", "bass", "tenor")
 
 
-class Nobody:
-    requests = ()
-
-
 #: Adapter reads wait for the machine, which lets time go by in leaps.
 PATIENT = 1e9
 
@@ -199,6 +195,7 @@ class CheckingExecutor:
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
         self.glitches = 0
+        self.whole: StepPlan | None = None  # the latest one that is not a row of a failed step that runs alone
         self.pool: PagePool
         self.on_plan: Callable[[StepPlan], None]
         self._last_step = 0
@@ -206,6 +203,8 @@ class CheckingExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.clock.now += 0.001 * plan.num_tokens
+        if self.whole is None or self.whole.step_id != plan.step_id:
+            self.whole = plan
         if self.glitches:
             self.glitches -= 1
             raise RuntimeError("a passing fault")
@@ -409,7 +408,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.on_plan = self._check_order
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
-        self.engine.store.wait_for_reads = self._wait
+        self.engine.store.images.wait = self._wait
         self.scheduler = self.engine._scheduler
         self.executor.pool = self.engine._pool
         self.current: dict[str, Adapter] = {}
@@ -417,7 +416,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
-            self.register(name, pages)
+            self.register(name, pages, False)
 
     @property
     def usable(self):
@@ -450,9 +449,11 @@ class EngineMachine(RuleBasedStateMachine):
         tenants=st.lists(st.sampled_from(["", "a", "b"]), min_size=6, max_size=6),
         salts=st.lists(st.sampled_from(["", "", "", "x"]), min_size=6, max_size=6),
         twins=st.booleans(),
+        together=st.booleans(),
     )
-    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins):
-        """A few requests of similar length, whose prompts begin with the same `shared` tokens."""
+    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins, together):
+        """A few requests of similar length, whose prompts begin with the same `shared` tokens, or all of one call."""
+        call = f"c{next(self.ids)}" if together and len(names) > 1 else ""
         for index, name in enumerate(names):
             params = SamplingParams(
                 max_tokens,
@@ -463,7 +464,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
             )
             size, same = (length, length) if twins else (length + index, shared)
-            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index])
+            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index], call=call)
 
     @rule(
         name=st.sampled_from([None, *NAMES]),
@@ -480,12 +481,12 @@ class EngineMachine(RuleBasedStateMachine):
         before = self.requests[data.draw(st.sampled_from(sorted(self.requests)))].tokens
         self._add(name, len(before) + more, len(before), SamplingParams(8, temperature=0.0), before)
 
-    def _add(self, name, length, shared, params, stem=None, tenant="", salt=""):
+    def _add(self, name, length, shared, params, stem=None, tenant="", salt="", call=""):
         request_id = f"r{next(self.ids)}"
         stem = [zlib.crc32(f"stem {i}".encode()) % VOCAB for i in range(MAX_MODEL_LEN + 1)] if stem is None else stem
         prompt = stem[: min(shared, length)]
         prompt = prompt + [zlib.crc32(f"{request_id} {i}".encode()) % VOCAB for i in range(length - len(prompt))]
-        request = Request(request_id, prompt, params, name, tenant=tenant, cache_salt=salt)
+        request = Request(request_id, prompt, params, name, tenant=tenant, cache_salt=salt, call=call)
         refusal = self._refusal(name, length, params.max_tokens)
         try:
             self.engine.add_request(request)
@@ -596,6 +597,14 @@ class EngineMachine(RuleBasedStateMachine):
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
         using = {r.adapter for r in self.scheduler._running} - {None}
+        beyond_seats = len(self.scheduler._running) > self.config.max_num_seqs
+        reached["begun beyond the seats"] += beyond_seats and bool(first)
+        plan = self.executor.whole
+        in_step = {row.request_id for row in plan.rows}
+        sitting_out = [r for r in self.scheduler._running if r.id not in in_step]
+        reached["sat out"] += bool(sitting_out)
+        if plan.num_tokens < self.config.max_num_batched_tokens:
+            assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -607,8 +616,10 @@ class EngineMachine(RuleBasedStateMachine):
             if adapter is not None and adapter not in self.here_before:
                 reached["overdue, its adapter not here"] += any(arrival > waiting.arrival_time for arrival in fresh)
                 continue
-            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, Nobody).requests:
+            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, ()):
                 continue  # held back until its prompt has been computed for another
+            if beyond_seats and (waiting.is_further or waiting.call in self.scheduler._running.calls):
+                continue  # it needs a seat, which a call that comes anew does not
             overdue.append(waiting)
         # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
         barred = [waiting.place for waiting in overdue if full and waiting.adapter not in {None, *using}]
@@ -661,13 +672,13 @@ class EngineMachine(RuleBasedStateMachine):
 
     # -- adapters
 
-    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9))
-    def register(self, name, num_pages):
+    @rule(name=st.sampled_from(NAMES), num_pages=st.integers(1, 9), checked=st.booleans())
+    def register(self, name, num_pages, checked):
         path = Path(f"version-{next(self.ids)}")
         self.executor.adapters.num_pages[path] = num_pages
         old = self.current.get(name)
         try:
-            new = self.engine.store.register(name, path)
+            new = self._register_checked(name, path) if checked else self.engine.store.register(name, path)
         except AdapterFormatError:
             assert num_pages >= self.usable
             return
@@ -683,10 +694,16 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.adapters.num_pages[path] = 1
         self.executor.adapters.broken.add(path)
         with pytest.raises(AdapterFormatError):
-            self.engine.check_weights(self.executor.adapters.inspect(path))
+            self._register_checked(name, path)
         with pytest.raises(AdapterFormatError):
             self.engine.store.register(name, Path("nowhere"))
         assert {name: self.engine.store.get(name) for name in self.engine.store.names()} == self.current
+
+    def _register_checked(self, name, path):
+        backend, image = self.executor.adapters, HostImage()
+        manifest = backend.inspect(path)
+        backend.read(manifest, self.engine.store.layout_of(manifest), image)
+        return self.engine.store.register(name, manifest, image)
 
     @rule(name=st.sampled_from(NAMES))
     def unregister(self, name):
@@ -703,7 +720,12 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         held = stats.num_kv_pages + stats.num_adapter_pages - self.engine.store.num_idle_pages
         try:
-            self.engine.pin_adapter(name)
+            if not (pinned := self.engine.pin_adapter(name)):
+                assert self.engine.store.tier(adapter) is Tier.LOADING
+                assert not self.engine.store.is_pinned(adapter)
+                for read in self._pending():
+                    read.finish()
+                pinned = self.engine.pin_adapter(name)
         except UnknownAdapter:
             assert adapter is None
         except InvalidRequest as error:
@@ -715,6 +737,9 @@ class EngineMachine(RuleBasedStateMachine):
             assert self._is_given_up(str(error)) or adapter.manifest.path in self.executor.adapters.broken
             assert adapter.transfer is not None or not adapter.pages
         else:
+            if not pinned:
+                assert any(read.hangs for read in self._pending())
+                return
             self.pinned.add(adapter)
             assert adapter.pages
             assert 2 * self.num_pinned <= self.usable
@@ -772,7 +797,11 @@ class EngineMachine(RuleBasedStateMachine):
     def books_add_up(self):
         self.engine.check_integrity()
         stats = self.engine.stats()
-        assert stats.num_running <= self.config.max_num_seqs
+        running, seats = self.scheduler._running, self.config.max_num_seqs
+        assert running.num_calls <= seats
+        assert all(len(members) <= seats for members in running.calls.values())
+        assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
+        assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
         assert stats.num_free_pages + held == self.usable
@@ -817,7 +846,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @invariant()
     def host_images_are_counted(self):
-        images = self.engine.store._images
+        images = self.engine.store.images
         entries = {*images._entries.values(), *images._given_up.values()}
         assert images.num_bytes == sum(entry.num_bytes for entry in entries)
 
@@ -845,7 +874,7 @@ class EngineMachine(RuleBasedStateMachine):
         self._end_hanging()
         self._live_on()
         self.clock.now += 1.0
-        self.engine.store.watch_reads()
+        self.engine.store.images.watch()
         for request_id, expected in self.requests.items():
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
@@ -853,7 +882,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.unregister(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
-        assert len(self.engine._prefix) == self.engine.store._images.num_bytes == 0
+        assert len(self.engine._prefix) == self.engine.store.images.num_bytes == 0
         assert not self._adapters()
         self.engine.check_integrity()
 
@@ -868,5 +897,6 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn", "a read was given up"}
+    assert reached.keys() >= {"sat out", "begun beyond the seats"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached

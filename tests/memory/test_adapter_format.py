@@ -296,7 +296,7 @@ def test_a_refused_version_leaves_the_old_one_serving(adapter_draft, tiny_engine
     it = adapter_draft()
     REFUSED[case][0](it)
     with pytest.raises(AdapterFormatError):
-        store.register("it", engine.check_adapter(it.write(tmp_path / "new")))
+        engine.check_adapter(it.write(tmp_path / "new"))
     assert store.get("it") is old
     assert store.names() == ["it"]
     engine.check_integrity()
@@ -315,3 +315,13 @@ def test_unreadable_weights_fail_their_request_only(adapter_draft, tiny_engine, 
     assert not tokens
     assert UP2_B in error
     assert generate(engine, "good") == expected
+
+
+def test_a_checked_registration_is_read_already(adapter_draft, tiny_engine, tmp_path):
+    engine = tiny_engine()
+    path = adapter_draft().write(tmp_path / "a")
+    image = HostImage()
+    adapter = engine.store.register("a", engine.check_adapter(path, image=image), image)
+    assert engine.store.tier(adapter) == "host"
+    (path / WEIGHTS).unlink()
+    assert generate(engine, "a")[1] is None

@@ -10,6 +10,7 @@ from chorus.memory.adapter import Tier
 from chorus.memory.adapter_format import AdapterFormatError
 from chorus.memory.adapter_store import AdapterStore, UnknownAdapter
 from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.host_image import HostImage
 from chorus.memory.host_images import HostImages, InlineReads
 from chorus.memory.pages import OutOfPages, PageKind, PagePool
 from chorus.memory.prefix import PrefixCache
@@ -275,8 +276,8 @@ def test_tiers_from_disk_to_device_and_back(slow):
     store = slow.store
     (a,) = register(store, a="two")
     assert store.tier(a) is Tier.DISK
-    store.read_ahead([a])
-    store.read_ahead([a])
+    store.reads.ahead([a])
+    store.reads.ahead([a])
     assert store.tier(a) is Tier.LOADING
     assert len(slow.reads.pending) == 1, "read twice"
     slow.reads.finish()
@@ -286,14 +287,14 @@ def test_tiers_from_disk_to_device_and_back(slow):
     store.release(a)
     store.evict(a)
     assert store.tier(a) is Tier.HOST
-    slow.images.drop(a.version)
+    slow.images.drop(a)
     assert store.tier(a) is Tier.DISK
 
 
 def test_reads_ahead_in_order_and_no_more_than_host_memory_takes(slow):
     store = slow.store
     a, b, c, d = register(store, a="two", b="one", c="two", d="one")
-    store.read_ahead([a, b, c, d])
+    store.reads.ahead([a, b, c, d])
     assert [store.tier(x) for x in (a, b, c, d)] == [Tier.LOADING, Tier.LOADING, Tier.DISK, Tier.DISK]
 
 
@@ -301,14 +302,14 @@ def test_reads_ahead_counts_an_adapter_once(slow):
     """Waiting requests of one adapter take its room on the host once."""
     store = slow.store
     a, b = register(store, a="two", b="two")
-    store.read_ahead([a, a, a, b])
+    store.reads.ahead([a, a, a, b])
     assert store.tier(b) is Tier.LOADING
 
 
 def test_the_first_is_read_ahead_whatever_its_size(pool, backend):
     memory = Memory(pool, backend, SlowReads(), host_bytes=0)
     a, b = register(memory.store, a="four", b="one")
-    memory.store.read_ahead([a, b])
+    memory.store.reads.ahead([a, b])
     assert [memory.store.tier(x) for x in (a, b)] == [Tier.LOADING, Tier.DISK]
 
 
@@ -316,7 +317,7 @@ def test_resident_adapters_are_not_read_ahead(store, backend, use):
     (a,) = register(store, a="two")
     use(a)
     backend.reads.clear()
-    store.read_ahead([a])
+    store.reads.ahead([a])
     assert backend.reads == []
 
 
@@ -324,7 +325,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
     store = slow.store
     (a,) = register(store, a="two")
     backend.broken.add("two")
-    store.read_ahead([a])
+    store.reads.ahead([a])
     slow.reads.finish()
     assert store.tier(a) is Tier.FAILED
     with pytest.raises(AdapterFormatError, match="cannot be read"):
@@ -335,7 +336,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
 
 def test_read_of_a_removed_version_is_cancelled(slow):
     (a,) = register(slow.store, a="two")
-    slow.store.read_ahead([a])
+    slow.store.reads.ahead([a])
     slow.store.unregister("a")
     future, _ = slow.reads.pending[0]
     assert future.cancelled()
@@ -351,8 +352,8 @@ def streaming(slow):
     """An adapter of two pages with a running request, whose bytes are still being read."""
     (a,) = register(slow.store, a="two")
     slow.store.hold(a)
-    slow.store.read_ahead([a])
-    slow.store.acquire(a, stream=True)
+    slow.store.reads.ahead([a])
+    slow.store.acquire(a)
     return a
 
 
@@ -371,9 +372,9 @@ def test_an_adapter_is_taken_while_it_is_read(slow, streaming, backend, pool):
 
 def test_what_is_whole_is_not_streamed(slow):
     (a,) = register(slow.store, a="two")
-    slow.store.read_ahead([a])
+    slow.store.reads.ahead([a])
     slow.reads.finish()
-    slow.store.acquire(a, stream=True)
+    slow.store.acquire(a)
     assert slow.store.tier(a) is Tier.DEVICE
     assert slow.store.num_streamed == 0
 
@@ -399,9 +400,9 @@ def test_a_read_that_fails_on_the_way_is_told_once_with_its_cause(slow, streamin
     slow.store.evict(streaming)
     assert slow.store.poll() == []
     assert (slow.store.tier(streaming), pool.num_free) == (Tier.FAILED, 10)
-    slow.store.watch_reads()
-    assert "cannot be read" in str(slow.store.unreadable(streaming)), "others may wait for it"
-    slow.store.forget_unreadable()
+    slow.store.images.watch()
+    assert "cannot be read" in str(slow.store.images.error(streaming)), "others may wait for it"
+    slow.store.images.forget_failures()
     assert slow.store.tier(streaming) is Tier.DISK
     check(slow.store, pool)
 
@@ -425,12 +426,33 @@ def test_pages_of_an_adapter_that_leaves_on_its_way_go_back_when_nothing_writes_
     check(slow.store, pool)
 
 
-def test_pinning_waits_for_what_is_on_its_way(slow, streaming, backend, pool):
-    backend.broken.add("two")
+def test_fetching_tells_when_all_of_an_adapter_is_in_memory(slow, backend):
+    store = slow.store
+    a, b = register(store, a="two", b="one")
+    backend.broken.add("one")
+    assert not store.fetch(a)
+    assert not store.fetch(b)
     slow.reads.finish()
+    slow.reads.finish()
+    assert store.fetch(a)
     with pytest.raises(AdapterFormatError, match="cannot be read"):
-        slow.store.pin(streaming)
-    assert not slow.store.is_pinned(streaming)
+        store.fetch(b)
+    assert store.tier(b) is Tier.DISK, "it is tried again"
+    store.acquire(a)
+    assert store.fetch(a)
+    assert backend.reads == ["two", "one"]
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_fetching_what_is_on_its_way_into_pages(slow, streaming, backend, broken):
+    assert not slow.store.fetch(streaming)
+    backend.broken |= {"two"} if broken else set()
+    slow.reads.finish()
+    if broken:
+        with pytest.raises(AdapterFormatError, match="cannot be read"):
+            slow.store.fetch(streaming)
+    else:
+        assert slow.store.fetch(streaming)
 
 
 def test_a_pin_is_lost_with_bytes_that_never_come(slow, streaming, backend, pool):
@@ -450,6 +472,18 @@ def test_replaced_version_that_is_held_is_read_at_once(slow):
     slow.store.hold(old)
     register(slow.store, a="one")
     assert slow.store.tier(old) is Tier.LOADING
+
+
+def test_weights_that_were_checked_are_not_read_again(store, backend, pool, use):
+    (old,) = register(store, a="two")
+    use(old)
+    image, manifest = HostImage(), backend.inspect(Path("three"))
+    backend.read(manifest, backend.layout(manifest), image)
+    new = store.register("a", manifest, image)
+    assert store.tier(new) is Tier.HOST
+    use(new)
+    assert backend.reads == ["two", "three"]
+    check(store, pool)
 
 
 def test_measured_costs_follow_the_clock(pool, backend):
@@ -591,7 +625,7 @@ def test_bytes_of_a_held_version_are_saved_before_its_pages_are_given_up(memory,
     (old,) = register(store, a="four")
     store.hold(old)
     store.acquire(old)
-    memory.images.drop(old.version)
+    memory.images.drop(old)
     register(store, a="two")
     backend.broken.add("four")
     store.release(old)
@@ -609,7 +643,7 @@ def test_bytes_of_a_held_version_are_saved_before_its_pages_are_given_up(memory,
 def test_nothing_is_saved_that_nobody_holds_or_that_is_on_the_host(memory, store, backend, use):
     a, b = register(store, a="four", b="two")
     use(a)
-    memory.images.drop(a.version)
+    memory.images.drop(a)
     store.hold(b)
     store.acquire(b)
     store.release(b)
@@ -621,7 +655,7 @@ def test_a_version_that_cannot_be_saved_gives_up_its_pages_all_the_same(memory, 
     (a,) = register(store, a="four")
     store.hold(a)
     store.acquire(a)
-    memory.images.drop(a.version)
+    memory.images.drop(a)
     store.release(a)
     backend.save = lambda layout, pages: (_ for _ in ()).throw(MemoryError("no memory"))
     assert memory.reclaimer.make_room(10)
@@ -633,20 +667,20 @@ def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
     store = slow.store
     a, b, c = register(store, a="four", b="two", c="two")
     store.hold(a)
-    store.read_ahead([a])
+    store.reads.ahead([a])
     slow.reads.finish()
-    store.read_ahead([b, c])
+    store.reads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.HOST, Tier.LOADING, Tier.DISK], "one always goes on"
     store.let_go(a)
     slow.reads.finish()
-    store.read_ahead([b, c])
+    store.reads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.DISK, Tier.HOST, Tier.LOADING]
 
 
 def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backend):
     (a,) = register(slow.store, a="two")
     backend.broken.add("two")
-    slow.store.read_ahead([a])
+    slow.store.reads.ahead([a])
     slow.reads.finish()
     assert slow.store.tier(a) is Tier.FAILED
     backend.broken.clear()

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 
+from chorus.memory.adapter_error import AdapterFormatError
 from chorus.memory.limited_threads import LimitedThreads, NoThreadLeft
 
 
@@ -29,3 +32,25 @@ def test_errors_come_to_whoever_asked():
     seen = threads.submit(threading.current_thread).result(30)
     assert seen.daemon
     assert seen.name == "test"
+
+
+def test_an_adapter_that_is_refused_leaves_nothing_behind_even_without_the_collector():
+    """Its header may be tens of thousands of objects, for which a collector would hold up every thread."""
+    threads, kept = LimitedThreads("test", 1), []
+
+    class Header:
+        pass
+
+    def refuse():
+        header = Header()
+        kept.append(weakref.ref(header))
+        raise AdapterFormatError(f"{header} is corrupt")
+
+    gc.disable()
+    try:
+        future = threads.submit(refuse)
+        with pytest.raises(AdapterFormatError, match="is corrupt") as caught:
+            future.result(30)
+        assert kept[0]() is None, f"{caught.value} holds what was read"
+    finally:
+        gc.enable()

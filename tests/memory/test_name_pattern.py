@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import random
 import re
@@ -50,7 +51,7 @@ def assert_as_re(text):
     it = pattern(text)
     by_re = re.compile(text)
     assert NAMES.at(it.whole(NAMES)) == [key for key in KEYS if by_re.fullmatch(key)], text
-    assert NAMES.at(it.tail(NAMES)) == [key for key in KEYS if re.match(rf"(.*\.)?({text})$", key)], text
+    assert NAMES.at(it.tail(NAMES, NAMES.ends)) == [key for key in KEYS if re.match(rf"(.*\.)?({text})$", key)], text
     numbered = re.compile(rf"(?:^|.*?\.)(?:{text})\.(?P<idx>\d+)\.")
     assert NAMES.at(it.before_number(NAMES, anywhere=True)) == [key for key in KEYS if numbered.match(key)], text
 
@@ -68,7 +69,7 @@ def test_any_pattern_that_is_taken_matches_what_re_matches():
         for _ in range(8000):
             text = "".join(rng.choices(PIECES, k=rng.randrange(1, 9)))
             try:
-                pattern(text)
+                pattern(text).whole(NAMES)
             except ValueError:
                 continue
             assert_as_re(text)
@@ -90,7 +91,7 @@ def test_any_pattern_that_is_taken_matches_what_re_matches():
 )  # fmt: skip
 def test_what_is_not_served_is_refused_by_name(bad, word):
     with pytest.raises(ValueError, match=re.escape(word)):
-        pattern(bad)
+        pattern(bad).tail(NAMES, 0)
 
 
 ENDLESS = ["(" * 15 + "a" + ")*" * 15, r"(a|a)*(a|a)*(a|a)*\d" * 50, "(.*){200}" * 90, "((.{200}){200}){200}"]
@@ -101,7 +102,7 @@ def test_the_steps_of_a_match_are_bounded(text):
     """By the number of steps, not by a clock: the same pattern is always taken or always refused."""
     steps = Steps()
     try:
-        NamePattern(text, ValueError, steps).tail(NAMES)
+        NamePattern(text, ValueError, steps).tail(NAMES, NAMES.ends)
     except ValueError as error:
         assert "too many steps" in str(error)
     assert -1 <= steps.left < MAX_STEPS
@@ -111,7 +112,7 @@ def test_classes_of_many_kinds_take_too_many_steps():
     steps = Steps()
     with pytest.raises(ValueError, match="too many steps"):
         for first in range(0x4E00, 0x4E00 + 6000, 60):
-            NamePattern("".join(f"[^{chr(first + n)}]*" for n in range(60)), ValueError, steps)
+            NamePattern("".join(f"[^{chr(first + n)}]*" for n in range(60)), ValueError, steps).tail(NAMES, NAMES.ends)
 
 
 def test_matching_gives_way_however_many_steps_are_taken_at_once(monkeypatch):
@@ -135,6 +136,39 @@ def test_an_adapter_with_endless_patterns_is_refused_by_the_field(tmp_path, fiel
         pytest.raises(AdapterFormatError, match=rf"{field} is .*too many steps"),
     ):
         AdapterConfig.read(directory).targets(ModuleNames(["ab" * 200 + ".q_proj", *KEYS]))
+
+
+def test_the_patterns_of_a_file_are_never_all_there_at_once(tmp_path):
+    """Else the garbage collector holds up every thread for as long as it looks at what they were parsed into."""
+    patterns = {f"{'.*a' * 20}{number}": 4 for number in range(1000)}
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["q_proj"], "rank_pattern": patterns}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    gc.collect()
+    before = len(gc.get_objects())
+    most = 0
+
+    def look(phase, info):
+        nonlocal most
+        most = max(most, len(gc.get_objects()) - before)
+
+    with AdapterDirectory(tmp_path) as directory:
+        config = AdapterConfig.read(directory)
+        look("read", {})
+        gc.callbacks.append(look)
+        try:
+            config.targets(ModuleNames(["q_proj"]))
+        finally:
+            gc.callbacks.remove(look)
+    assert most < 10 * len(patterns)
+
+
+@pytest.mark.parametrize("field", ["target_modules", "rank_pattern"])
+def test_a_wrong_pattern_is_refused_though_no_module_is_left_for_it(tmp_path, field):
+    config = {"peft_type": "LORA", "r": 8, "target_modules": ["k_proj"], "rank_pattern": {".*": 4}}
+    config[field] = "(" if field == "target_modules" else {".*": 4, "(": 5}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(config))
+    with AdapterDirectory(tmp_path) as directory, pytest.raises(AdapterFormatError, match=f"{field} is .*unterminated"):
+        AdapterConfig.read(directory).targets(NAMES)
 
 
 @pytest.mark.parametrize("field", ["rank_pattern", "alpha_pattern"])

@@ -120,7 +120,7 @@ def test_adapter_whose_image_is_gone_costs_a_read_from_disk():
     memory = Memory(prefix_page=5.0, host_adapter_page=1.0, disk_adapter_page=9.0)
     adapter = memory.adapter("a", "four")
     memory.block(1)
-    memory.images.drop(adapter.version)
+    memory.images.drop(adapter)
     memory.store.acquire(adapter)
     memory.store.release(adapter)
     assert memory.reclaimer.make_room(6)

@@ -45,7 +45,7 @@ class StuckServer(http_server.HttpServer):
     async def startup(self, sockets=None):
         await super().startup(sockets)
         if MODE == "pools":
-            for pool in (self._executors.loads, self._executors.text, self._executors.stop):
+            for pool in (self._executors.text, self._executors.stop):
                 for _ in range(16):
                     try:
                         pool.submit(threading.Event().wait)

@@ -29,6 +29,7 @@ def test_chat(shared, read_events):
     for chunk in (first, *rest):
         ChatCompletionChunk.model_validate(chunk, strict=True)
         assert chunk["choices"][0].keys() >= {"delta", "finish_reason", "index", "logprobs", "stop_reason"}
+        assert isinstance(chunk["choices"][0]["delta"]["content"], str), "SGLang's clients add it up unseen"
 
 
 def test_what_was_not_asked_for_is_null(shared):

@@ -45,11 +45,20 @@ def test_a_full_queue_refuses_and_cancelled_calls_leave_it():
     assert late.result(10) == 7 and waiting[1].result(10) == 0 and stuck.done()
 
 
+def test_a_pool_whose_thread_could_not_be_started_goes_on(monkeypatch):
+    pool = DaemonPool("test", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda self: (_ for _ in ()).throw(RuntimeError("no thread")))
+        with pytest.raises(RuntimeError, match="no thread"):
+            pool.submit(int, "1")
+    assert pool.submit(int, "2").result(10) == 2
+
+
 def test_one_kind_of_work_does_not_fill_anothers_threads():
     executors, release = Executors(), threading.Event()
     for _ in range(10):
-        executors.loads.submit(release.wait, 60)
-    assert executors.text.submit(int, "3").result(10) == 3
+        executors.text.submit(release.wait, 60)
+    assert executors.stop.submit(int, "3").result(10) == 3
     release.set()
     executors.shutdown()
     with pytest.raises(RuntimeError, match="closed"):
@@ -61,9 +70,9 @@ def test_threads_that_are_stuck_for_ever_do_not_keep_the_process():
 import threading
 from chorus.server.executors import Executors
 executors, begun = Executors(), threading.Semaphore(0)
-for pool in (executors.loads, executors.text, executors.stop):
+for pool in (executors.text, executors.stop):
     pool.submit(lambda: (begun.release(), threading.Event().wait()))
-for _ in range(3):
+for _ in range(2):
     begun.acquire()
 executors.shutdown()
 """

@@ -141,6 +141,7 @@ def test_two_names_of_one_field_must_agree(shared, path):
         ({"lora_path": [None]}, "base"),
         ({"adapter_id": "alice"}, "alice"),
         ({"model": "base:alice"}, "alice"),
+        ({"model": "base:"}, "base"),
         ({"model": "base", "lora_path": ""}, "base"),
     ],
 )

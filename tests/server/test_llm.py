@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,9 @@ import pytest
 from chorus import LLM, SamplingParams
 from chorus.core.sampling_params import InvalidRequest
 from chorus.memory.adapter_error import AdapterFormatError
+from chorus.memory.adapter_identity import with_content
 from chorus.memory.adapter_store import UnknownAdapter
+from chorus.server.adapter_loads import LoadTimedOut
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import SKILLS
 
@@ -87,6 +90,40 @@ def test_a_stream_may_be_left_early(llm):
     pieces = asyncio.run(whole())
     assert "".join(pieces) == TEXT[::-1] and len(pieces) > 2
     assert asyncio.run(first_pieces()) == pieces[:2]
+
+
+def test_a_disk_that_hangs_costs_a_load_its_time_limit_and_no_more(monkeypatch):
+    go_on, plain_open = threading.Event(), os.open
+
+    def hanging_open(path, *args, **options):
+        if path == "adapter_model.safetensors":
+            assert go_on.wait(10)
+        return plain_open(path, *args, **options)
+
+    with LLM(adapters={}, memory_bytes=8 << 20, threads=1, adapter_load_seconds=0.2) as it, monkeypatch.context() as m:
+        m.setattr("chorus.memory.adapter_directory.os.open", hanging_open)
+        try:
+            with pytest.raises(LoadTimedOut, match="adapter_load_seconds"):
+                it.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")
+            assert it.generate(f"{TEXT}\n", GREEDY).text == TEXT
+            assert "voice" not in it.adapters
+        finally:
+            go_on.set()
+
+
+def test_what_is_loaded_is_hashed_as_over_http(monkeypatch):
+    hashed = threading.Event()
+
+    def hash_it(manifest):
+        known = with_content(manifest)
+        assert known.content_hash is not None
+        hashed.set()
+        return known
+
+    monkeypatch.setattr("chorus.server.adapter_keeper.with_content", hash_it)
+    with LLM(adapters={}, memory_bytes=8 << 20, threads=1) as it:
+        it.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")
+        assert hashed.wait(60)
 
 
 def test_adapters_come_and_go(tmp_path):

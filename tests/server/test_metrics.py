@@ -203,7 +203,7 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
         engine.add_request(Request(str(number), [5, 6, 7], params, name))
     assert engine.adapter_load() == ([], names)
     while set(EngineView.of(engine).tiers.values()) != {"host"}:  # one may run while its adapter is still being read
-        engine.store.wait_for_reads(1)
+        engine.store.images.wait(1)
     while engine.stats().num_running < 2:
         engine.step()
     running, waiting = engine.adapter_load()

@@ -1,0 +1,195 @@
+"""The answers of a call beside other calls: nobody waits for long, nothing is lost, and a neighbour keeps its rate."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from math import ceil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.request import Request
+from chorus.core.running import Running
+from chorus.core.sampling_params import SamplingParams
+from chorus.core.step_shares import LEAST_TURNS, TRIAL, WINDOW, StepShares
+from chorus.core.waiting import WaitingQueue
+from chorus.perf.schedule_time import FakeExecutor
+
+MAX_ROWS = 64
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 1.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def make_running(sizes, num_lone):
+    running = Running()
+    for call, size in enumerate(sizes):
+        for index in range(size):
+            running.append(Request(f"{call}-{index}", [1], SamplingParams(), call=f"call {call}"))
+    for index in range(num_lone):
+        running.append(Request(f"lone {index}", [1], SamplingParams()))
+    return running
+
+
+@given(
+    sizes=st.lists(st.integers(2, 40), min_size=1, max_size=4),
+    num_lone=st.integers(0, 6),
+    fixed=st.sampled_from([0.0, 1.0, 10.0]),
+    each=st.sampled_from([0.0, 0.01, 1.0, 30.0]),
+)
+def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each):
+    running, clock = make_running(sizes, num_lone), Clock()
+    everybody, order = set(running), list(running)
+    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    last: dict[Request, int] = defaultdict(int)
+    for step in range(1, 400):
+        chosen = shares.choose(running, waiting)
+        taking_part = running if chosen is None else chosen
+        assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
+        assert set(taking_part) >= set(running.lone)
+        for request in taking_part:
+            last[request] = step
+        for request in running:
+            size = len(running.calls.get(request.call, [request]))
+            full_steps = ceil(size / LEAST_TURNS)
+            assert step - last[request] <= full_steps + TRIAL * (1 + full_steps // WINDOW), f"{request} starves"
+        assert list(running) == order
+        assert {*running.lone, *(one for members in running.calls.values() for one in members)} == everybody
+        clock.now += fixed + each * len(taking_part)
+
+
+@given(st.integers(2, MAX_ROWS), st.floats(0, 10))
+def test_a_call_that_is_alone_runs_whole(size, seconds):
+    running, clock = make_running([size], 0), Clock()
+    shares = StepShares(MAX_ROWS, clock)
+    for _ in range(100):
+        assert shares.choose(running, WaitingQueue()) is None
+        clock.now += seconds
+
+
+def test_where_rows_cost_nothing_everybody_runs():
+    running, clock = make_running([40], 3), Clock()
+    shares = StepShares(MAX_ROWS, clock)
+    taking_part = []
+    for _ in range(1000):
+        chosen = shares.choose(running, WaitingQueue())
+        taking_part.append(len(running if chosen is None else chosen))
+        clock.now += 1.0
+    assert sum(taking_part[500:]) > 0.99 * 500 * len(running)
+
+
+def test_steps_that_compute_prompts_are_no_measure():
+    running, clock = make_running([40], 1), Clock()
+    shares = StepShares(MAX_ROWS, clock)
+    before = shares._turns
+    for _ in range(10 * WINDOW):
+        shares.choose(running, WaitingQueue())
+        shares.forget()
+        clock.now += 5.0
+    assert shares._turns == before
+
+
+class PricedExecutor(FakeExecutor):
+    """Steps take time: so much each, and so much per row. Keeps who took part in them."""
+
+    def __init__(self, clock, fixed, each):
+        super().__init__(num_pages=4000)
+        self.clock, self.fixed, self.each = clock, fixed, each
+        self.steps = []
+
+    def execute(self, plan):
+        self.clock.now += self.fixed + self.each * plan.num_tokens
+        self.steps.append([row.request_id for row in plan.rows])
+        return super().execute(plan)
+
+
+def make_engine(fixed, each, seats=32):
+    clock = Clock()
+    executor = PricedExecutor(clock, fixed, each)
+    config = EngineConfig(model=Path("none"), max_num_seqs=seats, num_pages=4000, max_waiting=None)
+    return Engine(config, executor, clock=clock), executor, clock
+
+
+def request(name, max_tokens, call=""):
+    return Request(name, [1, 2], SamplingParams(max_tokens=max_tokens, temperature=0.0, ignore_eos=True), call=call)
+
+
+@pytest.mark.parametrize(("fixed", "each"), [(1.0, 0.2), (1.0, 0.02), (1.0, 2.0), (0.1, 1.0)])
+@pytest.mark.parametrize("count", [8, 31, 128])
+def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixed, each, count):
+    engine, _executor, clock = make_engine(fixed, each)
+    for index in range(count):
+        engine.add_request(request(f"many {index}", 2000, call="many"))
+    for _ in range(5):
+        engine.step()
+    engine.add_request(request("neighbour", 1000))
+    while not engine._scheduler.get("neighbour").num_output_tokens:
+        engine.step()
+    for _ in range(200):  # until it has been found what turns cost
+        engine.step()
+    began, before = clock.now, engine._scheduler.get("neighbour").num_output_tokens
+    for _ in range(500):
+        engine.step()
+    rate = (engine._scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
+    assert rate * (fixed + each) > 0.5
+
+
+def test_a_new_call_has_a_place_though_one_call_has_all_seats():
+    engine, executor, _ = make_engine(1.0, 0.0, seats=4)
+    for index in range(10):
+        engine.add_request(request(f"many {index}", 50, call="many"))
+    for _ in range(3):
+        engine.step()
+    assert engine.stats().num_running == 4
+    for index in range(2):
+        engine.add_request(request(f"new {index}", 5))
+    for _ in range(12):
+        engine.step()
+    assert {"new 0", "new 1"} <= {name for step in executor.steps[3:8] for name in step}
+    assert max(map(len, executor.steps)) <= 4
+    while engine.has_work():
+        engine.step()
+    engine.check_integrity()
+    assert sum(len(step) for step in executor.steps) == 10 * 50 + 2 * 5
+
+
+def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
+    engine, _executor, _ = make_engine(1.0, 0.0, seats=4)
+    for call in ("one", "two"):
+        for index in range(6):
+            engine.add_request(request(f"{call} {index}", 50, call=call))
+        for _ in range(4):
+            engine.step()
+    running = engine._scheduler._running
+    assert {call: len(members) for call, members in running.calls.items()} == {"one": 4, "two": 1}
+
+
+@pytest.mark.parametrize("adapter", [None, "r1-all"])
+def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive, adapter):
+    driver = drive(subject("gqa"), max_num_seqs=8)
+    penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
+    asked = [{"temperature": 1.0, "seed": seed, "logprobs": 2, "max_tokens": 20, **penalties} for seed in range(7)]
+    prompt = [5, 6, 7, 8]
+    alone = [told(driver.run(f"alone {i}", adapter, prompt, **params)) for i, params in enumerate(asked)]
+    seen = len(driver.plans)
+    driver.add("neighbour", None, [9, 10], max_tokens=60)
+    for index, params in enumerate(asked):
+        driver.add(f"r{index}", adapter, prompt, call="call", **params)
+    answers = driver.drain()
+    assert [told(answers[f"r{index}"]) for index in range(7)] == alone
+    sizes = {len(plan.rows) for plan in driver.plans[seen + 2 : seen + 20]}
+    assert max(sizes) < 8, "nobody sat out"
+
+
+def told(answer):
+    """What an answer says; its scores may differ in the last bits with what shares a step."""
+    return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]
