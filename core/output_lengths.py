@@ -15,8 +15,8 @@ _NUM_REMEMBERED = 128
 
 
 class OutputLengths:
-    """Lengths of the latest answers that have ended; a running one is expected to draw as many more tokens as those that
-    went on from where it is drew from there on, for each of them that ended of itself.
+    """Lengths of the latest answers that have ended; a running one is expected to draw as many more tokens as those
+    that went on from where it is drew from there on, for each of them that ended of itself.
 
     A limit alone says little: most answers end long before the one that their clients set. An answer that its limit cut
     off says as little: it would have gone on. Where all were cut off, the limit is what is left to expect.

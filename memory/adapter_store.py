@@ -182,9 +182,10 @@ class AdapterStore:
         """True if it is being read for so long that others are read beside it."""
         return self._images.is_slow(adapter.version)
 
-    def can_fit(self, adapter: Adapter) -> bool:
-        """True if the arena can ever hold it beside the pinned ones."""
-        return bool(adapter.pages) or adapter.num_pages <= self._pool.num_usable - self.num_pinned_pages
+    def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
+        """Those that the arena can never hold beside the pinned ones."""
+        most = self._pool.num_usable - self.num_pinned_pages
+        return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     @property
     def has_unreadable(self) -> bool:
@@ -382,6 +383,8 @@ class AdapterStore:
             self._loads.begin(adapter, transfer, image, start)
 
     def _request(self, adapter: Adapter) -> None:
+        if self._images.keep(adapter.version):
+            return
         manifest, layout = adapter.manifest, adapter.layout
         self._by_version[adapter.version] = adapter
 
