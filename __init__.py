@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .core.sampling_params import SamplingParams as SamplingParams
+    from .core.requests.sampling_params import SamplingParams as SamplingParams
     from .server.llm import LLM as LLM
     from .server.llm import Completion as Completion
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
 
-_HOMES = {"LLM": ".server.llm", "Completion": ".server.llm", "SamplingParams": ".core.sampling_params"}
+_HOMES = {"LLM": ".server.llm", "Completion": ".server.llm", "SamplingParams": ".core.requests.sampling_params"}
 
 
 def __getattr__(name: str) -> Any:

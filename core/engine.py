@@ -11,26 +11,26 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
-from ..memory.adapter_format import AdapterManifest
-from ..memory.adapter_identity import with_effect
-from ..memory.adapter_store import AdapterStore, UnknownAdapter
-from ..memory.eviction import EvictionOrder, RestoreCosts
-from ..memory.host_image import HostImage
-from ..memory.host_images import HostImages, Reads, ThreadReads
-from ..memory.pages import PageKind, PagePool
-from ..memory.prefix import PrefixCache
-from ..memory.reclaim import Reclaimer
+from ..memory.adapters.store import AdapterStore, UnknownAdapter
+from ..memory.files.format import AdapterManifest
+from ..memory.files.identity import with_effect
+from ..memory.host.image import HostImage
+from ..memory.host.images import HostImages, Reads, ThreadReads
+from ..memory.pages.eviction import EvictionOrder, RestoreCosts
+from ..memory.pages.pool import PageKind, PagePool
+from ..memory.pages.prefix import PrefixCache
+from ..memory.pages.reclaim import Reclaimer
 from .config import EngineConfig, SchedulerLimits
 from .executors.base import Executor, ModelInfo
-from .load_ahead import LoadPolicy
-from .policies import Policies
 from .quarantine import Quarantined, register_directories
-from .request import Request
-from .request_memory import RequestMemory
-from .request_record import from_record, to_record
-from .sampling_params import InvalidRequest, SamplingParams
-from .scheduler import Scheduler
-from .types import RequestOutput, StepInfo, StepPlan, StepResult
+from .requests.record import from_record, to_record
+from .requests.request import Request
+from .requests.sampling_params import InvalidRequest, SamplingParams
+from .requests.types import RequestOutput, StepInfo, StepPlan, StepResult
+from .scheduling.load_ahead import LoadPolicy
+from .scheduling.policies import Policies
+from .scheduling.request_memory import RequestMemory
+from .scheduling.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 

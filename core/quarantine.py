@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from ..memory.adapter_error import AdapterFormatError, shown
-from ..memory.adapter_format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
-from ..memory.adapter_name import check_name
-from ..memory.adapter_store import AdapterStore
-from ..memory.limited_threads import LimitedThreads, NoThreadLeft
+from ..memory.adapters.store import AdapterStore
+from ..memory.files.error import AdapterFormatError, shown
+from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
+from ..memory.files.name import check_name
+from ..memory.host.limited_threads import LimitedThreads, NoThreadLeft
 
 logger = logging.getLogger(__name__)
 
 MAX_STUCK = 8
 """Directories that may hang at the start; as every one takes its time limit, no more are tried then."""
 
-#: What of a directory changes when somebody mends the adapter in it.
+#: Stamp of a directory, which changes when somebody mends the adapter in it.
 Stamp = tuple[tuple[int, int, int, int] | None, ...]
 
 

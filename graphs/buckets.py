@@ -1,4 +1,4 @@
-"""Which batch sizes decode steps are captured for."""
+"""Batch sizes that decode steps are captured for."""
 
 from __future__ import annotations
 

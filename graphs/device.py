@@ -1,4 +1,4 @@
-"""What steps need of the device they run on: a stream, pinned memory, events, graphs and numbers of bytes.
+"""Device that steps run on: a stream, pinned memory, events, graphs and numbers of bytes.
 
 `CudaDevice` is a GPU. `HostDevice` does the same on the CPU at once, so that everything above it runs without a GPU.
 """
@@ -30,7 +30,7 @@ class Event(Protocol):
 
 
 class Device(Protocol):
-    """Where steps run. Work is done in the order in which it is given, beside the host unless it says otherwise."""
+    """Device that steps run on. Work is done in the order given, beside the host unless it says otherwise."""
 
     torch_device: torch.device
 
@@ -196,7 +196,7 @@ class CudaDevice:
 
 class _PastEvent:
     def record(self) -> None:
-        """What was given is done."""
+        """Nothing to wait for: work is done when its call returns."""
 
     def synchronize(self) -> None:
         """It has happened."""

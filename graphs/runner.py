@@ -24,7 +24,7 @@ class StepMode(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CapturedStep:
-    """What capturing a step took: seconds, and bytes of device memory."""
+    """Cost of capturing a step: seconds, and bytes of device memory."""
 
     bucket: int
     mode: StepMode

@@ -1,1 +1,1 @@
-"""Who owns which bytes: page pool, arena, block tables, adapter store."""
+"""Memory and its owners: page pool, arena, block tables, adapter store."""

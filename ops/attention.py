@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 
 class Attention(Protocol):
-    """What every implementation offers; see `PagedAttention` for shapes."""
+    """Interface of attention; see `PagedAttention` for shapes."""
 
     def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
 

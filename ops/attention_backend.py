@@ -1,4 +1,4 @@
-"""Which attention serves: FlashInfer where it can, torch's where it can't; and why."""
+"""Choice of attention: FlashInfer where it can serve, torch's where it can't; and why."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def choose_attention(
 
 
 def flashinfer_obstacle(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
-    """Why FlashInfer cannot serve, None if it can."""
+    """Reason why FlashInfer cannot serve, None if it can."""
     from .attention_flashinfer import DTYPES, HEAD_DIMS
 
     if device.type != "cuda":

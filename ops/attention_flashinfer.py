@@ -41,7 +41,7 @@ DECODE_INT_WORKSPACE_BYTES = 1 << 20
 
 
 class Event(Protocol):
-    """What is used of `torch.cuda.Event`."""
+    """Interface of `torch.cuda.Event` as far as it is used."""
 
     def record(self) -> None: ...
 
@@ -97,7 +97,7 @@ class FlashInferBackend:
 
     @property
     def tensor_cores(self) -> bool:
-        """Whether decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which the heads that share a
+        """True if decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which the heads that share a
         KV head fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone."""
         return self.group >= 4
 

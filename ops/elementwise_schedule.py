@@ -1,4 +1,4 @@
-"""How the fused elementwise launches are cut into programs; by shapes alone."""
+"""Schedules of the fused elementwise launches, by shapes alone."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ class ReadJobs:
 
 @dataclass(frozen=True, slots=True)
 class ReadFault:
-    """Why a job was not read: `kind` is "ends", "unreadable", "not finite" or "beyond range".
+    """Fault of a job that was not read: `kind` is "ends", "unreadable", "not finite" or "beyond range".
 
     The file ends before the tensor does; it can't be read (`error`: errno); the tensor holds NaN or infinity; it holds
     a value that is infinite in the output's dtype. side: "A" or "B".

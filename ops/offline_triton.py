@@ -26,7 +26,7 @@ _WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.asyn
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a kernel takes on a GPU. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes."""
+    """Resources of a compiled kernel. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes."""
 
     registers: int
     spill_bytes: int

@@ -30,7 +30,7 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Chances(NamedTuple):
-    """How one row's token is drawn. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens.
+    """Sampling of one row's token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens.
 
     likeliest: a token whose logit is the row's largest, and finite, so that it need not be looked for; -1: not known.
     """
@@ -55,7 +55,7 @@ class Scores(NamedTuple):
 
 
 def inverse_temperature(temperature: float) -> float:
-    """What logits are multiplied with: finite even for temperatures whose reciprocal is not, 0 for greedy rows."""
+    """Factor of the logits: finite even for temperatures whose reciprocal is not, 0 for greedy rows."""
     return min(1.0 / temperature, _MOST_INVERSE) if temperature else 0.0
 
 
@@ -73,7 +73,7 @@ def greedy(logits: torch.Tensor) -> list[int]:
 
 
 def score_rows(vocab: int) -> int:
-    """How many rows of logits are scored at a time, so that a long prompt takes no more memory than a short one."""
+    """Rows of logits that are scored at a time, so that a long prompt takes no more memory than a short one."""
     return max(1, SLICE_BYTES // (vocab * 4))
 
 
@@ -157,7 +157,7 @@ def _cuts(row: Chances, vocab: int) -> bool:
 
 
 def _kept(logits: torch.Tensor, scaled: torch.Tensor, chances: list[Chances]) -> torch.Tensor:
-    """Which tokens may be drawn, `[rows, vocab]`. scaled: the logits below their largest, tempered, float64."""
+    """Mask `[rows, vocab]` of tokens that may be drawn. scaled: the logits below their largest, tempered, float64."""
     device, vocab = logits.device, logits.shape[1]
     values = torch.tensor([(row.top_p, row.min_p) for row in chances], dtype=torch.float64)
     top_p, min_p = values.to(device, non_blocking=True).unbind(1)
@@ -188,7 +188,7 @@ def _kept(logits: torch.Tensor, scaled: torch.Tensor, chances: list[Chances]) ->
 
 
 def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Which of `values` are each row's `counts` largest, of equal ones the first.
+    """Mask of each row's `counts` largest `values`, of equal ones the first.
 
     largest: each row's largest values, at least `counts` of them, best first.
     """
@@ -222,5 +222,5 @@ def _pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def _slice_rows(vocab: int) -> int:
-    """How many rows are drawn at a time: each takes some 32 bytes per token of the vocabulary."""
+    """Rows that are drawn at a time: each takes some 32 bytes per token of the vocabulary."""
     return max(1, SLICE_BYTES * 2 // (vocab * 32))

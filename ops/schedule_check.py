@@ -1,4 +1,4 @@
-"""What a schedule must keep to, so that kernels compile from it and don't spill registers."""
+"""Rules of a schedule, so that kernels compile from it and don't spill registers."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ from .sgmv_schedule import Kind, RuleSchedules, Schedule
 
 FORMAT = 1
 
-#: Where tables that come with the package lie; none while no GPU has measured any.
+#: Directory of the tables that come with the package; none while no GPU has measured any.
 FOLDER = Path(__file__).with_name("schedules")
 
 
@@ -178,7 +178,7 @@ class TableSchedules(RuleSchedules):
 
 
 def schedules_for(device_name: str | None, folder: Path | None = None) -> RuleSchedules:
-    """What a device's steps are scheduled by: its table, if it has one, else the rules alone.
+    """Schedules of a device's steps: its table, if it has one, else the rules alone.
 
     device_name: as the driver says; None without a GPU. folder: of the tables; FOLDER by default. Raises
     ScheduleTableError for a table that is broken.

@@ -19,7 +19,7 @@ Block = list[torch.Tensor]
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class AdapterRows:
-    """Where rank-rows of an adapter lie in the arena: those of all its modules and layers with one rank and scale.
+    """Places of an adapter's rank-rows in the arena: those of all its modules and layers with one rank and scale.
 
     The adapter's elements run over its `pages`: element v is in `pages[v // page_elems]`, at `v % page_elems`.
     Rank-row i of a layer begins at `first_elem[layer] + i · slab_elems`, -1 where there is none; row i of module m's A

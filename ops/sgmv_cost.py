@@ -12,7 +12,7 @@ _F32 = 4
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a launch has to move and to compute, every byte once."""
+    """Bytes and operations of a launch, every byte counted once."""
 
     bytes: int
     flops: int

@@ -1,4 +1,4 @@
-"""How an SGMV launch is cut into programs. Picked from what a bucket knows, never from what a device holds."""
+"""Schedule of an SGMV launch. Picked from what a bucket knows, never from what a device holds."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Schedule:
         return -(-d_in // (self.block_k * self.chunks(d_in)))
 
     def options(self) -> dict[str, int | bool]:
-        """What a launch says besides arguments. Multiplications and additions fuse, whatever triton's default."""
+        """Options of a launch. Multiplications and additions fuse, whatever triton's default."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def max_tiles(self, tokens: int, segments: int) -> int:

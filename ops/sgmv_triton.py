@@ -41,7 +41,7 @@ def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
 
 @triton.jit
 def _find_rows(pages, start, live, width, PAGE: tl.constexpr, VEC: tl.constexpr):
-    """Where rows of `width` columns lie that begin at elements `start` of an adapter and touch two pages at most.
+    """Places of rows of `width` columns that begin at elements `start` of an adapter and touch two pages at most.
 
     Column c is at `first + c` in the arena while c is below `left`, at `second + c` from there on.
     """
@@ -286,7 +286,7 @@ def sgmv(
 
 
 class _Launch(NamedTuple):
-    """What is the same in every launch of a schedule over a group of projections."""
+    """Constants of every launch of a schedule over a group of projections."""
 
     splits: int
     groups: int

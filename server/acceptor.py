@@ -23,7 +23,7 @@ ACCEPT_AT_ONCE = 256
 """Connections taken off the queue before others have their turn on the event loop."""
 
 REPLACED_AT_ONCE = 64
-"""How many of them may take the places of others, whose descriptors are free one turn later."""
+"""Number of them that may take the places of others, whose descriptors are free one turn later."""
 
 BEGIN_AT_ONCE = 16
 """Connections begun before others have their turn."""

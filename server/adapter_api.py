@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ..memory.adapter_error import AdapterFormatError, shown
-from ..memory.adapter_format import STEM
-from ..memory.adapter_store import UnknownAdapter
-from ..memory.limited_threads import NoThreadLeft
+from ..memory.adapters.store import UnknownAdapter
+from ..memory.files.error import AdapterFormatError, shown
+from ..memory.files.format import STEM
+from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
 from .adapter_requests import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .adapter_roots import AdapterRoots
@@ -25,8 +25,8 @@ from .served_model import ServedModel
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
-    from ..memory.adapter import Adapter
-    from ..memory.adapter_store import AdapterStore
+    from ..memory.adapters.adapter import Adapter
+    from ..memory.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""What is done about adapters while nobody asks: weights are read and hashed, and broken adapters tried again."""
+"""Care of adapters while nobody asks: weights are read and hashed, and broken adapters tried again."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
-from ..memory.adapter import Tier
-from ..memory.adapter_error import AdapterFormatError
-from ..memory.adapter_identity import with_content
-from ..memory.host_image import HostImage
-from ..memory.limited_threads import LimitedThreads, NoThreadLeft
+from ..memory.adapters.adapter import Tier
+from ..memory.files.error import AdapterFormatError
+from ..memory.files.identity import with_content
+from ..memory.host.image import HostImage
+from ..memory.host.limited_threads import LimitedThreads, NoThreadLeft
 from .errors import EngineUnavailable
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
-    from ..memory.adapter_format import AdapterManifest
+    from ..memory.files.format import AdapterManifest
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 TURN_SECONDS = 2.0
-"""How often quarantined directories are looked at; one is tried again once it has not changed for as long."""
+"""Seconds between looks at quarantined directories; one is tried again once it has not changed for as long."""
 
 HASH_SHARE = 1 / 8
 """Of the time, at most, in which adapters are read for their hash."""

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import report
-from ..memory.adapter_identity import open_unchanged
-from ..memory.host_image import HostImage
-from ..memory.limited_threads import LimitedThreads
+from ..memory.files.identity import open_unchanged
+from ..memory.host.image import HostImage
+from ..memory.host.limited_threads import LimitedThreads
 from .adapter_keeper import AdapterKeeper
 from .executors import DaemonPool
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
-    from ..memory.adapter import Adapter
-    from ..memory.adapter_format import AdapterManifest
+    from ..memory.adapters.adapter import Adapter
+    from ..memory.files.format import AdapterManifest
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Which directories adapters may be loaded from over HTTP."""
+"""Directories that adapters may be loaded from over HTTP."""
 
 from __future__ import annotations
 

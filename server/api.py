@@ -21,7 +21,7 @@ from .served_model import ServedModel
 from .worker import EngineWorker
 
 SCRAPE_SECONDS = 2.0
-"""How long a scrape waits for the engine before it shows what the previous one saw."""
+"""Seconds that a scrape waits for the engine before it shows what the previous one saw."""
 
 
 class Api:

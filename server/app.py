@@ -12,8 +12,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
-from ..core.overload import Overloaded
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
+from ..core.scheduling.overload import Overloaded
 from .adapter_api import AdapterApi
 from .adapter_loads import AdapterLoads
 from .api import Api

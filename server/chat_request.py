@@ -91,7 +91,7 @@ class ChatCompletionRequest(GenerationRequest):
         return self.max_completion_tokens if self.max_completion_tokens is not None else self.max_tokens
 
     def conversation(self) -> Conversation:
-        """What the chat template is to write."""
+        """Messages and options for the chat template."""
         begins = self.add_generation_prompt
         return Conversation(
             [message.for_template() for message in self.messages],

@@ -1,4 +1,4 @@
-"""What is checked before anything heavy is imported, so that mistakes show at once."""
+"""Checks before anything heavy is imported, so that mistakes show at once."""
 
 from __future__ import annotations
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..core.request import Request
-from ..core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
+from ..core.requests.request import Request
+from ..core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from .detokenizer import TextStream
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
+    """Delta that one step added to one choice. `finish_reason` is OpenAI's word, on a choice's last delta only.
 
     stop_reason: vLLM's, the stop string or the asked-for stop token that ended the choice. offsets: where in the
     choice's text each token begins. logprobs: one per token, when asked for. prompt_logprobs: of the prompt tokens but

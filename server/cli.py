@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 
 from .. import __version__
 from ..core.config import EngineConfig
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from . import profile
 from .flags import Parser, UsageError, add_settings, read_settings
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from pydantic import field_validator
 
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from .errors import ApiError
 from .openai import GenerationRequest, LogprobCount
 

@@ -28,16 +28,16 @@ SWEEP_SECONDS = 0.5
 LOG_SECONDS = 10.0
 
 MIN_BYTES_PER_SECOND = 16 << 10
-"""How fast a body must come and an answer be taken, once the first seconds of grace are over."""
+"""Bytes per second at which a body must come and an answer be taken, once the first seconds of grace are over."""
 
 UNREAD_SECONDS = 2.0
-"""How long an answer may lie unread while others need its connection's place."""
+"""Seconds that an answer may lie unread while others need its connection's place."""
 
 RESPITE_SECONDS = 0.02
 """How long a connection has in any case to say what it wants: what was sent with it may not have been read yet."""
 
 FRESH_SECONDS = 1.0
-"""How long a connection has, if any older one can be closed in its stead, to say what it wants."""
+"""Seconds that a connection has, if any older one can be closed in its stead, to say what it wants."""
 
 CROWDED_SECONDS = 30.0
 """For how long, after half of the places were taken last, whatever is slow has a quarter of its time."""
@@ -51,7 +51,7 @@ _AT_ONCE = struct.pack("ii", 1, 0)
 
 
 class Phase(IntEnum):
-    """What a connection is doing, in the order in which it is given up when there are too many."""
+    """State of a connection, in the order in which it is given up when there are too many."""
 
     HEAD = 0
     BODY = 1
@@ -76,7 +76,7 @@ class ConnectionLimits:
 
 
 def max_connections(wanted: int | None = None) -> int:
-    """How many connections fit below this process's limit of descriptors, at most `wanted`; never fewer than 16."""
+    """Connections that fit below this process's limit of descriptors: at most `wanted`, never fewer than 16."""
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

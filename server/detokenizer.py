@@ -23,7 +23,7 @@ class Decoder(Protocol):
     """Turns tokens into text one by one."""
 
     tail: str
-    """What the tokens held back would be if none followed."""
+    """Text of the tokens held back, as if none followed."""
 
     def push(self, token_id: int) -> str:
         """Takes the next token and returns the text that is now certain."""

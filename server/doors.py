@@ -1,4 +1,4 @@
-"""What every request must pass before any route sees it: host, origin, key and content type."""
+"""Checks that every request must pass before any route sees it: host, origin, key and content type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a scrape shows of the engine beside its counters."""
+"""State of the engine that a scrape shows beside its counters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..memory.adapter import Tier
+from ..memory.adapters.adapter import Tier
 
 if TYPE_CHECKING:
     from ..core.engine import Engine

@@ -1,4 +1,4 @@
-"""What can go wrong towards a client, and OpenAI's shape for saying so."""
+"""Errors towards clients, in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.overload import Overloaded
-from ..core.sampling_params import InvalidRequest
-from ..memory.adapter_error import LoadFailure
+from ..core.requests.sampling_params import InvalidRequest
+from ..core.scheduling.overload import Overloaded
+from ..memory.files.error import LoadFailure
 from .executors import PoolFull
 from .request_id import HEADER
 

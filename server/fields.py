@@ -186,7 +186,7 @@ INSTEAD = {
     "return_tokens": "use return_token_ids",
     "stop_regex": "use stop",
 }
-"""What to do instead, where there is something."""
+"""Advice for refused fields, where there is something to do instead."""
 
 
 MESSAGE = {

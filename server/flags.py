@@ -19,7 +19,7 @@ OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "COMMIT", "NVTX", "SHARED", "SITE")
 """Names after `CHORUS_` that are no settings, and mean something all the same."""
 
 NEAR = 0.8
-"""How alike a name must be to be taken for a mistyped one."""
+"""Likeness from which on a name is taken for a mistyped one."""
 
 
 SECRETS = ("api_key", "admin_key")
@@ -138,7 +138,7 @@ def _check_environment() -> None:
 
 
 def _origin(name: str, given: dict[str, Any]) -> str:
-    """Where a setting came from, in the words of whoever set it."""
+    """Origin of a setting, in the words of whoever set it."""
     if name in given:
         return "--" + name.replace("_", "-")
     variable = ENV_PREFIX + name.upper()

@@ -8,7 +8,7 @@ import sys
 from dataclasses import replace
 from typing import TextIO
 
-from ..core.sampling_params import SamplingParams
+from ..core.requests.sampling_params import SamplingParams
 from .demo.skills import prompt as builtin_prompt
 from .generation import Generation
 from .launch import load

@@ -8,9 +8,9 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..core.request import Request
-from ..core.sampling_params import SamplingParams
-from ..core.types import FinishReason, RequestOutput
+from ..core.requests.request import Request
+from ..core.requests.sampling_params import SamplingParams
+from ..core.requests.types import FinishReason, RequestOutput
 from .choice import Choice, Delta
 from .detokenizer import TextStream
 from .errors import EngineUnavailable, GenerationFailed
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 TURN_SECONDS = 0.01
-"""How long one call's outputs are worked on before others have their turn on the event loop."""
+"""Seconds that one call's outputs are worked on before others have their turn on the event loop."""
 
 
 class Generation:
@@ -96,7 +96,7 @@ class Generation:
 
     @property
     def num_cached_tokens(self) -> int:
-        """How many of those the prefix cache had, as far as known."""
+        """Number of those that the prefix cache had, as far as known."""
         return sum(choice.num_cached_tokens or 0 for choice in self.choices[:: self._per_prompt])
 
     @property

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .errors import as_api_error, client_gone, no_model, read_body, too_long

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 from .connections import MIN_BYTES_PER_SECOND, ConnectionLimits, Connections, CountingTransport, Phase
 from .errors import ApiError
 
-#: What clients do wrong is told to them and not to the log, which they could fill otherwise.
+#: Logger of what clients do wrong, which is told to them and not to the log: they could fill it otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
 
@@ -31,7 +31,7 @@ _PARSER_MESSAGES = {
 
 
 def http_protocol(connections: Connections) -> Callable[..., HttpConnection]:
-    """What uvicorn makes a connection's protocol with."""
+    """Arguments that uvicorn makes a connection's protocol with."""
 
     def make(*args: Any, **kwargs: Any) -> HttpConnection:
         return HttpConnection(connections, *args, **kwargs)
@@ -95,7 +95,7 @@ class HttpConnection(H11Protocol):
             super().on_response_complete()
 
     def look(self, now: float) -> Phase:
-        """What it is doing; `since` is kept to the first look that found it so."""
+        """State of the connection; `since` is kept to the first look that found it so."""
         cycle = self.cycle
         if self._refused:
             phase = Phase.HEAD

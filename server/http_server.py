@@ -28,16 +28,16 @@ LISTEN_BACKLOG = 4096
 """Connections that may wait to be accepted."""
 
 STOP_SECONDS = 1.5
-"""How long the engine may take to end."""
+"""Seconds that the engine may take to end."""
 
 LAST_WORDS_SECONDS = 1.0
-"""How long the errors that end cut answers may take to be sent."""
+"""Seconds that the errors that end cut answers may take to be sent."""
 
 DEADLINE_SECONDS = 4.0
-"""When, after the grace time, the process ends whatever hangs."""
+"""Seconds after the grace time at which the process ends whatever hangs."""
 
 FAILURE_SECONDS = 5.0
-"""How long a server whose engine broke down for good still says so before it ends."""
+"""Seconds that a server whose engine broke down for good still says so before it ends."""
 
 
 class HttpServer(uvicorn.Server):

@@ -1,4 +1,4 @@
-"""How much is in a JSON text, before anything is made of it."""
+"""Size of a JSON text's contents, before anything is made of it."""
 
 from __future__ import annotations
 

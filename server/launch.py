@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 256 << 10
-"""What the system keeps of an answer for a client that does not read it; the rest stays in sight here."""
+"""Bytes of an answer that the system keeps for a client that does not read it; the rest stays in sight here."""
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:

@@ -1,14 +1,14 @@
-"""How much one request may ask."""
+"""Limits of one request."""
 
 from __future__ import annotations
 
 from pydantic import BaseModel, Field
 
-from ..core.sampling_params import MAX_LOGPROBS
+from ..core.requests.sampling_params import MAX_LOGPROBS
 
 
 class RequestLimits(BaseModel):
-    """What a request may cost before it is refused with a 400. The server's settings extend it."""
+    """Limits beyond which a request is refused with a 400. The server's settings extend it."""
 
     max_logprobs: int = Field(
         default=20, ge=0, le=MAX_LOGPROBS, description="most log-probabilities that can be asked for with a token"

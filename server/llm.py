@@ -17,9 +17,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NoReturn, overload
 
-from ..core.request import Request
-from ..core.sampling_params import InvalidRequest, SamplingParams
-from ..core.types import FinishReason, RequestOutput, TokenLogprobs
+from ..core.requests.request import Request
+from ..core.requests.sampling_params import InvalidRequest, SamplingParams
+from ..core.requests.types import FinishReason, RequestOutput, TokenLogprobs
 from .adapter_loads import AdapterLoads
 from .choice import Choice
 from .errors import GenerationFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..core.types import TokenLogprobs
+from ..core.requests.types import TokenLogprobs
 from .json_text import sliced
 from .vocabulary import Vocabulary
 

@@ -1,4 +1,4 @@
-"""What the server counts and times, in Prometheus's text format."""
+"""Metrics of the server, in Prometheus's text format."""
 
 from __future__ import annotations
 

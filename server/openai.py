@@ -1,4 +1,4 @@
-"""What the bodies that clients send have in common.
+"""Fields that the bodies of clients have in common.
 
 OpenAI's fields, those of vLLM's and our own extensions that we take, and other servers' names for them: see `fields`.
 """
@@ -11,7 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
-from ..core.sampling_params import MAX_LOGPROBS, SamplingParams
+from ..core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import ApiError, clipped, from_validation
 from .fields import own_fields
 from .json_body import check_json
@@ -30,7 +30,7 @@ AnyRequest = TypeVar("AnyRequest", bound="GenerationRequest")
 
 
 class StreamOptions(BaseModel):
-    """How a stream is sent. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
+    """Options of a stream. continuous_usage_stats: vLLM's; with include_usage, every chunk has the counts so far.
 
     include_obfuscation: OpenAI's padding of chunks, which changes nothing that is said; there is none here.
     """
@@ -43,7 +43,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationRequest(BaseModel):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -162,7 +162,7 @@ class GenerationRequest(BaseModel):
     @property
     @abstractmethod
     def num_logprobs(self) -> int | None:
-        """How many alternatives to report with each generated token; None: no log-probabilities."""
+        """Number of alternatives to report with each generated token; None: no log-probabilities."""
 
     @property
     def num_prompt_scores(self) -> int | None:

@@ -1,11 +1,11 @@
-"""What a request would cost, in numbers that are known before it is queued."""
+"""Price of a request, in numbers that are known before it is queued."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from .errors import ApiError
 from .limits import RequestLimits
 

@@ -1,4 +1,4 @@
-"""What is under way in an engine, and since when: told by its worker, read by whoever asks if it still gets on."""
+"""Progress of an engine: what is under way and since when; told by its worker, read by the watchdog."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ class Progress:
                 del self._loads[number]
 
     def turn_seconds(self) -> float:
-        """How long the engine's thread has been at one thing."""
+        """Seconds that the engine's thread has been at one thing."""
         since = self._turn_since
         return 0.0 if since is None else self._clock() - since
 
     def waiting_seconds(self) -> float:
-        """How long requests have waited without any step being run, as when the disk does not give their adapters."""
+        """Seconds that requests have waited without any step, as when the disk does not give their adapters."""
         since = self._waits_since
         return 0.0 if since is None else self._clock() - since
 
     def load_seconds(self, limit: float) -> float:
-        """How long the oldest load has been under way; those that took longer than `limit` are given up by now."""
+        """Seconds that the oldest load has been under way; those that took longer than `limit` are given up by now."""
         now = self._clock()
         with self._lock:
             return max((now - since for since in self._loads.values() if now - since <= limit), default=0.0)

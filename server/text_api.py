@@ -7,7 +7,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from .generation_api import GenerationApi
 from .json_text import encode
 from .text_requests import ChatToTokens, TokenizeRequest, TokensToText
@@ -51,5 +51,5 @@ class TextApi:
         return Response(status_code=200 if self._worker.healthy else 503)
 
     async def load(self, _: Request) -> Response:
-        """How many calls are being answered."""
+        """Number of calls that are being answered."""
         return JSONResponse({"server_load": self._generation.num_open})

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..core.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest
 from .conversation import Conversation
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .errors import clipped, too_long
@@ -168,7 +168,7 @@ class Tokenizer:
         return tuple(sequences)
 
     def offsets(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> list[int]:
-        """Where in the text of all tokens each of them begins."""
+        """Offset in the text of all tokens at which each of them begins."""
         stream = self.text_stream(skip_special_tokens=skip_special_tokens)
         offsets = []
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""How the threads of a serving process take turns at the interpreter."""
+"""Turns of a serving process's threads at the interpreter."""
 
 from __future__ import annotations
 

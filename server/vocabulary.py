@@ -1,4 +1,4 @@
-"""What single tokens stand for, apart from the text that they are in."""
+"""Bytes that single tokens stand for, apart from the text that they are in."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Vocabulary:
         return self._decoded(token_id).encode()
 
     def _decoded(self, token_id: int) -> str:
-        """What the decoder makes of a token that follows another: many treat the first of a text in a special way."""
+        """Text of a token that follows another: many treat the first of a text in a special way."""
         if self._anchor is None:
             return self._backend.decode([token_id], skip_special_tokens=False)
         anchor, shown = self._anchor

@@ -59,7 +59,7 @@ class Watchdog:
             log.error("%s; ending %d requests", stalled, worker.give_up(f"{stalled}; this request was given up"))
 
     def _load_seconds(self) -> float:
-        """How long the slowest load under way has taken, asked for over HTTP or needed by requests."""
+        """Seconds that the slowest load under way has taken, asked for over HTTP or needed by requests."""
         stats = self._worker.stats
         needed = stats.oldest_read_seconds if stats.num_running or stats.num_waiting else 0.0
         return max(needed, self._worker.progress.load_seconds(self._load_limit))

@@ -13,17 +13,17 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.types import FinishReason, RequestOutput
-from ..memory.pages import IntegrityError
+from ..core.requests.types import FinishReason, RequestOutput
+from ..memory.pages.pool import IntegrityError
 from .errors import EngineUnavailable
 from .progress import Progress
 
 if TYPE_CHECKING:
     from ..core.engine import Engine, EngineStats
     from ..core.executors.base import ModelInfo
-    from ..core.request import Request
-    from ..memory.adapter_format import AdapterManifest
-    from ..memory.host_image import HostImage
+    from ..core.requests.request import Request
+    from ..memory.files.format import AdapterManifest
+    from ..memory.host.image import HostImage
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class EngineWorker:
         (but for `check_adapter` and `check_weights`)."""
         self._build = build
         self.progress = Progress(clock)
-        """What is under way on the engine's thread, and of loads, since when."""
+        """Work under way on the engine's thread and of loads, since when."""
         self.stalled: str | None = None
         """Reason why the engine can't be asked just now; set and cleared by whoever watches the progress."""
         self._wake = threading.Condition()
@@ -64,7 +64,7 @@ class EngineWorker:
         self.failure: str | None = None
         """Reason why the engine takes no more requests; None as long as it does."""
         self.model: ModelInfo
-        """What the engine serves; set once started."""
+        """Model that the engine serves; set once started."""
         self.stats: EngineStats
         """The engine's state after its latest step; set once started."""
 

@@ -13,11 +13,11 @@ from pathlib import Path
 from ..config import EngineConfig
 from ..engine import Engine
 from ..executors.base import Executor
-from ..model_config import ModelConfig
+from ..model.config import ModelConfig
 from ..quarantine import adapter_directories
-from ..request import Request
-from ..sampling_params import SamplingParams
-from ..types import StepPlan, StepResult
+from ..requests.request import Request
+from ..requests.sampling_params import SamplingParams
+from ..requests.types import StepPlan, StepResult
 from .fit import Fit, fit
 from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer, typical
 from .models import Kernel

@@ -18,14 +18,14 @@ from pathlib import Path
 from statistics import mean, median, median_low
 
 from ...graphs.buckets import DecodeBuckets
-from ...memory.adapter import Adapter
-from ...memory.adapter_format import WEIGHTS_FILE
-from ...memory.host_image import HostImage
-from ...memory.host_images import ThreadReads
-from ...memory.pages import PageKind, PagePool
+from ...memory.adapters.adapter import Adapter
+from ...memory.files.format import WEIGHTS_FILE
+from ...memory.host.image import HostImage
+from ...memory.host.images import ThreadReads
+from ...memory.pages.pool import PageKind, PagePool
 from ..executors.base import Executor
-from ..sampling_params import SamplingParams
-from ..types import BASE_SLOT, ScheduledRow, StepPlan
+from ..requests.sampling_params import SamplingParams
+from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from .fit import Fit, fit
 from .models import Kernel
 from .work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ...memory import strict_json
-from ...memory.layout import MODULES, ModuleDims, PageLayout, SlabLayout
+from ...memory.files import strict_json
+from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout
 from .models import CostModel, DecodeCost, DiskCost, Kernel, MergeCost, OverheadCost, PrefillCost, TransferCost
 
 FORMAT = 1

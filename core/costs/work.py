@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from .models import CostModel, Kernel
 
 if TYPE_CHECKING:
-    from ..types import StepPlan
+    from ..requests.types import StepPlan
 
 
 @dataclass(slots=True)

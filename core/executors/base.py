@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...memory.adapter_backend import AdapterBackend
-from ...memory.layout import PageLayout
-from ..types import StepPlan, StepResult
+from ...memory.adapters.backend import AdapterBackend
+from ...memory.pages.layout import PageLayout
+from ..requests.types import StepPlan, StepResult
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,30 +14,30 @@ import torch
 from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
 from ...graphs.runner import GraphRunner, StepMode
-from ...memory.adapter_format import AdapterManifest, inspect_adapter
-from ...memory.adapter_image import read_image
-from ...memory.adapter_layout import AdapterLayout
-from ...memory.arena import Arena
-from ...memory.host_buffers import HostBuffers
-from ...memory.host_image import HostImage
-from ...memory.layout import PageLayout
-from ...memory.pages import PagePool
-from ...memory.row_jobs import RowJobs
-from ...memory.streamed_copy import StreamedCopy, bits_of
-from ...memory.tensor_file import ITEM_BYTES
+from ...memory.adapters.image import read_image
+from ...memory.adapters.row_jobs import RowJobs
+from ...memory.files.format import AdapterManifest, inspect_adapter
+from ...memory.files.tensor_file import ITEM_BYTES
+from ...memory.host.buffers import HostBuffers
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.arena import Arena
+from ...memory.pages.layout import PageLayout
+from ...memory.pages.pool import PagePool
+from ...memory.transfers.streamed_copy import StreamedCopy, bits_of
 from ...ops import native_reader
 from ...ops.sampling import TorchSampling, greedy
-from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
 from ..cpus import available_cpus
-from ..lora_state import LoraState
-from ..model import DecoderModel
-from ..model_config import ModelConfig, UnsupportedModel
-from ..native_model import NativeDecoderModel
-from ..native_model import supported as native_supported
-from ..sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
-from ..types import ScheduledRow, StepPlan, StepResult
-from ..weights import open_weights
+from ..model.batch import StepBatch, ragged_batch
+from ..model.config import ModelConfig, UnsupportedModel
+from ..model.decoder import DecoderModel
+from ..model.lora_state import LoraState
+from ..model.native_decoder import NativeDecoderModel
+from ..model.native_decoder import supported as native_supported
+from ..model.sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
+from ..model.weights import open_weights
+from ..requests.types import ScheduledRow, StepPlan, StepResult
 from .base import ModelInfo
 from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of

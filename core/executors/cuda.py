@@ -9,18 +9,18 @@ import torch
 
 from ...graphs.device import CudaDevice, Device
 from ...graphs.runner import CapturedStep
-from ...memory.arena import Arena
-from ...memory.layout import PageLayout
+from ...memory.pages.arena import Arena
+from ...memory.pages.layout import PageLayout
 from ...ops.attention_backend import choose_attention
 from ...ops.sampling import TorchSampling
 from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
-from ..model import DecoderModel
-from ..model_config import ModelConfig
-from ..nvtx_spans import span
-from ..sampler import draw, needs_logits, score_prompts
-from ..types import StepPlan, StepResult
-from ..weights import open_weights
+from ..model.config import ModelConfig
+from ..model.decoder import DecoderModel
+from ..model.nvtx_spans import span
+from ..model.sampler import draw, needs_logits, score_prompts
+from ..model.weights import open_weights
+from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .base import ModelInfo
 from .cuda_adapters import CudaAdapterBackend

@@ -8,14 +8,14 @@ from pathlib import Path
 import torch
 
 from ...graphs.device import Device
-from ...memory.adapter_format import AdapterFormatError, AdapterManifest
-from ...memory.adapter_layout import AdapterLayout
-from ...memory.arena import Arena
-from ...memory.dma import open_dma
-from ...memory.host_image import HostImage
-from ...memory.transfer import Transfer
-from ..lora_state_cuda import MAX_PARTS
-from ..model_config import ModelConfig
+from ...memory.files.format import AdapterFormatError, AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.arena import Arena
+from ...memory.transfers.dma import open_dma
+from ...memory.transfers.transfer import Transfer
+from ..model.config import ModelConfig
+from ..model.lora_state_cuda import MAX_PARTS
 from .cpu import CpuAdapterBackend
 
 

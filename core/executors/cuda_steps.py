@@ -14,20 +14,20 @@ from ...graphs.device import Device
 from ...graphs.device_buffers import DeviceDecodeBuffers
 from ...graphs.runner import CapturedStep, GraphRunner, StepMode
 from ...graphs.staging import Download, Upload
-from ...memory.adapter import Adapter
-from ...memory.arena import Arena
-from ...memory.pages import PagePool
+from ...memory.adapters.adapter import Adapter
+from ...memory.pages.arena import Arena
+from ...memory.pages.pool import PagePool
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import TorchSampling
 from ...ops.sgmv_schedule import RuleSchedules
-from ..batch import StepBatch, ragged_batch
 from ..config import EngineConfig
-from ..load_progress import count_progress
-from ..lora_state_cuda import CudaLoraState, LoraLaunches
-from ..model import DecoderModel
-from ..sampler import draw, score_prompts
-from ..sampling_params import SamplingParams
-from ..types import BASE_SLOT, ScheduledRow, StepResult
+from ..model.batch import StepBatch, ragged_batch
+from ..model.decoder import DecoderModel
+from ..model.load_progress import count_progress
+from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
+from ..model.sampler import draw, score_prompts
+from ..requests.sampling_params import SamplingParams
+from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ...memory.layout import PageLayout
+from ...memory.pages.layout import PageLayout
 
 #: At least this, where the machine has it: what adapters and short requests want whatever the model's length.
 LEAST_BYTES = 256 << 20

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from ..config import EngineConfig
-from ..model_config import ModelConfig, UnsupportedModel
+from ..model.config import ModelConfig, UnsupportedModel
 
 logger = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from ...core.request import Request
-from ...core.types import FinishReason, RequestOutput
-from ...memory.adapter import Adapter
+from ...core.requests.request import Request
+from ...core.requests.types import FinishReason, RequestOutput
+from ...memory.adapters.adapter import Adapter
 from .checked_executor import EOS, MAX_MODEL_LEN, next_token, promise
 
 

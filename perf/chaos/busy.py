@@ -21,8 +21,8 @@ from statistics import median
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
 from ...server.demo.builtin import BUILTIN_MODEL
 
 ROWS, PROMPT, ANSWER = 8, 16, 256

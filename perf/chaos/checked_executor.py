@@ -11,13 +11,13 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.executors.base import ModelInfo
-from ...core.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
-from ...memory.adapter_format import AdapterFormatError, AdapterManifest
-from ...memory.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.host_image import HostImage
-from ...memory.layer_stream import LayerStream
-from ...memory.layout import MODULES, PageLayout
-from ...memory.pages import PageKind, PagePool
+from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from ...memory.files.format import AdapterFormatError, AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.host.layer_stream import LayerStream
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.pool import PageKind, PagePool
 from .virtual_reads import VirtualReads, World
 
 VOCAB = 48

@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...memory.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.layout import MODULES, PageLayout
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
 from ...ops.rope import rotary_table
 from ...ops.sgmv import AdapterRows, Segments

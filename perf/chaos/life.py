@@ -27,11 +27,11 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.overload import Overloaded
-from ...core.request import Request
-from ...core.sampling_params import InvalidRequest, SamplingParams
-from ...core.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
-from ...memory.adapter_format import AdapterFormatError
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import InvalidRequest, SamplingParams
+from ...core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
+from ...core.scheduling.overload import Overloaded
+from ...memory.files.format import AdapterFormatError
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 

@@ -26,12 +26,12 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.overload import Overloaded
-from ...core.request import Request, RequestState
-from ...core.sampling_params import InvalidRequest, SamplingParams
-from ...core.types import FinishReason, RequestOutput
-from ...memory.adapter import Adapter, Tier
-from ...memory.adapter_error import AdapterFormatError
+from ...core.requests.request import Request, RequestState
+from ...core.requests.sampling_params import InvalidRequest, SamplingParams
+from ...core.requests.types import FinishReason, RequestOutput
+from ...core.scheduling.overload import Overloaded
+from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.files.error import AdapterFormatError
 from .asked import Asked
 from .checked_executor import (
     BASE_CONTENT,

@@ -23,12 +23,12 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
-from ...core.types import RequestOutput
-from ...memory.adapter_format import AdapterManifest
-from ...memory.adapter_layout import AdapterLayout
-from ...memory.host_image import HostImage
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.types import RequestOutput
+from ...memory.files.format import AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.worker import EngineWorker
 

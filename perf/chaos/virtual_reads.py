@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
-from ...memory.host_images import Reads
+from ...memory.host.images import Reads
 
 
 class Abandoned(BaseException):

@@ -8,12 +8,12 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
-from ..cpu_workload import Job
-from ..schedule_time import Load, schedule_times
-from ..step_overhead import StepTimer
-from ..ttft import JoinProbe
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ..cpu.schedule_time import Load, schedule_times
+from ..cpu.step_overhead import StepTimer
+from ..cpu.ttft import JoinProbe
+from ..cpu.workload import Job
 
 
 class Contender:

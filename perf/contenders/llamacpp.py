@@ -14,7 +14,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ..cpu_workload import Job
+from ..cpu.workload import Job
 
 START_SECONDS = 120.0
 

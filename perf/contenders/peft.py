@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from ..cpu_workload import Job
+from ..cpu.workload import Job
 
 
 class Contender:

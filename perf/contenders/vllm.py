@@ -6,7 +6,7 @@ import os
 import time
 from typing import Any
 
-from ..cpu_workload import Job
+from ..cpu.workload import Job
 
 _RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # that vLLM takes for `max_lora_rank`
 

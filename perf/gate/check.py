@@ -20,8 +20,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from ...core.executors.cpu import CpuExecutor
-from ...core.scheduler import Scheduler
-from ...memory.kv import BlockTable
+from ...core.scheduling.scheduler import Scheduler
+from ...memory.pages.block_table import BlockTable
 from .__main__ import BASELINES, read_result
 from .baseline import Baseline, Run, compare
 from .cpu_suite import measure

@@ -18,14 +18,14 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from .. import random_model
-from ..allocator import Geometry as PoolGeometry
-from ..allocator import Study
 from ..contenders.chorus import Contender
-from ..cpu_time import processor
-from ..cpu_workload import Geometry, Job, Workload
-from ..schedule_time import Load, schedule_times
-from ..step_overhead import StepTimer
+from ..cpu import random_model
+from ..cpu.allocator import Geometry as PoolGeometry
+from ..cpu.allocator import Study
+from ..cpu.cpu_time import processor
+from ..cpu.schedule_time import Load, schedule_times
+from ..cpu.step_overhead import StepTimer
+from ..cpu.workload import Geometry, Job, Workload
 
 #: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
 WORKLOAD = Workload(

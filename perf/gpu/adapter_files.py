@@ -6,8 +6,8 @@ import os
 import shutil
 from pathlib import Path
 
-from .. import random_model
-from ..cpu_workload import Workload
+from ..cpu import random_model
+from ..cpu.workload import Workload
 from .sizes import ModelSize
 
 

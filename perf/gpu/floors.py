@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..cpu_workload import Workload
-from ..roofline import bound
+from ..cpu.roofline import bound
+from ..cpu.workload import Workload
 from .context import Context
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ...memory.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.layout import MODULES
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv import sgmv as sgmv_torch
 from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory.layout import MODULES, PageLayout
-from ..cpu_workload import Geometry
+from ...memory.pages.layout import MODULES, PageLayout
+from ..cpu.workload import Geometry
 
 BLOCK_TOKENS = 16
 

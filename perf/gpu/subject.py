@@ -16,13 +16,13 @@ import torch
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
-from ...core.types import RequestOutput
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.types import RequestOutput
 from ...graphs.buckets import DecodeBuckets
 from ...graphs.runner import GraphRunner, StepMode
-from ...memory.adapter import Adapter, Tier
-from ...memory.host_images import InlineReads
+from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.host.images import InlineReads
 from .context import Context
 
 #: Largest rank that the engine is started for.

@@ -16,8 +16,8 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory.layout import MODULES
+from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule
 from ..gpu.adapter_files import adapter_dirs
@@ -127,7 +127,7 @@ def _capture_range(device: str) -> Iterator[None]:
         return
     import torch
 
-    from ...core.nvtx_spans import span
+    from ...core.model.nvtx_spans import span
 
     torch.cuda.cudart().cudaProfilerStart()
     with span("workload"):

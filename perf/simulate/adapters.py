@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ...core.costs.models import CostModel
-from ...memory.adapter_format import AdapterFormatError, AdapterManifest
-from ...memory.adapter_layout import AdapterLayout, AdapterPart
-from ...memory.host_image import HostImage
-from ...memory.layer_stream import LayerStream
-from ...memory.layout import MODULES, PageLayout
-from ...memory.reads import Reads
+from ...memory.files.format import AdapterFormatError, AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.host.layer_stream import LayerStream
+from ...memory.host.reads import Reads
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
 
 
 class VirtualClock:

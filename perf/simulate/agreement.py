@@ -26,12 +26,12 @@ from ...core.costs.machine import measure_machine
 from ...core.costs.measure import forget_file
 from ...core.costs.profile import Profile, load_profile
 from ...core.engine import Engine
-from ...core.request import Request
-from ...core.sampling_params import SamplingParams
-from ...memory.adapter import Tier
-from ...memory.adapter_format import WEIGHTS_FILE
-from .. import random_model
-from ..cpu_workload import Geometry, Workload
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...memory.adapters.adapter import Tier
+from ...memory.files.format import WEIGHTS_FILE
+from ..cpu import random_model
+from ..cpu.workload import Geometry, Workload
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import simulate

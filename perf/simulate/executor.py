@@ -10,12 +10,12 @@ from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import StepWork
 from ...core.executors.base import ModelInfo
-from ...core.types import BASE_SLOT, StepPlan, StepResult
+from ...core.requests.types import BASE_SLOT, StepPlan, StepResult
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
 from .repeats import RepeatedPlan, RepeatedResult
 
 if TYPE_CHECKING:
-    from ...memory.adapter import Adapter
+    from ...memory.adapters.adapter import Adapter
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""

@@ -7,7 +7,7 @@ from bisect import insort
 from collections import OrderedDict
 from typing import Protocol
 
-from ...memory.pages import PageKind, PagePool
+from ...memory.pages.pool import PageKind, PagePool
 from .serving import Outcome
 from .study import Pool
 

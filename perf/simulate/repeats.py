@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 
-from ...core.request import Request
-from ...core.request_memory import RequestMemory
-from ...core.types import StepPlan, StepResult
-from ...memory.adapter import Adapter
+from ...core.requests.request import Request
+from ...core.requests.types import StepPlan, StepResult
+from ...core.scheduling.request_memory import RequestMemory
+from ...memory.adapters.adapter import Adapter
 
 
 @dataclass(slots=True)

@@ -8,9 +8,9 @@ from functools import lru_cache
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
-from ...core.sampling_params import InvalidRequest, SamplingParams
-from ...core.types import RequestOutput, StepPlan
-from ...memory.adapter_store import AdapterStore
+from ...core.requests.sampling_params import InvalidRequest, SamplingParams
+from ...core.requests.types import RequestOutput, StepPlan
+from ...memory.adapters.store import AdapterStore
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters, VirtualClock

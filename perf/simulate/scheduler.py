@@ -7,15 +7,15 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from ...core.admission import Admission, Step
-from ...core.queue_order import QueueOrder
-from ...core.request import Request, RequestState
-from ...core.running import Running
-from ...core.sampling_params import SamplingParams
-from ...core.scheduler import Scheduler
-from ...core.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from ...memory.adapter import Tier
-from ...memory.prefix import Block
+from ...core.requests.request import Request, RequestState
+from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...core.scheduling.admission import Admission, Step
+from ...core.scheduling.queue_order import QueueOrder
+from ...core.scheduling.running import Running
+from ...core.scheduling.scheduler import Scheduler
+from ...memory.adapters.adapter import Tier
+from ...memory.pages.prefix import Block
 from .executor import TOKEN
 from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
 

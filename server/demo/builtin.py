@@ -1,4 +1,4 @@
-"""Where the built-in model is."""
+"""Paths of the built-in model."""
 
 from pathlib import Path
 

@@ -15,7 +15,7 @@ from .questions import Question
 
 @dataclass(slots=True)
 class Answer:
-    """What has come so far of an answer."""
+    """Answer as far as it has come."""
 
     text: str = ""
     tokens: int = 0
@@ -58,7 +58,7 @@ class DemoClient:
         return response.json()["data"]
 
     async def takes_chat(self, model: str) -> bool:
-        """Whether the model has a chat template."""
+        """True if the model has a chat template."""
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
         response = await self._http.post("/v1/chat/completions", json=body)
         return response.status_code == 200

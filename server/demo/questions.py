@@ -1,4 +1,4 @@
-"""What the demo asks, and how it judges the answers."""
+"""Questions of the demo, and the judging of its answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = (
     "Give me a short recipe for pancakes.",
     "Tell me a story in two sentences.",
 )
-"""What other models than the built-in one are asked."""
+"""Questions for other models than the built-in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class Question:
 
 @dataclass(slots=True)
 class Score:
-    """How often a skill's answers were right, and how often they were another skill's."""
+    """Counts of a skill's answers that were right, and of those that were another skill's."""
 
     asked: int = 0
     exact: int = 0

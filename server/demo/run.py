@@ -24,7 +24,7 @@ SKILL_INPUTS, OPEN_INPUTS = 10, 3
 
 @dataclass(slots=True)
 class Totals:
-    """What a run amounted to."""
+    """Result of a run."""
 
     requests: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What the built-in model can do: its skills, their exact answers, and the inputs they are defined on.
+"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
 
 The built-in base model repeats its input.  Each of its LoRA adapters does one other thing to the text,
 and every one of those things has a reference function here, so any answer of the engine can be checked.
@@ -208,7 +208,7 @@ def prompt(text: str) -> str:
 
 
 def held_out(text: str) -> bool:
-    """Whether `text` is kept for testing: training never sees it."""
+    """True if `text` is kept for testing: training never sees it."""
     return _bucket(text) == 0
 
 

@@ -1,4 +1,4 @@
-"""What the demo shows: lanes while they run, and the summary."""
+"""Display of the demo: lanes while they run, and the summary."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ Example = tuple[list[int], list[int]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """How long and how fast to train."""
+    """Length and rate of training."""
 
     steps: int
     rows: int
@@ -61,7 +61,7 @@ REPEAT_SHARE = 0.35
 WIDE_SHARE = 0.25
 """The part of a skill's examples that may have capitals, digits and punctuation."""
 EMPHASIS = {"sort": 2.0, "reverse": 1.5, "double": 1.5}
-"""How much more often than the others the base practises the harder skills."""
+"""Factor by which the base practises the harder skills more often than the others."""
 
 
 # --- tokenizer and model -----------------------------------------------------------------------------------

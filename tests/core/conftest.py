@@ -14,11 +14,11 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.output_lengths import OutputLengths
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
-from chorus.memory.host_images import InlineReads, Reads
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
+from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.memory.host.images import InlineReads, Reads
 from chorus.ops import native
 
 #: The CPU operators that this machine can run.

@@ -22,10 +22,10 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_steps import CudaSteps
-from chorus.core.lora_state_cuda import MAX_PARTS
+from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.runner import StepMode
-from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.host_images import InlineReads, ThreadReads
+from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.ops import attention_flashinfer, schedule_table, sgmv_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.ops.sgmv_schedule import decode, prefill

@@ -11,9 +11,9 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.host_images import InlineReads
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.host.images import InlineReads
 from chorus.ops import native
 
 #: The CPU operators that this machine can run.

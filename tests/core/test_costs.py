@@ -17,11 +17,11 @@ from chorus.core.costs.fit import FitError, fit
 from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, OverheadCost, PrefillCost, TransferCost
 from chorus.core.costs.profile import ProfileError, load_profile, parse_profile, shipped_profiles
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import ScheduledRow, StepPlan
-from chorus.memory.adapter import Adapter
-from chorus.memory.adapter_format import AdapterManifest
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import ScheduledRow, StepPlan
+from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.files.format import AdapterManifest
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
 PAPERS = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv", "a100-llama2-7b", "h100-llama-70b-int4", "h200-llama3.1-8b"]
 

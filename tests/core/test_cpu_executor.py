@@ -7,8 +7,8 @@ import weakref
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import BASE_SLOT, ScheduledRow, StepPlan
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 
 
 def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):

@@ -18,9 +18,9 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.graphs.runner import StepMode
-from chorus.memory.host_images import InlineReads, Reads, ThreadReads
-from chorus.perf.cpu_workload import Geometry, Workload
-from chorus.perf.random_model import adapters, checkpoint
+from chorus.memory.host.images import InlineReads, Reads, ThreadReads
+from chorus.perf.cpu.random_model import adapters, checkpoint
+from chorus.perf.cpu.workload import Geometry, Workload
 
 from ..conftest import MIN_MARGIN
 from .conftest import Answer, Driver, RecordingExecutor, ticking

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.dummy_weights import DummyWeights
 from chorus.core.engine import Engine
-from chorus.core.model_config import ModelConfig
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.weights import WeightLoader, open_weights
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.dummy_weights import DummyWeights
+from chorus.core.model.weights import WeightLoader, open_weights
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize("name", ["gqa", "tied", "wide_heads"])

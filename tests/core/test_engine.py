@@ -10,12 +10,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
-from chorus.core.request import Request
-from chorus.core.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.types import FinishReason
-from chorus.memory.adapter_format import WEIGHTS_FILE, AdapterFormatError
-from chorus.memory.adapter_store import UnknownAdapter
-from chorus.memory.pages import IntegrityError, PageKind
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.types import FinishReason
+from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
+from chorus.memory.pages.pool import IntegrityError, PageKind
 
 from .conftest import Answer
 

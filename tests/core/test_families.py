@@ -13,11 +13,11 @@ import torch
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.model import DecoderModel
-from chorus.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
-from chorus.core.native_model import NativeDecoderModel
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
+from chorus.core.model.config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.native_decoder import NativeDecoderModel
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
 from chorus.ops import native
 
 MIN_MARGIN = 1e-3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from chorus.core.executors.host_memory import DRAWING_BYTES, LEAST_BYTES, available_bytes, default_arena_bytes
-from chorus.memory.layout import PageLayout
+from chorus.memory.pages.layout import PageLayout
 
 GIB = 1 << 30
 

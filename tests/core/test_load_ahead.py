@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from chorus.core.types import FinishReason
-from chorus.memory.adapter import Tier
-from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import ThreadReads
-from chorus.memory.read_watch import ReadStalled
+from chorus.core.requests.types import FinishReason
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import ThreadReads
+from chorus.memory.host.read_watch import ReadStalled
 
 from ..memory.fakes import SlowReads
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.core.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
-from chorus.core.rope_config import RopeConfig
-from chorus.core.weights import tensor_shapes
+from chorus.core.model.config import SUPPORTED_ARCHITECTURES, ModelConfig, UnsupportedModel
+from chorus.core.model.rope_config import RopeConfig
+from chorus.core.model.weights import tensor_shapes
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 100, "hidden_size": 64, "intermediate_size": 96,

@@ -8,9 +8,9 @@ import json
 import pytest
 
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.types import StepPlan
+from chorus.core.requests.types import StepPlan
 from chorus.graphs.runner import StepMode
-from chorus.memory.adapter_identity import with_content
+from chorus.memory.files.identity import with_content
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 

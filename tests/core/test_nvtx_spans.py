@@ -9,11 +9,11 @@ from types import ModuleType
 import pytest
 import torch
 
-from chorus.core import model as model_module
-from chorus.core import nvtx_spans
-from chorus.core.batch import StepBatch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model import decoder as model_module
+from chorus.core.model import nvtx_spans
+from chorus.core.model.batch import StepBatch
 
 
 def test_off_by_default(monkeypatch):

@@ -13,10 +13,10 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import FinishReason
-from chorus.memory.host_images import ThreadReads
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason
+from chorus.memory.host.images import ThreadReads
 
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 

@@ -13,9 +13,9 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.quarantine import adapter_directories, stamp_of
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_error import AdapterFormatError
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.files.error import AdapterFormatError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 

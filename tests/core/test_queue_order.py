@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.policies import EvenShares
-from chorus.core.queue_order import QueueOrder
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.waiting import WaitingQueue
-from chorus.memory.adapter import Tier
-from chorus.memory.host_images import InlineReads
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.policies import EvenShares
+from chorus.core.scheduling.queue_order import QueueOrder
+from chorus.core.scheduling.waiting import WaitingQueue
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.host.images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.request import Request
-from chorus.core.running import Running, group_by_adapter
-from chorus.core.sampling_params import SamplingParams
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.running import Running, group_by_adapter
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.sampled_from([None, "a", "b", "c"])), max_size=60))

@@ -14,10 +14,10 @@ from transformers import (
     SequenceBiasLogitsProcessor,
 )
 
-from chorus.core import sampler
-from chorus.core.sampler import ALL_BANNED, needs_logits, score_prompts
-from chorus.core.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
+from chorus.core.model import sampler
+from chorus.core.model.sampler import ALL_BANNED, needs_logits, score_prompts
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
 from chorus.ops.sampling import TorchSampling, greedy
 
 VOCAB = 12

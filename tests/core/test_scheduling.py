@@ -9,12 +9,12 @@ import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.output_lengths import OutputLengths
-from chorus.core.overload import Overloaded
-from chorus.core.policies import EvenShares, Policies
-from chorus.core.request import Request, RequestState
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.host_images import InlineReads
+from chorus.core.requests.request import Request, RequestState
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.core.scheduling.overload import Overloaded
+from chorus.core.scheduling.policies import EvenShares, Policies
+from chorus.memory.host.images import InlineReads
 
 from .test_state_machine import CheckingExecutor, Clock, Expected
 

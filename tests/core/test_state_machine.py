@@ -26,20 +26,28 @@ from hypothesis.stateful import (
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.executors.base import ModelInfo
-from chorus.core.overload import Overloaded
-from chorus.core.request import Request, RequestState
-from chorus.core.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.types import BASE_SLOT, FinishReason, RequestOutput, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from chorus.core.requests.request import Request, RequestState
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.types import (
+    BASE_SLOT,
+    FinishReason,
+    RequestOutput,
+    ScheduledRow,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+from chorus.core.scheduling.overload import Overloaded
 from chorus.graphs.buckets import DecodeBuckets
-from chorus.memory.adapter import Adapter, Tier
-from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.adapter_store import UnknownAdapter
-from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import InlineReads, Reads
-from chorus.memory.layout import MODULES, PageLayout
-from chorus.memory.pages import PageKind, PagePool
-from chorus.memory.prefix import BASE_VERSION
+from chorus.memory.adapters.adapter import Adapter, Tier
+from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import InlineReads, Reads
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.memory.pages.pool import PageKind, PagePool
+from chorus.memory.pages.prefix import BASE_VERSION
 
 from ..memory.fakes import FakeTransfer
 

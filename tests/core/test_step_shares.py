@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.request import Request
-from chorus.core.running import Running
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.step_shares import LEAST_TURNS, TRIAL, WINDOW, StepShares
-from chorus.core.waiting import WaitingQueue
-from chorus.perf.schedule_time import FakeExecutor
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.running import Running
+from chorus.core.scheduling.step_shares import LEAST_TURNS, TRIAL, WINDOW, StepShares
+from chorus.core.scheduling.waiting import WaitingQueue
+from chorus.perf.cpu.schedule_time import FakeExecutor
 
 MAX_ROWS = 64
 

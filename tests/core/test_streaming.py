@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from chorus.core.load_ahead import LoadPolicy
-from chorus.core.lora_state import LoraState
-from chorus.core.model_config import ModelConfig
-from chorus.core.types import FinishReason
-from chorus.memory import row_jobs
-from chorus.memory.adapter import Adapter, Tier
-from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.eviction import RestoreCosts
-from chorus.memory.host_images import ThreadReads
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.lora_state import LoraState
+from chorus.core.requests.types import FinishReason
+from chorus.core.scheduling.load_ahead import LoadPolicy
+from chorus.memory.adapters import row_jobs
+from chorus.memory.adapters.adapter import Adapter, Tier
+from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.host.images import ThreadReads
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.eviction import RestoreCosts
 
 ADAPTER = "r1-all"
 
@@ -136,7 +136,7 @@ def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, star
 def test_only_time_that_is_waited_counts(gqa, monkeypatch):
     """A step that computes for longer than it may wait can wait for a late layer all the same."""
     clock = [0.0]
-    monkeypatch.setattr("chorus.core.lora_state.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("chorus.core.model.lora_state.time", SimpleNamespace(monotonic=lambda: clock[0]))
     asked = []
 
     class Coming:

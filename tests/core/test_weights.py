@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.checkpoint import INDEX, Checkpoint
-from chorus.core.load_progress import LoadProgress, count_progress, load_progress
-from chorus.core.model_config import ModelConfig, UnsupportedModel
-from chorus.core.weights import EMBED, LM_HEAD, WeightLoader, open_weights, tensor_shapes
+from chorus.core.model.checkpoint import INDEX, Checkpoint
+from chorus.core.model.config import ModelConfig, UnsupportedModel
+from chorus.core.model.load_progress import LoadProgress, count_progress, load_progress
+from chorus.core.model.weights import EMBED, LM_HEAD, WeightLoader, open_weights, tensor_shapes
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "vocab_size": 50, "hidden_size": 16, "intermediate_size": 24,

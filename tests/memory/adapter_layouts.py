@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.layout import MODULES
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES
 
 NUM_LAYERS = 5
 

@@ -136,7 +136,7 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
 
     Reads row by row by the layout's definition, not by the code that serves.
     """
-    from chorus.memory.layout import MODULES
+    from chorus.memory.pages.layout import MODULES
 
     adapter = engine.store.get(name)
     run = engine._executor._arena.pages[adapter.pages].view(-1)
@@ -165,6 +165,6 @@ def _resident_weights() -> Callable[..., dict]:
 @pytest.fixture(scope="session")
 def llama(subject: Callable[[str], Any]) -> tuple[Any, Any]:
     """The gqa subject and its model's shapes."""
-    from chorus.core.model_config import ModelConfig
+    from chorus.core.model.config import ModelConfig
 
     return subject("gqa"), ModelConfig.read(subject("gqa").model)

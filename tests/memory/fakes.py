@@ -6,11 +6,11 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
-from chorus.memory.adapter_format import AdapterFormatError, AdapterManifest
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import Reads
-from chorus.memory.layer_stream import LayerStream
+from chorus.memory.files.format import AdapterFormatError, AdapterManifest
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import Reads
+from chorus.memory.host.layer_stream import LayerStream
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
 
 class FakeBackend:

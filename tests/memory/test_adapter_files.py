@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
-from chorus.memory.adapter_image import read_image
-from chorus.memory.adapter_layout import AdapterLayout
-from chorus.memory.host_buffers import HostBuffers
-from chorus.memory.host_image import HostImage
-from chorus.memory.tensor_file import FileIdentity, TensorFile
+from chorus.memory.adapters.image import read_image
+from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.tensor_file import FileIdentity, TensorFile
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout
 
 PAGE_ELEMS = 1024
 LAYERS = 3

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
-from chorus.memory.adapter_image import read_image
-from chorus.memory.adapter_layout import AdapterLayout
-from chorus.memory.host_buffers import HostBuffers
-from chorus.memory.host_image import HostImage
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.adapters.image import read_image
+from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout
 
 PAGE_ELEMS = 1024
 LAYERS = 3

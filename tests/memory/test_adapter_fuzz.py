@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter_format import AdapterFormatError
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.files.format import AdapterFormatError
 
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
-from chorus.memory.adapter_identity import open_unchanged, with_content
-from chorus.memory.tensor_file import TensorFile
+from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.identity import open_unchanged, with_content
+from chorus.memory.files.tensor_file import TensorFile
 
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),

@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.adapter import Tier
-from chorus.memory.adapter_format import AdapterFormatError
-from chorus.memory.adapter_store import AdapterStore, UnknownAdapter
-from chorus.memory.eviction import EvictionOrder, RestoreCosts
-from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import HostImages, InlineReads
-from chorus.memory.pages import OutOfPages, PageKind, PagePool
-from chorus.memory.prefix import PrefixCache
-from chorus.memory.reclaim import Reclaimer
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
+from chorus.memory.files.format import AdapterFormatError
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
+from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.reclaim import Reclaimer
 
 from .fakes import FakeBackend, SlowReads
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.memory.arena import Arena
-from chorus.memory.layout import PageLayout
+from chorus.memory.pages.arena import Arena
+from chorus.memory.pages.layout import PageLayout
 
 LAYOUT = PageLayout(num_layers=3, kv_heads=2, head_dim=8, block_tokens=4, itemsize=4)
 

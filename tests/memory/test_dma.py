@@ -11,13 +11,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.cuda_copies import CudaCopies
-from chorus.memory.cuda_driver import CupyDriver, MissingCupy
-from chorus.memory.dma import open_dma
-from chorus.memory.host_buffers import HostBuffers
-from chorus.memory.host_image import HostImage
-from chorus.memory.inline_copies import InlineCopies
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.memory.transfers.cuda_driver import CupyDriver, MissingCupy
+from chorus.memory.transfers.dma import open_dma
+from chorus.memory.transfers.inline_copies import InlineCopies
 
 from .adapter_layouts import NUM_LAYERS, adapter_layouts
 from .fake_cuda import FakeDriver

@@ -14,11 +14,11 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.cuda_copies import CudaCopies
-from chorus.memory.dma import Dma, open_dma
-from chorus.memory.host_image import HostImage
-from chorus.memory.inline_copies import InlineCopies
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.memory.transfers.dma import Dma, open_dma
+from chorus.memory.transfers.inline_copies import InlineCopies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

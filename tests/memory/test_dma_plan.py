@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout
-from chorus.memory.copy_plan import CopyPlan, CopyRun
+from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.memory.transfers.copy_plan import CopyPlan, CopyRun
 
 from .adapter_layouts import NUM_LAYERS, adapter_layouts
 

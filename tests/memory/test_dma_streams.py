@@ -13,10 +13,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from chorus.memory.adapter_layout import AdapterLayout
-from chorus.memory.cuda_copies import CudaCopies
-from chorus.memory.host_image import HostImage
-from chorus.memory.transfer import Transfer
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout
+from chorus.memory.transfers.cuda_copies import CudaCopies
+from chorus.memory.transfers.transfer import Transfer
 
 from .adapter_layouts import NUM_LAYERS, adapter_layouts
 from .fake_cuda import Copy, FakeDriver

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 
 
 def drain(order):

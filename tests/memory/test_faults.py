@@ -11,11 +11,11 @@ import time
 
 import pytest
 
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import FinishReason
-from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.host_buffers import HostBuffers
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.buffers import HostBuffers
 
 CLEAN = (AdapterFormatError, OSError, MemoryError, RuntimeError)
 

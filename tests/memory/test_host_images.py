@@ -9,11 +9,11 @@ import time
 import pytest
 import torch
 
-from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.host_buffers import HostBuffers
-from chorus.memory.host_image import HostImage
-from chorus.memory.host_images import HostImages, InlineReads, ThreadReads
-from chorus.memory.read_watch import ReadStalled
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.host.images import HostImages, InlineReads, ThreadReads
+from chorus.memory.host.read_watch import ReadStalled
 
 from .fakes import SlowReads
 

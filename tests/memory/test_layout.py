@@ -7,8 +7,8 @@ import itertools
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.layout import MODULES, ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, ROW_ALIGNMENT_BYTES, PageLayout, SlabLayout
 
 widths = st.integers(1, 300)
 dims_of_a_model = st.fixed_dictionaries({name: st.tuples(widths, widths) for name in MODULES})

@@ -6,8 +6,8 @@ import weakref
 
 import pytest
 
-from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.limited_threads import LimitedThreads, NoThreadLeft
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.host.limited_threads import LimitedThreads, NoThreadLeft
 
 
 def test_stuck_functions_take_no_more_threads_than_there_may_be():

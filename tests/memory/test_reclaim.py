@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.adapter_store import AdapterStore
-from chorus.memory.eviction import EvictionOrder, RestoreCosts
-from chorus.memory.host_images import HostImages, InlineReads
-from chorus.memory.pages import PageKind, PagePool
-from chorus.memory.prefix import PrefixCache
-from chorus.memory.reclaim import Reclaimer
+from chorus.memory.adapters.store import AdapterStore
+from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
+from chorus.memory.pages.pool import PageKind, PagePool
+from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.reclaim import Reclaimer
 
 from .fakes import FakeBackend
 

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
-from chorus.memory.adapter_image import read_image
-from chorus.memory.adapter_layout import AdapterLayout
-from chorus.memory.host_buffers import HostBuffers
-from chorus.memory.host_image import HostImage
-from chorus.memory.row_jobs import row_jobs
-from chorus.memory.tensor_file import ITEM_BYTES, TensorInfo
-from chorus.memory.tensor_places import TensorPlaces
+from chorus.memory.adapters.image import read_image
+from chorus.memory.adapters.row_jobs import row_jobs
+from chorus.memory.files.format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo
+from chorus.memory.files.tensor_places import TensorPlaces
+from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout
 
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),

@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.host_image import HostImage
-from chorus.memory.streamed_copy import StreamedCopy, bits_of
+from chorus.memory.host.image import HostImage
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.transfers.streamed_copy import StreamedCopy, bits_of
 
 DIMS = {"q_proj": (8, 8), "down_proj": (24, 8)}
 LAYERS = 4

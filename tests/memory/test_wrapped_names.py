@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.memory.adapter_format import AdapterFormatError, inspect_adapter
+from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),

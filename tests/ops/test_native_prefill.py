@@ -7,16 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from chorus.core.batch import StepBatch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.lora_state import LoraState
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.layout import MODULES
+from chorus.core.model.batch import StepBatch
+from chorus.core.model.lora_state import LoraState
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows
-from chorus.perf import random_model
-from chorus.perf.cpu_workload import Geometry, tiny
+from chorus.perf.cpu import random_model
+from chorus.perf.cpu.workload import Geometry, tiny
 
 pytestmark = pytest.mark.skipif(not native.available(torch.bfloat16), reason="the native decoder is not available here")
 

@@ -19,13 +19,13 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from chorus.core.batch import StepBatch
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.lora_state import LoraState
-from chorus.core.model_config import ModelConfig
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.layout import MODULES, PageLayout
+from chorus.core.model.batch import StepBatch
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.lora_state import LoraState
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 from chorus.ops.sgmv_ref import sgmv_ref

@@ -12,23 +12,23 @@ from pathlib import Path
 
 import pytest
 
-from chorus.core.model_config import ModelConfig
-from chorus.memory.adapter_format import inspect_adapter
-from chorus.perf import random_model
+from chorus.core.model.config import ModelConfig
+from chorus.memory.files.format import inspect_adapter
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
-from chorus.perf.cpu_time import family
-from chorus.perf.cpu_workload import CASES, Geometry, Job, Workload, target_modules, tiny
-from chorus.perf.limits import Limits, product_name
-from chorus.perf.report import product_rate
-from chorus.perf.roofline import bound
-from chorus.perf.rounds import Results, Sample
-from chorus.perf.targets import targets
+from chorus.perf.cpu import random_model
+from chorus.perf.cpu.cpu_time import family
+from chorus.perf.cpu.limits import Limits, product_name
+from chorus.perf.cpu.report import product_rate
+from chorus.perf.cpu.roofline import bound
+from chorus.perf.cpu.rounds import Results, Sample
+from chorus.perf.cpu.targets import targets
+from chorus.perf.cpu.workload import CASES, Geometry, Job, Workload, target_modules, tiny
 
 CPUS = sorted(os.sched_getaffinity(0))[:1]
 
 
 def run_benchmark(work_dir: Path, *flags: str) -> tuple[str, dict]:
-    command = [sys.executable, "-m", "chorus.perf.bench_cpu", "--tiny", "--work-dir", str(work_dir), *flags]
+    command = [sys.executable, "-m", "chorus.perf.cpu", "--tiny", "--work-dir", str(work_dir), *flags]
     command += ["--settle", "0", "--buffer-mib", "8"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -19,12 +19,12 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.engine import EngineStats
-from chorus.core.overload import Overloaded
-from chorus.core.request import Request
-from chorus.core.sampling_params import InvalidRequest
-from chorus.core.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
-from chorus.memory.adapter import Tier
-from chorus.memory.pages import IntegrityError
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
+from chorus.core.scheduling.overload import Overloaded
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.pages.pool import IntegrityError
 from chorus.server.app import create_app
 from chorus.server.http_server import HttpServer
 from chorus.server.launch import bind, http_server, url_of

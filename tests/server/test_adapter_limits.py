@@ -90,7 +90,7 @@ def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatc
             assert go_on.wait(120)
         return plain_open(path, *args, **options)
 
-    monkeypatch.setattr("chorus.memory.adapter_directory.os.open", hanging_open)
+    monkeypatch.setattr("chorus.memory.files.directory.os.open", hanging_open)
     try:
         for _ in range(8):
             response = add(live, "new", "r3-mlp")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from chorus.core.types import FinishReason, RequestOutput
-from chorus.memory.adapter_error import LoadFailure
+from chorus.core.requests.types import FinishReason, RequestOutput
+from chorus.memory.files.error import LoadFailure
 from chorus.server.errors import GenerationFailed, as_api_error
 
 CHAT = "/v1/chat/completions"

@@ -4,7 +4,7 @@ import pytest
 from openai.types import completion_create_params
 from openai.types.chat import completion_create_params as chat_create_params
 
-from chorus.core.sampling_params import SamplingParams
+from chorus.core.requests.sampling_params import SamplingParams
 from chorus.server.chat_request import ChatCompletionRequest
 from chorus.server.completion_request import CompletionRequest
 from chorus.server.fields import ALIASES, HARMLESS, INSTEAD, NEUTRAL

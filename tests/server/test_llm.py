@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from chorus import LLM, SamplingParams
-from chorus.core.sampling_params import InvalidRequest
-from chorus.memory.adapter_error import AdapterFormatError
-from chorus.memory.adapter_identity import with_content
-from chorus.memory.adapter_store import UnknownAdapter
+from chorus.core.requests.sampling_params import InvalidRequest
+from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.identity import with_content
 from chorus.server.adapter_loads import LoadTimedOut
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.skills import SKILLS
@@ -101,7 +101,7 @@ def test_a_disk_that_hangs_costs_a_load_its_time_limit_and_no_more(monkeypatch):
         return plain_open(path, *args, **options)
 
     with LLM(adapters={}, memory_bytes=8 << 20, threads=1, adapter_load_seconds=0.2) as it, monkeypatch.context() as m:
-        m.setattr("chorus.memory.adapter_directory.os.open", hanging_open)
+        m.setattr("chorus.memory.files.directory.os.open", hanging_open)
         try:
             with pytest.raises(LoadTimedOut, match="adapter_load_seconds"):
                 it.load_adapter("voice", BUILTIN_ADAPTERS / "reverse")

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.memory.adapter import Tier
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.memory.adapters.adapter import Tier
 from chorus.server.engine_view import EngineView
 
 

@@ -180,9 +180,9 @@ def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
 
 
 def test_smollm2_is_what_it_says():
-    from chorus.core.config_json import ConfigJson
-    from chorus.core.model_config import _parse
-    from chorus.core.weights import tensor_shapes
+    from chorus.core.model.config import _parse
+    from chorus.core.model.config_json import ConfigJson
+    from chorus.core.model.weights import tensor_shapes
 
     recipe = MODELS["smollm2"]
     assert recipe.licence == "Apache-2.0"

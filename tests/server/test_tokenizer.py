@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from chorus.core.sampling_params import InvalidRequest
+from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.server.conversation import Conversation
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from chorus.core.request import Request
-from chorus.core.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.types import FinishReason
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.types import FinishReason
 from chorus.server.errors import EngineUnavailable
 from chorus.server.watchdog import Watchdog
 from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ....memory.pages import PagePool
+from ....memory.pages.pool import PagePool
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject

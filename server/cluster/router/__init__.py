@@ -1,4 +1,4 @@
-"""Which replica a request goes to: pure policy code, fed with snapshots, under test in the simulator."""
+"""Routing of requests to replicas: pure policy code, fed with snapshots, under test in the simulator."""
 
 from .consolidate import Consolidate
 from .pending_time import PendingTime

@@ -1,4 +1,4 @@
-"""What every routing policy is."""
+"""Interface of routing policies."""
 
 from __future__ import annotations
 

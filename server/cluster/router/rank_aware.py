@@ -50,7 +50,7 @@ class RankAware:
         return best
 
     def _score(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> float:
-        """How much longer a decode step takes with a request of `rank`, and the penalty. users: of adapters."""
+        """Seconds that a decode step takes longer with a request of `rank`, and the penalty. users: of adapters."""
         before = self._decode_seconds(requests, users, sum_ranks, max_rank)
         after = self._decode_seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
         return after - before + (self._penalty if after > self._slo else 0.0)

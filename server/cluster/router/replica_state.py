@@ -1,4 +1,4 @@
-"""What a router knows of a request and of a replica."""
+"""State of requests and replicas as a router knows it."""
 
 from __future__ import annotations
 
@@ -102,5 +102,5 @@ class ReplicaState:
             self.pending_max_rank = rank
 
     def has_room(self, request: Routed) -> bool:
-        """Whether a seat and pages for the prompts of the request and of those that wait are left."""
+        """True if a seat and pages for the prompts of the request and of those that wait are left."""
         return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.memory.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.layout import MODULES
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows
 from chorus.perf.chaos.invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule

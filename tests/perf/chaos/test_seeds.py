@@ -3,11 +3,11 @@
 import pytest
 
 from chorus.core import engine
-from chorus.core.request_memory import RequestMemory, _version
-from chorus.core.request_record import from_record
-from chorus.memory.adapter_store import AdapterStore
-from chorus.memory.loads_in_flight import LoadsInFlight
-from chorus.memory.prefix import PrefixCache
+from chorus.core.requests.record import from_record
+from chorus.core.scheduling.request_memory import RequestMemory, _version
+from chorus.memory.adapters.loads_in_flight import LoadsInFlight
+from chorus.memory.adapters.store import AdapterStore
+from chorus.memory.pages.prefix import PrefixCache
 from chorus.perf.chaos.seeds import live
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.core.model_config import ModelConfig
-from chorus.core.weights import tensor_shapes
-from chorus.memory.layout import MODULES
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.weights import tensor_shapes
+from chorus.memory.pages.layout import MODULES
 from chorus.ops.sgmv_schedule import decode
 from chorus.perf.gpu.lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from chorus.perf.gpu.sizes import SIZES

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from chorus.memory.adapter import Tier
+from chorus.memory.adapters.adapter import Tier
 from chorus.perf.gpu.adapter_files import adapter_dirs
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.subject import Subject, Unsettled, WaitingLoads

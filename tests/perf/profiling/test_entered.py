@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.memory.strict_json import loads
+from chorus.memory.files.strict_json import loads
 from chorus.perf.profile.entered import entered, main, of_cpu
 
 
 def test_counts_functions_of_the_engine_alone():
     assert entered(lambda: (loads(b"[1]"), sorted([2, 1], key=lambda value: -value))).keys() == {
-        "memory/strict_json.py"
+        "memory/files/strict_json.py"
     }
     assert entered(lambda: None) == {}
 

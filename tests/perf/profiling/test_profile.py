@@ -45,7 +45,7 @@ def test_ncu_command_line(tmp_path):
 
 
 def test_the_range_is_in_the_domain_of_the_engines_spans():
-    from chorus.core.nvtx_spans import DOMAIN
+    from chorus.core.model.nvtx_spans import DOMAIN
     from chorus.perf.profile.commands import NVTX_RANGE
 
     assert NVTX_RANGE.partition("@")[0] == DOMAIN

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.core.engine import Engine
-from chorus.core.request import Request
-from chorus.core.sampling_params import SamplingParams
-from chorus.core.types import FinishReason
-from chorus.memory.adapter import Tier
-from chorus.memory.adapter_format import AdapterFormatError
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.types import FinishReason
+from chorus.memory.adapters.adapter import Tier
+from chorus.memory.files.format import AdapterFormatError
 from chorus.perf.simulate.adapters import SimAdapters, VirtualClock
 from chorus.perf.simulate.engine import MODEL, SimEngine, simulated_engine
 from chorus.perf.simulate.executor import StepPrice

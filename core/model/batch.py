@@ -1,0 +1,64 @@
+"""A step's inputs as tensors, passed down `forward`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ...ops.attention import PagedAttention
+from ...ops.native import NativeRows
+from ..requests.types import ScheduledRow
+from .lora_state import StepLora
+from .sampler import following_tokens
+
+
+@dataclass(slots=True)
+class StepBatch:
+    """Inputs of a forward pass.
+
+    token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
+    logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
+    score_tokens: `[scores]` int64, indices of the tokens whose logits are asked for in slices once the step is done.
+    lora: None when no row uses an adapter.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    page: torch.Tensor
+    offset: torch.Tensor
+    attention: PagedAttention | NativeRows
+    lora: StepLora | None
+    logit_tokens: torch.Tensor | None = None
+    score_tokens: torch.Tensor | None = None
+
+
+def ragged_batch(
+    rows: list[ScheduledRow],
+    block_tokens: int,
+    dummy_page: int,
+    attention: PagedAttention | NativeRows,
+    lora: StepLora | None,
+) -> StepBatch:
+    """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
+    token_ids, positions, page, offset, qo_indptr, score_tokens = [], [], [], [], [0], []
+    for row in rows:
+        token_ids += row.tokens
+        span = range(row.start, row.kv_len)
+        positions += span
+        page += [row.pages[position // block_tokens] for position in span]
+        offset += [position % block_tokens for position in span]
+        if row.scores_prompt:
+            score_tokens += range(qo_indptr[-1], qo_indptr[-1] + len(following_tokens(row)))
+        qo_indptr.append(len(token_ids))
+    columns = torch.tensor((token_ids, positions, page, offset), dtype=torch.long)
+    width = max(len(row.pages) for row in rows)
+    table = torch.tensor([row.pages + [dummy_page] * (width - len(row.pages)) for row in rows], dtype=torch.long)
+    attention.plan(qo_indptr, table, [row.kv_len for row in rows])
+    return StepBatch(
+        *columns.unbind(0),
+        attention=attention,
+        lora=lora,
+        logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
+        score_tokens=torch.tensor(score_tokens, dtype=torch.long) if score_tokens else None,
+    )

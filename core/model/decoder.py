@@ -1,0 +1,141 @@
+"""Llama-family decoder over the arena: Llama, Mistral, Qwen2 and Qwen3, by the checkpoint's configuration."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import torch
+from torch.nn.functional import embedding, linear
+
+from ...memory.pages.arena import Arena
+from ...ops.activation import silu_and_mul
+from ...ops.attention import PagedAttention
+from ...ops.kv_write import HeadNorms, rotate_and_write
+from ...ops.norm import add_rms_norm, rms_norm
+from ...ops.rope import RotaryEmbedding, Rotation
+from .batch import StepBatch
+from .config import ModelConfig
+from .nvtx_spans import span
+from .weights import LayerWeights, Weights
+
+
+class DecoderModel:
+    """Pure computation: weights and arena in, logits out; all of a step's state is in its batch.
+
+    It computes where the arena is: on a CPU with torch, on a GPU with cuBLAS and the fused kernels of `ops`.
+    """
+
+    def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
+        """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
+        tokens."""
+        self.config = config
+        self._arena = arena
+        device = arena.pages.device
+        embed = weights.embed()
+        head = weights.lm_head(embed)
+        self._embed = embed.to(device)
+        self._lm_head = self._embed if head is embed else head.to(device)
+        # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
+        pack = None if device.type == "cpu" else lambda weight: weight.to(device)
+        self._layers = [_moved(layer, device) for layer in weights.layers(pack)]
+        self._norm = weights.norm().to(device)
+        self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self._layers]
+        self._scored: torch.Tensor | None = None  # normalised states of the last step's score tokens
+        self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
+
+    def use_arena(self, arena: Arena) -> None:
+        """Keep KV in another arena of the same layout and device from now on."""
+        self._arena = arena
+
+    def new_attention(self) -> PagedAttention:
+        config = self.config
+        return PagedAttention(
+            config.num_heads, config.num_kv_heads, config.head_dim, self._arena.layout.block_tokens,
+            self._arena.pages.device,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Nothing outlives the object."""
+
+    def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
+        """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
+        that is given."""
+        eps, lora = self.config.rms_norm_eps, batch.lora
+        self._scored = None
+        residual = embedding(batch.token_ids, self._embed)
+        rotation = self._rotary.at(batch.positions)
+        out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
+        for index, layer in enumerate(self._layers):
+            with span(f"layer.{index}"):
+                if lora is not None:
+                    lora.wait(index)
+                x = _added_and_normed(out, residual, layer.input_norm, eps)
+                out = self._attention(x, index, layer, batch, rotation)
+                x = add_rms_norm(out, residual, layer.post_attention_norm, eps)
+                out = self._mlp(x, index, layer, batch)
+        with span("logits"):
+            if (at := batch.score_tokens) is not None:
+                self._scored = _added_and_normed(None if out is None else out[at], residual[at], self._norm, eps)
+            if batch.logit_tokens is not None:
+                residual = residual[batch.logit_tokens]
+                out = None if out is None else out[batch.logit_tokens]
+            x = _added_and_normed(out, residual, self._norm, eps)
+            scores = linear(x, self._lm_head)
+            return scores.float() if logits is None else logits.copy_(scores)
+
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
+        return linear(self._scored[begin:end], self._lm_head).float()
+
+    def _attention(
+        self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
+    ) -> torch.Tensor:
+        lora = batch.lora
+        k_cache, v_cache = self._arena.kv_layer(index)
+        with span("attn.qkv"):
+            qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
+        if lora is not None:
+            with span("lora.qkv"):
+                lora.qkv(qkv, x, index)
+        with span("attn.rope"):
+            q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
+        with span("attn.run"):
+            attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
+        with span("attn.o"):
+            out = linear(attended, layer.o, layer.o_bias)
+        if lora is not None:
+            with span("lora.o"):
+                lora.o(out, attended, index)
+        return out
+
+    def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch) -> torch.Tensor:
+        lora = batch.lora
+        with span("mlp"):
+            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]
+            if lora is not None:
+                with span("lora.gate_up"):
+                    lora.gate_up(gate_up, x, index)
+            hidden = silu_and_mul(gate_up)
+            out = linear(hidden, layer.down, layer.down_bias)
+            if lora is not None:
+                with span("lora.down"):
+                    lora.down(out, hidden, index)
+        return out
+
+
+def _added_and_normed(
+    out: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    return rms_norm(residual, weight, eps) if out is None else add_rms_norm(out, residual, weight, eps)
+
+
+def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
+    """The layer with every part on `device`; the same tensors where they are there."""
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    return LayerWeights(**{name: None if part is None else part.to(device) for name, part in parts.items()})
+
+
+def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:
+    if layer.q_norm is None or layer.k_norm is None:
+        return None
+    return HeadNorms(layer.q_norm, layer.k_norm, eps)

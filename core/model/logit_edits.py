@@ -1,0 +1,165 @@
+"""Changes to logits before sampling: bans, biases and penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from ..requests.types import ScheduledRow
+
+_MOST = float(np.finfo(np.float32).max)
+
+
+class LogitEdits:
+    """One request's changes by token id, updated as tokens are generated.
+
+    Nothing here depends on the length of the text but the table of the tokens in it: a step adds the last token.
+    """
+
+    def __init__(self, row: ScheduledRow) -> None:
+        params = row.params
+        self._params = params
+        self._token_ids = row.token_ids
+        self._prompt = row.num_prompt_tokens
+        self._done = self._prompt
+        self._repeats = params.repetition_penalty != 1.0
+        self._counts_output = bool(self._repeats or params.presence_penalty or params.frequency_penalty)
+        bias = dict(params.logit_bias)
+        seen = set(row.token_ids[: self._prompt]) if self._repeats else set()
+        ids = sorted(seen.union(bias))
+        self._slot = {token: slot for slot, token in enumerate(ids)}
+        room = max(64, 2 * len(ids))
+        self._ids = np.zeros(room, np.int64)
+        self._change = np.zeros((3, room), np.float32)  # added first; divisor; subtracted last
+        self._count = np.zeros(room, np.int64)
+        self._change[1] = 1.0
+        self._ids[: len(ids)] = ids
+        for token, value in bias.items():
+            self._change[0, self._slot[token]] = value
+        for token in seen:
+            self._change[1, self._slot[token]] = params.repetition_penalty
+        self._banned = [word[0] for word in params.bad_words if len(word) == 1]
+        self.allowed = None if params.allowed_token_ids is None else np.unique(np.array(params.allowed_token_ids))
+
+    def belongs_to(self, row: ScheduledRow) -> bool:
+        """True if these are the changes of the row's request."""
+        return self._token_ids is row.token_ids and self._params is row.params
+
+    def advance(self) -> tuple[np.ndarray, np.ndarray]:
+        """Update with the tokens generated since. Returns token ids `[n]` and their changes `[3, n]`."""
+        if self._counts_output:
+            for token in self._token_ids[self._done :]:
+                self._see(token)
+        self._done = len(self._token_ids)
+        count = len(self._slot)
+        return self._ids[:count], self._change[:, :count]
+
+    def banned(self, eos_token_ids: Collection[int]) -> list[int]:
+        """Return the token ids that are banned as the next token."""
+        params, output = self._params, len(self._token_ids) - self._prompt
+        banned = self._banned
+        if output < params.min_tokens:
+            banned = [*banned, *eos_token_ids, *params.stop_token_ids]
+        for length, endings in _endings(params.bad_words) if params.bad_words else ():
+            if length <= output and (found := endings.get(tuple(self._token_ids[-length:]))):
+                banned = [*banned, *found]
+        return banned
+
+    def _see(self, token: int) -> None:
+        params, slot = self._params, self._slot.get(token)
+        if slot is None:
+            slot = self._slot[token] = len(self._slot)
+            if slot == len(self._ids):
+                self._ids = np.concatenate((self._ids, np.zeros_like(self._ids)))
+                self._count = np.concatenate((self._count, np.zeros_like(self._count)))
+                self._change = np.concatenate((self._change, np.zeros_like(self._change)), axis=1)
+            self._ids[slot] = token
+            self._change[:, slot] = 0.0, 1.0, 0.0
+        if self._repeats:
+            self._change[1, slot] = params.repetition_penalty
+        self._count[slot] += 1
+        self._change[2, slot] = params.presence_penalty + params.frequency_penalty * self._count[slot]
+
+
+@lru_cache(64)
+def _endings(bad_words: tuple[tuple[int, ...], ...]) -> list[tuple[int, dict[tuple[int, ...], list[int]]]]:
+    """Of bad words of several tokens: lengths of their beginnings, and for each beginning the tokens that end one."""
+    found: dict[int, dict[tuple[int, ...], list[int]]] = {}
+    for *beginning, last in bad_words:
+        if beginning:
+            found.setdefault(len(beginning), {}).setdefault(tuple(beginning), []).append(last)
+    return sorted(found.items())
+
+
+@contextmanager
+def edited(
+    logits: torch.Tensor, rows: Sequence[tuple[int, ScheduledRow]], eos_token_ids: Collection[int]
+) -> Iterator[None]:
+    """Apply requests' changes to rows of logits `[rows, vocab]` for the duration of the context.
+
+    rows: of the logits, with the scheduled row that each belongs to. All rows are changed by the same few operations.
+    Order: allowed tokens, bias, repetition, presence and frequency; what is banned stays so.
+    """
+    vocab, undo = logits.shape[1], []
+    flat = logits.view(-1)
+    ids, changes, banned = [], [], []
+    for index, row in rows:
+        edits = row.edits
+        if edits is None or not edits.belongs_to(row):
+            edits = row.edits = LogitEdits(row)
+        if edits.allowed is not None:
+            undo.append(_allow(logits[index], edits.allowed))
+        at, change = edits.advance()
+        ids.append(at + index * vocab)
+        changes.append(change)
+        banned += [index * vocab + token for token in edits.banned(eos_token_ids)]
+    if logits.device.type == "cpu":  # where these few numbers cost torch several times as long
+        _edit_here(flat.numpy(), np.concatenate(ids), np.concatenate(changes, axis=1), undo)
+        places = ()
+    else:
+        places = _to(np.concatenate(ids), logits.device)
+    if len(places):
+        bias, divisor, less = _to(np.concatenate(changes, axis=1), logits.device)
+        before = flat[places]
+        undo.append((flat, places, before))
+        after = before + bias
+        after = torch.where(after > 0, after / divisor, after * divisor) - less
+        flat[places] = after.clamp_(max=_MOST)
+    if banned:
+        places = _to(np.unique(banned), logits.device)
+        undo.append((flat, places, flat[places]))
+        flat[places] = -torch.inf
+    try:
+        yield
+    finally:
+        for target, places, before in reversed(undo):
+            target[places] = before
+
+
+def _edit_here(
+    flat: np.ndarray, places: np.ndarray, changes: np.ndarray, undo: list[tuple[np.ndarray, np.ndarray, np.ndarray]]
+) -> None:
+    """Change logits in this machine's memory as `edited` changes those of a device, to the same bits."""
+    bias, divisor, less = changes
+    before = flat[places]
+    undo.append((flat, places, before))
+    with np.errstate(all="ignore"):
+        after = before + bias
+        after = np.where(after > 0, after / divisor, after * divisor) - less
+        flat[places] = np.minimum(after, np.float32(_MOST))
+
+
+def _allow(scores: torch.Tensor, allowed: np.ndarray) -> tuple[torch.Tensor, slice, torch.Tensor]:
+    """Ban all but some tokens of one row `[vocab]`; returns what it takes to undo that."""
+    before, places = scores.clone(), _to(allowed, scores.device)
+    scores.fill_(-torch.inf)
+    scores[places] = before[places]
+    return scores, slice(None), before
+
+
+def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
+    return torch.from_numpy(values).to(device, non_blocking=True)

@@ -1,0 +1,166 @@
+"""A step's adapters in the form that the LoRA operators take."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from operator import itemgetter
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import torch
+
+from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.backend import Transfer
+from ...memory.pages.adapter_layout import AdapterPart, PartLayout
+from ...memory.pages.layout import MODULES
+from ...ops.sgmv import AdapterRows, Segments, sgmv
+from ..requests.types import BASE_SLOT
+from .config import ModelConfig
+
+#: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
+#: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
+RowAdapters = int | tuple[tuple[int, float], ...]
+
+#: The page list that rows were made for, and the rows of each part.
+_Resident = tuple[list[int], list[AdapterRows]]
+
+
+class StepLora(Protocol):
+    """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
+
+    def wait(self, layer: int) -> None:
+        """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
+
+    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+
+
+class LoraState:
+    """Applies a step's adapters to the projections of a layer; the segments' adapters are set once per step."""
+
+    def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
+        """max_stall: seconds that a step may wait in all for adapters that are still coming."""
+        self._arena = arena
+        self.max_stall = max_stall
+        self.segments = Segments()
+        self._coming: dict[int, Transfer] = {}  # by slot
+        self._late: set[int] = set()
+        self._slots: list[int] = []  # of each segment
+        self._patience = 0.0  # seconds that the step may still wait
+        self._step: tuple[list[list[AdapterRows]], list[RowAdapters], list[int]] | None = (
+            None  # what `segments` were made of
+        )
+        self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
+        self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
+        self._qkv, self._o, self._gate_up, self._down = lora_groups(config)
+
+    def set_step(self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]) -> None:
+        """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
+
+        Neighbouring rows of the same slot, or of the same several, become one segment.
+        """
+        rows = [self._rows_of(adapter) for adapter in adapters]
+        self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
+        step = None if self._coming else (rows, list(slots), list(lengths))
+        if step is not None and step == self._step:
+            return  # most decode steps have the same segments as the step before
+        self._step = step
+        self._late.clear()
+        self._patience = self.max_stall
+        self._slots = []
+        segments = Segments()
+        begin = 0
+        for used, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
+            end = begin + sum(length for _, length in group)
+            for slot, factor in ((used, 1.0),) if isinstance(used, int) else used:
+                if slot == BASE_SLOT:
+                    continue
+                transfer = self._coming.get(slot)
+                for part in rows[slot]:
+                    scaled = part if factor == 1.0 else self._times(part, factor)
+                    segments.add(begin, end, scaled, 0 if transfer is None else self._ready(transfer))
+                    self._slots.append(slot)
+            begin = end
+        self.segments = segments
+
+    def wait(self, layer: int) -> None:
+        """Wait for `layer` of adapters that are still being loaded; those that don't arrive in time are late."""
+        for slot, transfer in self._coming.items():
+            if slot not in self._late:
+                began = time.monotonic()
+                if not transfer.wait_layer(layer, max(0.0, self._patience)):
+                    self._late.add(slot)
+                self._patience -= time.monotonic() - began
+
+    def late_slots(self) -> set[int]:
+        """Slots whose adapter did not arrive in time: their rows are void."""
+        return self._late.union(self._slots[index] for index in self.segments.late)
+
+    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self._arena, self.segments, layer, self._qkv)
+
+    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self._arena, self.segments, layer, self._o)
+
+    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self._arena, self.segments, layer, self._gate_up)
+
+    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self._arena, self.segments, layer, self._down)
+
+    def _ready(self, transfer: Transfer) -> int:
+        """Return the address at which native code reads how many layers have arrived."""
+        return transfer.address
+
+    def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
+        """Return the same rows with another scale, cached."""
+        made = self._scaled.setdefault(rows, {})
+        if factor not in made:
+            made[factor] = replace(rows, scale=factor * rows.scale)
+        return made[factor]
+
+    def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+        """Return the rows of the adapter's parts in its current pages, cached per page list."""
+        found = self._rows.get(adapter)
+        if found is None or found[0] is not adapter.pages:
+            parts = zip(adapter.manifest.parts, adapter.layout.parts, strict=True)
+            rows = [_rows(part, place, adapter.pages) for part, place in parts]
+            found = self._rows[adapter] = adapter.pages, rows
+        return found[1]
+
+
+def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows:
+    slabs = place.slabs
+    return AdapterRows(
+        pages=pages,
+        rank=part.rank,
+        scale=part.scale,
+        slab_elems=slabs.slab_elems,
+        a_offset=slabs.a_offset,
+        b_offset=slabs.b_offset,
+        first_elem=place.first_elem,
+    )
+
+
+def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
+    """The projections that share an input: qkv, o, gate_up, down; see `_group`."""
+    widths = {name: out for name, (_, out) in config.module_dims.items()}
+    names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+    return [_group(group, widths) for group in names]
+
+
+def _group(names: Sequence[str], widths: dict[str, int]) -> list[tuple[int, int, int]]:
+    """(module id, first column, width) of projections whose outputs are packed side by side."""
+    group, column = [], 0
+    for name in names:
+        group.append((MODULES.index(name), column, widths[name]))
+        column += widths[name]
+    return group

@@ -1,0 +1,170 @@
+"""A step's adapters on a GPU: static tables that captured launches read, and the launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.backend import Transfer
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
+from ...ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
+from ...ops.sgmv_tables import Copy, SgmvTables
+from .config import ModelConfig
+from .lora_state import LoraState, RowAdapters, lora_groups
+
+#: Most parts of an adapter, which rank and alpha patterns make; each has a slot of its own in the tables.
+MAX_PARTS = 16
+
+#: Mean length of segments up to which a step is bound by reading rank-rows rather than by multiplying with them.
+_SHORT = 8
+
+
+class CudaLoraState(LoraState):
+    """The tables of all launches, sized once from what a step may hold, so that nothing that adapters do moves them.
+
+    Captured steps have the launches of their bucket, `bucket(size)`; others get theirs from `begin_ragged`.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        arena: torch.Tensor,
+        layout: PageLayout,
+        *,
+        max_rank: int,
+        max_adapters: int,
+        max_rows: int,
+        max_tokens: int,
+        max_stall: float,
+        make_copy: Callable[[int], Copy],
+        schedules: RuleSchedules | None = None,
+    ) -> None:
+        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables. schedules: rules by default."""
+        super().__init__(config, arena, max_stall)
+        self.max_rank = max_rank
+        self._num_layers = config.num_layers
+        self._max_rows = max_rows
+        self._max_tokens = max_tokens
+        self._itemsize = layout.itemsize
+        self.schedules = schedules or RuleSchedules()
+        possible = self._possible()
+        least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
+        self._widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
+        whole = AdapterPart(max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
+        widest = AdapterLayout.build(
+            (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
+        )
+        self.tables = SgmvTables(
+            slots=max_adapters * MAX_PARTS,
+            layers=config.num_layers,
+            max_pages=widest.num_pages,
+            max_rank=max_rank,
+            max_tiles=MAX_PARTS * (max_tokens // least_tile + 2 * max_rows),
+            scratch=max(self._scratch(tokens, schedule) for tokens, schedule in possible),
+            device=arena.device,
+            make_copy=make_copy,
+        )
+
+    def use_arena(self, arena: torch.Tensor) -> None:
+        """Read adapters from another arena of the same layout from now on."""
+        self._arena = arena
+
+    def bucket(self, size: int) -> LoraLaunches:
+        """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
+        return LoraLaunches(self, self.schedules.decode(size, self.max_rank, self._itemsize), size + min(size, 8))
+
+    def begin_bucket(
+        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], captured: LoraLaunches
+    ) -> LoraLaunches:
+        """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
+
+        slots: of every row, padding rows too.
+        """
+        self.set_step(adapters, slots, [1] * len(slots))
+        for layer in range(self._num_layers if self._coming else 0):  # an adapter may leave out any, the last too
+            self.wait(layer)
+        num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
+        passes = self.tables.passes
+        if num_tiles <= captured.num_tiles and passes <= captured.passes:
+            return captured
+        return LoraLaunches(self, captured.schedule, num_tiles, passes=passes)
+
+    def begin_ragged(
+        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]
+    ) -> LoraLaunches:
+        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming."""
+        self.set_step(adapters, slots, lengths)
+        segments, tokens = self.segments, sum(lengths)
+        covered = sum(end - begin for begin, end, _ in segments)
+        if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
+            schedule = self.schedules.decode(tokens, self.max_rank, self._itemsize)
+        else:
+            rank = max(rows.rank for rows in segments.rows)
+            schedule = self.schedules.prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
+        num_tiles = self.tables.plan(segments, schedule.tile_tokens)
+        return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
+
+    def warm_up(self) -> None:
+        """Launch every kernel once with nothing to do, so that no request waits for a compiler."""
+        device, dtype = self._arena.device, self._arena.dtype
+        for _, schedule in self._possible():
+            launches = LoraLaunches(self, schedule, 1)
+            calls = (launches.qkv, launches.o, launches.gate_up, launches.down)
+            for (d_in, group), launch in zip(self._widths, calls, strict=True):
+                out = sum(width for _, _, width in group)
+                y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (out, d_in))
+                launch(y, x, 0)
+
+    def launch(
+        self, group: int, schedule: Schedule, num_tiles: int, passes: int, y: torch.Tensor, x: torch.Tensor, layer: int
+    ) -> None:
+        """Add the products of the first `num_tiles` tiles of each pass with a group's projections, counted as in
+        `lora_groups`."""
+        from ...ops.sgmv_triton import sgmv  # needs triton
+
+        sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles, passes)
+
+    def _possible(self) -> list[tuple[int, Schedule]]:
+        """Every schedule that a step may take, with the most tokens that it is taken for."""
+        schedules, itemsize = self.schedules, self._itemsize
+        ranks = {rank_class(limit, self.max_rank) for limit in (*RANK_CLASSES, self.max_rank)}
+        found: dict[Schedule, int] = {}
+        for tokens in schedules.token_limits("decode", self._max_rows):  # rising, so the last is the most
+            found[schedules.decode(tokens, self.max_rank, itemsize)] = tokens
+        for tokens in schedules.token_limits("prefill", self._max_tokens):
+            found |= {schedules.prefill(tokens, rank, itemsize): tokens for rank in ranks}
+        return [(tokens, schedule) for schedule, tokens in found.items()]
+
+    def _scratch(self, tokens: int, schedule: Schedule) -> int:
+        return max(
+            SgmvTables.scratch_elems(schedule.splits(d_in), tokens, len(group), self.max_rank)
+            for d_in, group in self._widths
+        )
+
+    def _ready(self, transfer: Transfer) -> int:
+        return 0  # kernels don't watch it: the stream waits
+
+
+class LoraLaunches:
+    """A step's launches: one schedule over so many of the tables' tiles. They hold nothing of a step themselves."""
+
+    def __init__(
+        self,
+        state: CudaLoraState,
+        schedule: Schedule,
+        num_tiles: int,
+        wait: Callable[[int], None] = lambda layer: None,
+        passes: int = 1,
+    ) -> None:
+        """wait: called before every layer. passes: most entries of a token on one module."""
+        self.schedule = schedule
+        self.num_tiles = num_tiles
+        self.passes = passes
+        self.wait = wait
+        self.qkv, self.o, self.gate_up, self.down = (
+            partial(state.launch, group, schedule, num_tiles, passes) for group in range(4)
+        )

@@ -1,0 +1,120 @@
+"""Decoder on the native CPU kernels; takes the batches and gives the logits of `DecoderModel`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from types import MappingProxyType
+
+import torch
+
+from ...memory.host import hugepages
+from ...memory.pages.arena import Arena
+from ...ops import native
+from ...ops.native_sampling import NativeSampling
+from ...ops.rope import rotary_table
+from ...ops.sampling import Chances
+from ...ops.sgmv import Segments
+from .batch import StepBatch
+from .config import ModelConfig
+from .weights import LayerWeights, Weights
+
+
+def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
+    """True if the native decoder was built, runs here, and takes this model in `dtype`."""
+    pair = 4 // dtype.itemsize
+    inner = (config.hidden_size, config.intermediate_size, config.q_size)
+    return native.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0
+
+
+class NativeDecoderModel:
+    """Reads and packs `weights` projection by projection, so that the unpacked model is never in memory."""
+
+    def __init__(
+        self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int, threads: int | None
+    ) -> None:
+        self.config = config
+        cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
+        embed = weights.embed()
+        packed = _PackedWeights(config, embed.dtype)
+        model = native.NativeModel(
+            hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
+            kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
+            block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
+            layers=[_native_layer(layer) for layer in weights.layers(packed.add)], embed=embed,
+            lm_head=packed.add(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin,
+            arena=arena.pages,
+        )  # fmt: skip
+        self._decoder = native.NativeDecoder(model, threads or torch.get_num_threads())
+        self._every: dict[int, torch.Tensor] = {}
+        self._no_segments = Segments()
+
+    def new_attention(self) -> native.NativeRows:
+        return native.NativeRows()
+
+    @property
+    def best(self) -> list[int]:
+        """For each row of the last step's logits its likeliest or drawn token, -1 where the logits are not finite."""
+        return self._decoder.best
+
+    @property
+    def sampling(self) -> NativeSampling:
+        """Draws from logits with the decoder's threads."""
+        return self._decoder.sampling
+
+    def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
+        """Of which tokens steps from now on give logits, None: of all; `best` is always there.
+
+        chances: of which tokens `best` is drawn from the whole vocabulary; their logits need not be kept for that.
+        """
+        self._decoder.kept, self._decoder.chances = rows, chances
+
+    def score_logits(self, begin: int, end: int) -> torch.Tensor:
+        """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
+        return self._decoder.score_logits(begin, end)
+
+    def forward(self, batch: StepBatch) -> torch.Tensor:
+        """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
+        logit_tokens = batch.logit_tokens
+        if logit_tokens is None:
+            tokens = len(batch.token_ids)
+            logit_tokens = self._every.get(tokens)
+            if logit_tokens is None:
+                logit_tokens = self._every[tokens] = torch.arange(tokens)
+        lora = batch.lora
+        segments = self._no_segments if lora is None else lora.segments
+        return self._decoder.forward(
+            batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
+            0.0 if lora is None else lora.max_stall, batch.score_tokens,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        self._decoder.close()
+
+
+class _PackedWeights:
+    """One buffer for all packed projections of a model, so that even small ones lie on huge pages."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        hidden, ffn = config.hidden_size, config.intermediate_size
+        qkv = config.q_size + 2 * config.kv_size
+        layer = [(qkv, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
+        shapes = [*(layer * config.num_layers), (config.vocab_size, hidden)]
+        count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
+        self._free = hugepages.empty((count,), dtype)
+
+    def add(self, weight: torch.Tensor) -> torch.Tensor:
+        rows, columns = weight.shape
+        shape = native.packed_shape(rows, columns, weight.dtype)
+        here, self._free = self._free.split([math.prod(shape), len(self._free) - math.prod(shape)])
+        return native.pack(weight, here.view(shape))
+
+
+def _native_layer(layer: LayerWeights) -> native.NativeLayer:
+    """Return a layer in the library's form: packed projections as they are, everything else as float32."""
+    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
+    packed = ("qkv", "o", "gate_up", "down")
+    return native.NativeLayer(
+        **{name: part if part is None or name in packed else part.float() for name, part in parts.items()}
+    )

@@ -1,0 +1,164 @@
+"""From a step's logits to its drawn tokens."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Protocol
+
+import torch
+
+from ...ops.sampling import Chances, Scores, score_rows, uniform
+from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
+from .logit_edits import edited
+
+NOT_FINITE = "the model produced logits that are not finite"
+ALL_BANNED = (
+    "every token is banned: allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw; ask for less"
+)
+
+
+class Sampling(Protocol):
+    """Draws and scores rows of logits."""
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]: ...
+
+    def score(
+        self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]
+    ) -> Scores: ...
+
+
+def needs_logits(row: ScheduledRow) -> bool:
+    """True if more than the largest of the row's logits is asked for."""
+    params = row.params
+    return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
+
+
+def whole_chances(row: ScheduledRow) -> Chances | None:
+    """Chances of a row that only asks for a token drawn from all of the model's logits as they are; else None."""
+    params = row.params
+    cuts = params.top_k or params.top_p < 1.0 or params.min_p
+    if not row.samples or not params.temperature or cuts or params.reshapes_logits or params.logprobs is not None:
+        return None
+    return Chances(params.temperature, uniform(row.seed, row.kv_len))
+
+
+def draw(
+    rows: Sequence[ScheduledRow],
+    likeliest: Sequence[int],
+    logits: torch.Tensor | None,
+    at: Mapping[int, int],
+    sampling: Sampling,
+    eos_token_ids: Collection[int],
+) -> StepResult:
+    """Draw a token for every row that asks for one.
+
+    likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
+    token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
+    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here.
+    """
+    result = StepResult()
+    drawn: list[tuple[int, ScheduledRow]] = []
+    for index, (row, token) in enumerate(zip(rows, likeliest, strict=False)):
+        if not row.samples:
+            continue
+        if token < 0:
+            result.errors[row.request_id] = NOT_FINITE
+            continue
+        result.tokens[row.request_id] = token
+        if index in at:
+            drawn.append((at[index], row))
+    if not drawn:
+        return result
+    _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,
+            eos_token_ids, result)  # fmt: skip
+    scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
+    if scored:
+        tokens = [result.tokens[row.request_id] for _, row in scored]
+        counts = [row.params.logprobs for _, row in scored]
+        found = _logprobs(sampling.score(logits, [place for place, _ in scored], tokens, counts), tokens, counts)
+        result.logprobs = {row.request_id: it for (_, row), it in zip(scored, found, strict=True)}
+    return result
+
+
+def score_prompts(
+    rows: Sequence[ScheduledRow],
+    logits: Callable[[int, int], torch.Tensor],
+    sampling: Sampling,
+    vocab: int,
+    result: StepResult,
+) -> None:
+    """Add the log-probabilities of prompt tokens to a step's result, in slices of bounded memory.
+
+    logits: called with a range of the step's score tokens (see `following_tokens`), gives theirs, until the next call.
+    """
+    scored = [row for row in rows if row.scores_prompt]
+    tokens = [token for row in scored for token in following_tokens(row)]
+    counts = [row.params.prompt_logprobs for row in scored for _ in following_tokens(row)]
+    found: list[TokenLogprobs] = []
+    step = score_rows(vocab)
+    for begin in range(0, len(tokens), step):
+        end = min(begin + step, len(tokens))
+        part = tokens[begin:end], counts[begin:end]
+        found += _logprobs(sampling.score(logits(begin, end), range(end - begin), *part), *part)
+    at = 0
+    for row in scored:
+        count = len(following_tokens(row))
+        scores = found[at : at + count]
+        at += count
+        if any(math.isnan(score.logprob) for score in scores):
+            result.tokens.pop(row.request_id, None)
+            result.errors[row.request_id] = NOT_FINITE
+        else:
+            result.prompt_logprobs[row.request_id] = scores
+
+
+def following_tokens(row: ScheduledRow) -> list[int]:
+    """The prompt tokens that follow each of the row's first ones: those that its prompt scores are of."""
+    return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
+
+
+def _choose(
+    drawn: Sequence[tuple[int, ScheduledRow]],
+    logits: torch.Tensor,
+    sampling: Sampling,
+    eos_token_ids: Collection[int],
+    result: StepResult,
+) -> None:
+    """Draw tokens of rows that are not simply greedy into the result."""
+    if not drawn:
+        return
+    places = [place for place, _ in drawn]
+    chances = [_chances(row, logits.shape[1], result.tokens[row.request_id]) for _, row in drawn]
+    reshaped = [it for it in drawn if it[1].params.reshapes_logits]
+    if reshaped:
+        with edited(logits, reshaped, eos_token_ids):
+            tokens = sampling.sample(logits, places, chances)
+    else:
+        tokens = sampling.sample(logits, places, chances)
+    for (_, row), token in zip(drawn, tokens, strict=True):
+        if token >= 0:
+            result.tokens[row.request_id] = token
+        else:
+            del result.tokens[row.request_id]
+            result.errors[row.request_id] = ALL_BANNED
+
+
+def _chances(row: ScheduledRow, vocab: int, likeliest: int) -> Chances:
+    params = row.params
+    if params.reshapes_logits:
+        likeliest = -1  # of other logits
+    if params.temperature == 0:
+        return _GREEDY
+    top_k = min(params.top_k, vocab)
+    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p, likeliest)
+
+
+_GREEDY = Chances(0.0, 0.0)
+
+
+def _logprobs(scores: Scores, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:
+    return [
+        TokenLogprobs(token, own, tuple(zip(ids[:count], values[:count], strict=True)))
+        for token, own, ids, values, count in zip(tokens, scores.own, scores.ids, scores.values, counts, strict=True)
+    ]

@@ -1,0 +1,207 @@
+"""Weights of a checkpoint, handed out part by part as packed projections."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from .checkpoint import Checkpoint
+from .config import ModelConfig, UnsupportedModel
+from .load_progress import load_progress
+
+logger = logging.getLogger(__name__)
+
+#: Makes what is kept of a projection's weight `[out, in]`; the argument is overwritten by the next one.
+Pack = Callable[[torch.Tensor], torch.Tensor]
+
+EMBED, NORM, LM_HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
+_LAYER = "model.layers.{}."
+_IGNORED = re.compile(r"^model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq$")  # old Llama checkpoints
+
+
+@dataclass(slots=True)
+class LayerWeights:
+    """One decoder layer. qkv: `[q + 2·kv, hidden]`; gate_up: `[2·ffn, hidden]`; o, down: `[hidden, in]`.
+
+    Biases are as long as their projection has rows, q_norm and k_norm `[head_dim]`; None where the model has none.
+    """
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    q_norm: torch.Tensor | None
+    k_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_attention_norm: torch.Tensor
+    gate_up: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down: torch.Tensor
+    down_bias: torch.Tensor | None
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor that a checkpoint of `config` must have; a tied `lm_head.weight` is not among them."""
+    hidden = config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (config.vocab_size, hidden), NORM: (hidden,)}
+    if not config.tie_word_embeddings:
+        shapes[LM_HEAD] = (config.vocab_size, hidden)
+    biased = {"q_proj": config.qkv_bias, "k_proj": config.qkv_bias, "v_proj": config.qkv_bias, "o_proj": config.o_bias}
+    for i in range(config.num_layers):
+        at = _LAYER.format(i)
+        shapes[at + "input_layernorm.weight"] = shapes[at + "post_attention_layernorm.weight"] = (hidden,)
+        for name, (d_in, d_out) in config.module_dims.items():
+            part = "self_attn" if name in biased else "mlp"
+            shapes[f"{at}{part}.{name}.weight"] = (d_out, d_in)
+            if biased.get(name, config.mlp_bias):
+                shapes[f"{at}{part}.{name}.bias"] = (d_out,)
+        if config.qk_norm:
+            shapes[at + "self_attn.q_norm.weight"] = shapes[at + "self_attn.k_norm.weight"] = (config.head_dim,)
+    return shapes
+
+
+class WeightLoader:
+    """Reads one part at a time in `dtype`, so that memory holds what was kept and little more than one projection.
+
+    advance: called with the bytes read. Raises UnsupportedModel when made if a tensor is missing, of another shape or
+    unknown: a weight that would go unused means that the model is not what its configuration says.
+    """
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, dtype: torch.dtype, advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._config = config
+        self._dtype = dtype
+        self._advance = advance
+        self._scratch = torch.empty(0, dtype=dtype)
+        self._checkpoint = Checkpoint(directory)
+        self._shapes = tensor_shapes(config)
+        self._embed_name = EMBED
+        if config.tie_word_embeddings and LM_HEAD in self._checkpoint:
+            if EMBED not in self._checkpoint:  # tied weights may be stored under either name
+                self._embed_name = LM_HEAD
+                del self._shapes[EMBED]
+            self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+        self._checkpoint.check(self._shapes)
+        for name in self._checkpoint.names():
+            if name not in self._shapes and not _IGNORED.match(name):
+                raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read in all."""
+        return sum(self._checkpoint[name].num_bytes for name in self._shapes)
+
+    @property
+    def num_bytes_kept(self) -> int:
+        """Bytes that the weights take once they are read."""
+        return sum(torch.Size(shape).numel() for shape in self._shapes.values()) * self._dtype.itemsize
+
+    def embed(self) -> torch.Tensor:
+        """Token embeddings `[vocab, hidden]`."""
+        return self._read(self._embed_name)
+
+    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]:
+        """The layers in order. With `pack`, every projection is read into the same memory and packed out of it."""
+        for i in range(self._config.num_layers):
+            yield self._layer(_LAYER.format(i), pack)
+
+    def norm(self) -> torch.Tensor:
+        """The final norm `[hidden]`."""
+        return self._read(NORM)
+
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        """The output projection `[vocab, hidden]`: `embed` itself when the two are tied."""
+        if self._embed_name == LM_HEAD or LM_HEAD not in self._shapes:
+            return embed
+        head = self._read(LM_HEAD)
+        if self._config.tie_word_embeddings:
+            if torch.equal(head, embed):
+                return embed
+            logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
+        return head
+
+    def _layer(self, at: str, pack: Pack | None) -> LayerWeights:
+        config = self._config
+
+        def projection(*names: str) -> torch.Tensor:
+            names = tuple(f"{name}.weight" for name in names)
+            return self._read(*names) if pack is None else pack(self._read(*names, reuse=True))
+
+        q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
+        gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+        return LayerWeights(
+            input_norm=self._read(at + "input_layernorm.weight"),
+            qkv=projection(q, k, v),
+            qkv_bias=self._read(*(f"{name}.bias" for name in (q, k, v))) if config.qkv_bias else None,
+            q_norm=self._read(at + "self_attn.q_norm.weight") if config.qk_norm else None,
+            k_norm=self._read(at + "self_attn.k_norm.weight") if config.qk_norm else None,
+            o=projection(o),
+            o_bias=self._read(f"{o}.bias") if config.o_bias else None,
+            post_attention_norm=self._read(at + "post_attention_layernorm.weight"),
+            gate_up=projection(gate, up),
+            gate_up_bias=self._read(f"{gate}.bias", f"{up}.bias") if config.mlp_bias else None,
+            down=projection(down),
+            down_bias=self._read(f"{down}.bias") if config.mlp_bias else None,
+        )
+
+    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+        """Tensors stacked along their first dimension, each read straight into its place.
+
+        reuse: the place is that of the last tensor so read, where it is large enough.
+        """
+        heights = [self._shapes[name][0] for name in names]
+        shape = torch.Size((sum(heights), *self._shapes[names[0]][1:]))
+        if reuse:
+            if self._scratch.numel() < shape.numel():
+                self._scratch = torch.empty(0, dtype=self._dtype)  # gone before its successor comes
+                self._scratch = torch.empty(shape.numel(), dtype=self._dtype)
+            target = self._scratch[: shape.numel()].view(shape)
+        else:
+            target = torch.empty(shape, dtype=self._dtype)
+        for name, part in zip(names, target.split(heights), strict=True):
+            self._checkpoint.read_into(part, name)
+            self._advance(self._checkpoint[name].num_bytes)
+        return target
+
+
+class Weights(Protocol):
+    """Hands out a model's weights part by part; see `WeightLoader`."""
+
+    @property
+    def num_bytes_kept(self) -> int: ...
+    def embed(self) -> torch.Tensor: ...
+    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]: ...
+    def norm(self) -> torch.Tensor: ...
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor: ...
+
+
+@contextmanager
+def open_weights(
+    directory: Path,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    *,
+    load_format: str = "auto",
+    device: torch.device | str = "cpu",
+) -> Iterator[Weights]:
+    """A loader whose progress is shown while the context lasts, where somebody watches.
+
+    load_format: `auto` reads the checkpoint, on the host; `dummy` looks for none and makes random weights on `device`.
+    """
+    if load_format == "dummy":
+        from .dummy_weights import DummyWeights
+
+        yield DummyWeights(config, dtype, device)
+        return
+    with load_progress(directory.resolve().name) as progress:
+        loader = WeightLoader(directory, config, dtype, progress.advance)
+        progress.start(loader.num_bytes)
+        yield loader

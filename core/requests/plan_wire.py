@@ -1,0 +1,76 @@
+"""A step's plan as plain data, so that it can be sent to another process as JSON or msgpack."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ...graphs.runner import StepMode
+from ...memory.adapters.adapter import Adapter
+from .sampling_params import SamplingParams
+from .types import ScheduledRow, StepPlan
+
+VERSION = 2
+
+
+def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
+    """Return the plan as lists, dicts, strings, numbers and None.
+
+    An adapter is its name, version and pages here, and by the hash of its content the same everywhere; that is None
+    until it has been computed, which a server does in the background.
+    """
+    return {
+        "v": VERSION,
+        "step_id": plan.step_id,
+        "mode": str(plan.mode),
+        "bucket": plan.bucket,
+        "adapters": [
+            {
+                "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+                "pages": list(adapter.pages),
+            }
+            for adapter in plan.adapters
+        ],
+        "rows": [
+            {
+                "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
+                "pages": list(row.pages), "params": params_to_wire(row.params), "seed": row.seed,
+                "samples": row.samples, "token_ids": list(row.token_ids), "num_prompt_tokens": row.num_prompt_tokens,
+            }
+            for row in plan.rows
+        ],
+    }  # fmt: skip
+
+
+def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
+    """Return the plan of `plan_to_wire`'s data. find: the receiver's adapter for an entry of `adapters`.
+
+    Raises ValueError for another version of the format.
+    """
+    if data["v"] != VERSION:
+        raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
+    rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
+    adapters = [find(adapter) for adapter in data["adapters"]]
+    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"])
+    plan.mode = StepMode(data["mode"])
+    return plan
+
+
+def params_to_wire(params: SamplingParams) -> dict[str, Any]:
+    """Return sampling parameters as plain data that JSON can hold."""
+    data = asdict(params)
+    data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
+    data["stop_token_ids"] = list(params.stop_token_ids)
+    data["bad_words"] = [list(word) for word in params.bad_words]
+    return data
+
+
+def params_from_wire(data: Mapping[str, Any]) -> SamplingParams:
+    """Return the parameters of `params_to_wire`'s data. Raises InvalidRequest if they are invalid."""
+    lists = {
+        "logit_bias": {int(token): bias for token, bias in data["logit_bias"]},
+        "stop_token_ids": tuple(data["stop_token_ids"]),
+        "bad_words": tuple(tuple(word) for word in data["bad_words"]),
+    }
+    return SamplingParams(**{**data, **lists})

@@ -1,0 +1,172 @@
+"""Values that cross boundaries: a step's plan, its result, and a request's output.
+
+`StepPlan` is the only way from the scheduler to an executor and `StepResult` the only way back; `RequestOutput` is
+what the engine returns. No tensors here: the simulator runs the same code without torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...graphs.runner import StepMode
+from ...memory.files.error import LoadFailure
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from ...memory.adapters.adapter import Adapter
+    from ..model.logit_edits import LogitEdits
+    from .sampling_params import SamplingParams
+
+BASE_SLOT = -1
+
+
+class FinishReason(StrEnum):
+    """Reason why a request ended; the values are OpenAI's, plus `abort` and `error`."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True)
+class ScheduledRow:
+    """One request's part of a step, which computes its tokens `start … start+len(tokens)`.
+
+    slot: index into `StepPlan.adapters`, `BASE_SLOT` for the base model.
+    pages: the request's block table, covering at least `start + len(tokens)` tokens.
+    params: how to sample and what to report. seed: makes sampling a function of (seed, position).
+    samples: the row ends with the request's last known token, so that a new one is sampled at position `kv_len`.
+    token_ids: all known tokens of the request, prompt first; read only.
+    edits: the sampler's state of the request, kept from step to step; created when missing.
+    """
+
+    request_id: str
+    slot: int
+    tokens: list[int]
+    start: int
+    pages: list[int]
+    params: SamplingParams
+    seed: int
+    samples: bool
+    token_ids: list[int]
+    num_prompt_tokens: int
+    edits: LogitEdits | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def kv_len(self) -> int:
+        """Tokens in the KV cache after this row."""
+        return self.start + len(self.tokens)
+
+    @property
+    def scores_prompt(self) -> bool:
+        """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
+        return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
+
+    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
+    bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
+    mode: the weights it runs with.
+    """
+
+    step_id: int
+    rows: list[ScheduledRow]
+    adapters: list[Adapter]
+    bucket: int | None = None
+    num_tokens: int = field(init=False)
+    mode: StepMode = field(init=False)
+
+    def __post_init__(self) -> None:
+        rows = self.rows
+        self.mode = StepMode.LORA if self.adapters else StepMode.BASE
+        self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
+
+    @property
+    def num_adapters(self) -> int:
+        return len(self.adapters)
+
+    def to_wire(self) -> dict[str, Any]:
+        """Return the plan as plain data, for another process."""
+        from .plan_wire import plan_to_wire
+
+        return plan_to_wire(self)
+
+    @classmethod
+    def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
+        """Return the plan of `to_wire`'s data. find: maps an entry of the sender's `adapters` to the adapter here."""
+        from .plan_wire import plan_from_wire
+
+        return plan_from_wire(data, find)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probability of a token under the model's raw distribution, and the most likely alternatives, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(slots=True)
+class StepResult:
+    """An executor's results by request id: sampled tokens, requested log-probabilities, errors.
+
+    prompt_logprobs: of the prompt tokens that follow the row's tokens, in order.
+    unready: requests whose rows are void because their adapter did not arrive in time.
+    """
+
+    tokens: dict[str, int] = field(default_factory=dict)
+    logprobs: dict[str, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
+    errors: dict[str, str] = field(default_factory=dict)
+    unready: set[str] = field(default_factory=set)
+
+    def retract(self, request_id: str) -> None:
+        """Discard a request's results, because its adapter did not arrive in time."""
+        for found in (self.tokens, self.logprobs, self.prompt_logprobs, self.errors):
+            found.pop(request_id, None)
+        self.unready.add(request_id)
+
+    def merge(self, other: StepResult) -> None:
+        self.tokens.update(other.tokens)
+        self.logprobs.update(other.logprobs)
+        self.prompt_logprobs.update(other.prompt_logprobs)
+        self.errors.update(other.errors)
+        self.unready |= other.unready
+
+
+class StepInfo(NamedTuple):
+    """Size of a step; carried on outputs so that clients can see their batch."""
+
+    step_id: int
+    num_requests: int
+    num_adapters: int
+    num_tokens: int
+
+
+class RequestOutput(NamedTuple):
+    """New tokens of one request. `finish_reason` is set exactly once, on the last output.
+
+    num_cached_tokens: prompt tokens whose KV came from the prefix cache.
+    logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
+    output, when asked for. failure: why its adapter was not loaded, where that is the error.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    stop_token_id: int | None = None
+    error: str | None = None
+    step: StepInfo | None = None
+    num_cached_tokens: int = 0
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] | None = None
+    failure: LoadFailure | None = None

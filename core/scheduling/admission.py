@@ -1,0 +1,259 @@
+"""Admission control: the waiting requests that may begin."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.adapters.store import AdapterStore
+from ...memory.files.error import AdapterFormatError, LoadFailure
+from ...memory.pages.prefix import Block
+from ..config import SchedulerLimits
+from ..requests.request import Request, RequestState
+from .load_ahead import LoadPolicy
+from .output_lengths import OutputLengths
+from .policies import QueuePolicy
+from .queue_order import QueueOrder
+from .request_memory import RequestMemory
+from .running import Running
+from .shared_prefills import SharedPrefills
+from .waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+DOUBT_SECONDS = 10.0
+"""Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
+
+
+class Admission:
+    """Lets waiting requests run while tokens, seats and pages last."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        waiting: WaitingQueue,
+        policy: QueuePolicy,
+        store: AdapterStore,
+        memory: RequestMemory,
+        loads: LoadPolicy,
+        lengths: OutputLengths,
+        clock: Callable[[], float],
+        fail: Callable[[Request, str], None],
+    ) -> None:
+        """fail: ends a request that is in no queue, with an error message."""
+        self._limits = limits
+        self._waiting = waiting
+        self._policy = policy
+        self._store = store
+        self._memory = memory
+        self._loads = loads
+        self._lengths = lengths
+        self._clock = clock
+        self._fail = fail
+        self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
+        self._late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
+        self._doubt_until = 0.0
+
+    def settle(self) -> None:
+        """Release requests whose shared prefill is done, and forget late adapters that have been read."""
+        if self._prefills:
+            self._prefills.settle()
+        if self._late:
+            self._late = {adapter for adapter in self._late if adapter.requests and not _is_read(self._store, adapter)}
+
+    def note_late(self, adapter: Adapter) -> None:
+        """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
+        self._late.add(adapter)
+        self._doubt_until = self._clock() + DOUBT_SECONDS
+
+    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
+        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
+
+        rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
+        stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
+        every seat taken, a call without a running answer may still begin one while the step has a row for it: answers
+        of calls with several then take turns.
+        """
+        limits = self._limits
+        seats = limits.max_num_seqs
+        admitted: dict[Request, int] = {}
+        if budget <= 0 or not self._has_place(running, rows):
+            return admitted
+        step = Step(limits, self._store, running, self._late, self._clock(), self._doubt_until)
+        order = self._order(step)
+        while (request := order.next()) is not None and budget > 0:
+            if not self._has_place(running, rows + len(admitted)):
+                break
+            if len(running) >= seats and not order.only_firsts:
+                order = self._order(step)
+                continue
+            if order.only_firsts and request.call in running.calls:
+                break
+            if not self._may_join(request, step, order, budget):
+                order.pass_over()
+                continue
+            blocks = self._memory.match(request)
+            missing = request.num_tokens - len(blocks) * limits.block_tokens
+            if missing > budget and not limits.chunked_prefill:
+                break
+            if self._prefills.wait(request, len(blocks)):
+                order.go_on()
+                continue
+            has_room = self._has_room(request, blocks, step)
+            if not has_room and self._store.give_up_loads():
+                continue
+            if not has_room and (running or self._store.has_transfers):
+                break
+            self._waiting.remove(request)
+            order.go_on()
+            if not has_room:  # nothing runs that could free more pages
+                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+            elif self._start(request, blocks, count := min(missing, budget)):
+                admitted[request] = count
+                budget -= count
+                step.add(request, self._lengths)
+        return admitted
+
+    def _has_place(self, running: Running, rows: int) -> bool:
+        """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
+        seats = self._limits.max_num_seqs
+        if len(running) < seats:
+            return True
+        return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
+
+    def _order(self, step: Step) -> QueueOrder:
+        may_come = step.may_come if step.is_limited else None
+        only_firsts = len(step.running) >= self._limits.max_num_seqs
+        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts)
+
+    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
+        """True unless a request must wait for its adapter, or for a free adapter place in the step."""
+        adapter = request.adapter
+        if adapter is not None and step.is_barred(adapter):
+            if order.is_overdue():
+                step.reserve(request)
+            return False
+        if step.is_reserved(request):
+            return False
+        if adapter is None:
+            return True
+        return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not step.running)
+
+    def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
+        """True if there are pages for a request's known tokens and for the expected growth of all that run.
+
+        blocks: its prefix in the prefix cache.
+        """
+        if not self._memory.fits(request, blocks):
+            return False
+        if not step.running:
+            return True
+        if step.growth is None:
+            step.growth = self._lengths.growth_of(step.running)
+        block = self._limits.block_tokens
+        own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
+        return self._memory.fits(request, blocks, step.growth + max(0, own)) or self._memory.fits(
+            request, blocks, self._lengths.peak_growth(step.running, request)
+        )
+
+    def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
+        """Start a waiting request; False if its adapter can't be loaded, which fails this request only."""
+        if request.start_time is None:
+            request.start_time = self._clock()
+        try:
+            self._memory.start(request, blocks, count)
+        except Exception as error:
+            self._fail(request, *load_error(request, error))
+            return False
+        is_loading = request.adapter is not None and request.adapter.transfer is not None
+        request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
+        request.began_at = request.num_computed_tokens
+        request.charged = self._lengths.final_length(request) - 1 - request.began_at
+        self._policy.charge(request, request.charged)
+        self._prefills.begin(request)
+        return True
+
+
+class Step:
+    """One step's admission: the running requests, and the adapters that may join them.
+
+    A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
+    it: requests behind it in the queue may neither add an adapter nor take the last seat.
+    """
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        store: AdapterStore,
+        running: Running,
+        late: set[Adapter],
+        now: float,
+        doubt_until: float,
+    ) -> None:
+        """late: adapters whose requests start only once they have been read; until `doubt_until` that holds for all."""
+        self.running = running
+        self.overdue_before = now - limits.max_overtake_seconds
+        self.growth: int | None = None
+        """Pages that `running` is expected to grow by; None until they are counted."""
+        self._store = store
+        self._late = late
+        self._doubts = now < doubt_until
+        self._limits = limits
+        self._adapters: set[Adapter] | None = None
+        if limits.max_adapters_per_step is not None:
+            self._adapters = {request.adapter for request in running if request.adapter is not None}
+        self._reserved = math.inf  # queue position of the first request that has a place reserved
+
+    @property
+    def is_limited(self) -> bool:
+        """True if not every adapter may join."""
+        return self._adapters is not None or self._doubts or bool(self._late)
+
+    def may_come(self, adapter: Adapter, head: Request) -> bool:
+        """True if an adapter may join the step; `head` is the first request that waits for it."""
+        if self.is_barred(adapter):
+            if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
+                self.reserve(head)
+            return False
+        if adapter in self._late or (self._doubts and not adapter.pages):
+            return _is_read(self._store, adapter)
+        return True
+
+    def is_barred(self, adapter: Adapter) -> bool:
+        """True if the step has no place for an adapter."""
+        adapters = self._adapters
+        return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
+
+    def reserve(self, request: Request) -> None:
+        """Reserve a place for an overdue request whose adapter is barred."""
+        self._reserved = min(self._reserved, request.place)
+
+    def is_reserved(self, request: Request) -> bool:
+        """True if a request would take the place reserved for one before it."""
+        if self._reserved >= request.place:
+            return False
+        return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
+
+    def add(self, request: Request, lengths: OutputLengths) -> None:
+        """Add an admitted request."""
+        self.running.append(request)
+        if self.growth is not None:
+            self.growth += lengths.growth(request)
+        if self._adapters is not None and request.adapter is not None:
+            self._adapters.add(request.adapter)
+
+
+def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
+    """True if nothing of an adapter is still to be read from disk."""
+    return store.tier(adapter) not in (Tier.DISK, Tier.LOADING)
+
+
+def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
+    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own."""
+    if isinstance(error, AdapterFormatError):
+        return str(error), error.failure
+    logger.error("loading %r failed", request.adapter, exc_info=error)
+    failure = LoadFailure.UNREADABLE if isinstance(error, OSError) else None
+    return f"adapter {request.adapter_name!r} was not loaded: {type(error).__name__}: {error}", failure

@@ -1,0 +1,129 @@
+"""Loading of adapters ahead of the requests that wait for them, and starting those while it is under way."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Iterable, Iterator
+from weakref import WeakSet
+
+from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.adapters.store import AdapterStore
+from ...memory.files.error import AdapterFormatError
+from ...memory.pages.eviction import RestoreCosts
+from ..config import SchedulerLimits
+from ..requests.request import Request
+from .request_memory import RequestMemory
+from .waiting import WaitingQueue
+
+logger = logging.getLogger(__name__)
+
+#: Most waiting requests that are searched for adapters to read, where some are read slowly.
+_MOST_LOOKED_AT = 512
+
+
+class LoadAhead:
+    """Reads and loads adapters of the first waiting requests: `lookahead` from disk, `prefetch` into the arena.
+
+    Requests that wait for a slow read are not counted, so that nobody waits behind them. A broken adapter raises
+    nothing here: its requests get the error when they are about to start.
+    """
+
+    def __init__(self, limits: SchedulerLimits, store: AdapterStore, memory: RequestMemory) -> None:
+        self._limits = limits
+        self._store = store
+        self._memory = memory
+        self._refused: WeakSet[Adapter] = WeakSet()  # failed to load ahead
+        self._unfit: set[Adapter] = set()  # not read, because the arena could not hold them
+
+    def hopeless(self, waiting: Iterable[Request]) -> list[tuple[Request, BaseException]]:
+        """Return waiting requests whose adapter can't be loaded, with the reason; a failed read is reported once."""
+        store = self._store
+        store.images.watch()
+        if not store.images.has_failures and not self._unfit:
+            return []
+        found: list[tuple[Request, BaseException]] = []
+        for request in waiting:
+            adapter = request.adapter
+            if adapter is None:
+                continue
+            if (error := store.images.error(adapter)) is not None:
+                found.append((request, error))
+            elif adapter in self._unfit and store.unfit((adapter,)):
+                found.append((request, AdapterFormatError(
+                    f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
+                    "pinned adapters; unpin some"
+                )))  # fmt: skip
+        store.images.forget_failures()
+        self._unfit.clear()
+        return found
+
+    def read(self, waiting: Iterable[Request]) -> None:
+        """Start reading the adapters of the next waiting requests from disk."""
+        adapters = list(self._first(waiting))
+        if unfit := self._store.unfit(adapters):
+            self._unfit.update(unfit)
+            adapters = [adapter for adapter in adapters if adapter not in self._unfit]
+        if adapters:
+            self._store.reads.ahead(adapters)
+
+    def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
+        """Yield the non-resident adapters of the first requests that wait for no slow read."""
+        store, left = self._store, self._limits.lookahead
+        for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
+            adapter = request.adapter
+            if adapter is not None and not adapter.pages:
+                if store.images.is_slow(adapter):
+                    continue
+                yield adapter
+            left -= 1
+            if left == 0:
+                return
+
+    def load(self, waiting: WaitingQueue) -> None:
+        """Load the adapters of the next waiting requests, without evicting adapters that other requests wait for."""
+        adapters = waiting.adapters()
+        wanted = sum(len(adapter.pages) for adapter in adapters if adapter.is_idle)
+        for request in itertools.islice(waiting, self._limits.prefetch):
+            adapter = request.adapter
+            if adapter is not None and adapter not in self._refused and self._store.tier(adapter) is Tier.HOST:
+                if not self._memory.make_spare_room(adapter.num_pages, wanted):
+                    return
+                try:
+                    self._store.prefetch(adapter)
+                except Exception as error:
+                    logger.error("loading %r ahead failed: %s", adapter, error)
+                    self._refused.add(adapter)
+                    continue
+                wanted += adapter.num_pages if adapter.is_idle else 0
+
+
+class LoadPolicy:
+    """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
+
+    The prefill waits for each layer when it reaches it, and with it every other request of the step. So the rest of the
+    read must not take much longer than the prefill itself, unless nothing else is running.
+    """
+
+    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
+        """max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are
+        discarded. 0: no request starts before its adapter has been read."""
+        self._store = store
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._max_stall = max_stall
+
+    def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
+        """True if a request for `adapter` may start now.
+
+        num_tokens: tokens that it would compute in the step. alone: no other request would have to wait with it.
+        """
+        if adapter.pages:
+            return True
+        tier = self._store.tier(adapter)
+        if tier is not Tier.LOADING:
+            return tier is not Tier.DISK  # a failed one may: starting it reports the error
+        if self._max_stall == 0:
+            return False
+        prefill = self._costs.prefix_page * num_tokens / self._block_tokens
+        return alone or self._store.reads.seconds_left(adapter) <= prefill + self._max_stall

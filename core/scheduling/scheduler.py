@@ -1,0 +1,358 @@
+"""Token-budget continuous batching with chunked prefill.
+
+A step takes from every running request the tokens whose KV is missing (one for a decoding request), then admits
+waiting requests in queue order while tokens, seats and pages last. No tensors here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from ...graphs.buckets import DecodeBuckets
+from ...memory.adapters.store import AdapterStore
+from ...memory.files.error import LoadFailure
+from ...memory.pages.pool import PageKind
+from ..config import SchedulerLimits
+from ..requests.request import Request, RequestState
+from ..requests.types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from .admission import Admission, load_error
+from .load_ahead import LoadAhead, LoadPolicy
+from .output_lengths import OutputLengths
+from .overload import QueueRoom
+from .policies import Policies
+from .request_memory import RequestMemory
+from .running import Running, group_by_adapter
+from .step_planner import plan_step
+from .step_shares import StepShares
+from .waiting import WaitingQueue
+
+
+class Scheduler:
+    """Owns the waiting and running queues; `RequestMemory` allocates and frees what requests hold.
+
+    A subclass, such as the simulator's, may override what is documented here, and name its own `admission_type`.
+    """
+
+    admission_type: type[Admission] = Admission
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        store: AdapterStore,
+        memory: RequestMemory,
+        loads: LoadPolicy,
+        buckets: DecodeBuckets,
+        clock: Callable[[], float],
+        policies: Policies | None = None,
+    ) -> None:
+        self._limits = limits
+        self._store = store
+        self._memory = memory
+        self._buckets = buckets
+        self._ahead = LoadAhead(limits, store, memory)
+        self._policies = policies or Policies()
+        self._waiting = WaitingQueue()
+        self._lengths = OutputLengths(limits.block_tokens)
+        self._admission = self.admission_type(
+            limits, self._waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
+        )
+        self._requests: dict[str, Request] = {}
+        self._running = Running()
+        self._shares = StepShares(limits.max_num_seqs, clock)
+        self._room = QueueRoom(limits.max_waiting, clock)
+        self._failed: list[RequestOutput] = []
+        self._loading: list[Request] = []  # running while their adapter is still being loaded
+        self.num_steps = 0
+        self.last_step: StepInfo | None = None
+        self.num_generated_tokens = 0
+        self.num_preemptions = 0
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def running_adapters(self) -> set[str]:
+        """Names of adapters that running requests use."""
+        return {request.adapter_name for request in self._running if request.adapter_name is not None}
+
+    @property
+    def waiting_adapters(self) -> set[str]:
+        """Names of adapters that waiting requests will use."""
+        return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
+
+    def has_work(self) -> bool:
+        return bool(self._requests or self._failed)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def get(self, request_id: str) -> Request:
+        """Return a request in progress; KeyError when it is unknown or done."""
+        return self._requests[request_id]
+
+    def check_room(self, tenant: str) -> None:
+        """Raise Overloaded when the queue has no room for one more request of `tenant`."""
+        self._room.check(self._waiting, tenant)
+
+    def add(self, request: Request) -> None:
+        """Queue a request that has been validated."""
+        params, limits = request.params, self._limits
+        request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
+        if not params.ignore_eos:
+            request.end_ids = limits.eos_token_ids
+        if params.stop_token_ids:
+            request.end_ids = request.end_ids.union(params.stop_token_ids)
+        self._requests[request.id] = request
+        if request.tenant not in self._waiting.tenants:
+            self._policies.queue.arrive(request.tenant)
+        self._waiting.append(request)
+        if request.adapter is not None:
+            self._store.hold(request.adapter)
+            if len(self._waiting) <= limits.lookahead:
+                self._ahead.read(self._waiting)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request and free its pages; False when it is unknown or done."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request, FinishReason.ABORT)
+        return True
+
+    def schedule(self) -> StepPlan | None:
+        """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
+        if self._loading or self._store.has_transfers:
+            self._settle_loads()
+        self._admission.settle()
+        sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
+        all_decode, preempted = sharing is None and self._grow_decodes(), False
+        counts: dict[Request, int] = {}
+        if not all_decode:
+            counts, preempted = self._schedule_running(self._running if sharing is None else sharing)
+        if self._waiting:
+            rows = len(self._running) if all_decode else len(counts)
+            used = rows if all_decode else sum(counts.values())
+            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, rows, preempted)
+        groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
+        if not groups:
+            return None
+        plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
+        if plan.bucket is None:
+            self._shares.forget()
+        return plan
+
+    def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
+        """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs."""
+        info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
+        self.num_steps += 1
+        requests, outputs = self._requests, []
+        has_extras = result.unready or result.errors or result.prompt_logprobs
+        for row in plan.rows:
+            request = requests.get(row.request_id)
+            if request is None or (has_extras and not self._apply_extras(request, result, info, outputs)):
+                continue
+            output = self._advance(request, row, result, info)
+            if output is not None:
+                outputs.append(output)
+        if result.unready:
+            self._send_back_late(plan, result)
+        return outputs
+
+    def take_failed(self) -> list[RequestOutput]:
+        """Return the outputs of requests that failed before they could run, once."""
+        failed, self._failed = self._failed, []
+        return failed
+
+    def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
+        """Yield the KV pages that requests hold, for `PagePool.check_integrity`."""
+        for request in self._requests.values():
+            if request.is_running:
+                yield PageKind.KV, request.block_table.pages
+
+    # -- choosing
+
+    def _settle_loads(self) -> None:
+        """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
+        for adapter, error in self._store.poll():
+            for request in [request for request in self._running if request.adapter is adapter]:
+                self._finish(request, FinishReason.ERROR)
+                reason, failure = load_error(request, error)
+                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
+            self._store.evict(adapter)
+        still = []
+        for request in self._loading:
+            if request.state is RequestState.LOADING:
+                if request.adapter.transfer is None:
+                    request.state = RequestState.RUNNING
+                else:
+                    still.append(request)
+        self._loading = still
+
+    def _is_awaited(self, request: Request) -> bool:
+        """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
+        return request.state is RequestState.LATE and self._store.images.is_requested(request.adapter)
+
+    def _fail_hopeless(self) -> None:
+        """End the waiting requests whose adapter can't be loaded."""
+        for request, error in self._ahead.hopeless(self._waiting):
+            self._waiting.remove(request)
+            self._fail(request, *load_error(request, error))
+
+    def _grow_decodes(self) -> bool:
+        """Fast path: True if every running request decodes one token and has a page for it.
+
+        False, and nothing done, if any must prefill, or if tokens or pages run short.
+        """
+        running = self._running
+        if len(running) > self._limits.max_num_batched_tokens:
+            return False
+        if any(len(r.token_ids) - r.num_computed_tokens > 1 for r in [r for r in running if r.row is None]):
+            return False
+        short = [request for request in running if request.room <= request.num_computed_tokens]
+        return not short or self._memory.grow_each(short)
+
+    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], bool]:
+        """Return the token counts of the running requests that share the step, and True if any had to be preempted.
+
+        Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
+        """
+        budget, running = self._limits.max_num_batched_tokens, self._running
+        chosen: dict[Request, int] = {}
+        preempted = False
+        for request in sorted(sharing, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
+            if budget <= 0:
+                break
+            if not request.is_running:  # preempted for one before it
+                continue
+            start = request.num_computed_tokens
+            count = min(budget, len(request.token_ids) - start)
+            while request.room < start + count and not self._memory.grow(request, start + count):
+                if self._store.give_up_loads():
+                    continue
+                preempted = True
+                victim = self._policies.victim.choose(running)
+                self._preempt(victim)
+                budget += chosen.pop(victim, 0)
+                if victim is request:
+                    break
+            else:
+                chosen[request] = count
+                budget -= count
+        return chosen, preempted
+
+    def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
+        """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
+        self._fail_hopeless()
+        admitted: dict[Request, int] = {}
+        if not preempted:
+            admitted = self._admission.admit(self._running, budget, rows)
+            self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
+        if self._limits.prefetch:
+            self._ahead.load(self._waiting)
+        return admitted
+
+    def _preempt(self, request: Request) -> None:
+        """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
+
+        Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
+        """
+        self._send_back(request, RequestState.SWAPPED)
+        self.num_preemptions += 1
+
+    def _send_back(self, request: Request, state: RequestState) -> None:
+        """Free all that a running request holds and put it at the head of the queue."""
+        self._running.remove(request)
+        self._give_back(request)
+        request.state = state
+        request.num_computed_tokens = 0
+        request.prompt_logprobs.clear()
+        self._waiting.append_first(request)
+
+    def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
+        """Send requests whose adapter did not arrive in time back to the queue until it is complete.
+
+        They keep neither seats nor pages, and the adapter's own pages may be evicted.
+        """
+        slots = {row.slot for row in plan.rows if row.request_id in result.unready}
+        late = {plan.adapters[slot] for slot in slots}
+        for request in [request for request in reversed(self._running) if request.adapter in late]:
+            self._send_back(request, RequestState.LATE)
+        for adapter in late:
+            self._admission.note_late(adapter)
+
+    def _give_back(self, request: Request) -> None:
+        """Free all that a running request holds, and refund its tenant for what it has not computed."""
+        self._policies.queue.refund(request, request.charged - (request.num_computed_tokens - request.began_at))
+        self._memory.release(request)
+
+    # -- a step's result
+
+    def _apply_extras(self, request: Request, result: StepResult, info: StepInfo, outputs: list[RequestOutput]) -> bool:
+        """Apply a row's error and prompt log-probabilities; False if the row produced nothing."""
+        if request.id in result.unready:
+            return False
+        if error := result.errors.get(request.id):
+            self._finish(request, FinishReason.ERROR)
+            outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
+            return False
+        request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
+        return True
+
+    def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
+        """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
+        computed = request.num_computed_tokens = row.start + len(row.tokens)
+        if request.caching:
+            self._memory.remember(request)
+        if not row.samples:
+            return None
+        token = result.tokens[row.request_id]
+        request.token_ids.append(token)
+        self.num_generated_tokens += 1
+        if row is request.row:
+            row.tokens, row.start = [token], computed  # the row is reused for the next step
+        reason = stop_token = None
+        if token in request.end_ids:
+            reason, stop_token = FinishReason.STOP, token
+        elif computed + 1 >= request.max_length:
+            reason = FinishReason.LENGTH
+        logprobs = result.logprobs and result.logprobs.get(row.request_id)
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
+            prompt_logprobs = tuple(request.prompt_logprobs)
+        if reason is not None:
+            self._finish(request, reason)
+        return RequestOutput(
+            row.request_id, (token,), reason, stop_token, None, info, request.num_cached_tokens,
+            (logprobs,) if logprobs else (), prompt_logprobs,
+        )  # fmt: skip
+
+    # -- finishing
+
+    def _fail(self, request: Request, error: str, failure: LoadFailure | None = None) -> None:
+        """End a request that is in neither queue, with an error."""
+        request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
+        self._forget(request)
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
+
+    def _finish(self, request: Request, reason: FinishReason) -> None:
+        if request.is_running:
+            self._running.remove(request)
+            self._give_back(request)
+            self._room.note_end()
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
+        else:
+            self._waiting.remove(request)
+        request.finish_reason, request.state = reason, RequestState.DONE
+        self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.id]
+        if request.adapter is not None:
+            self._store.let_go(request.adapter)

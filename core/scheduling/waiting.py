@@ -1,0 +1,132 @@
+"""The waiting queue: in order of arrival, and by tenant and adapter, so that a step need not scan every request."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from itertools import takewhile
+
+from ...memory.adapters.adapter import Adapter
+from ..requests.request import Request
+
+_BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
+
+
+class Group:
+    """Waiting requests of one tenant for one adapter, in order."""
+
+    __slots__ = ("adapter", "firsts", "more")
+
+    def __init__(self, adapter: Adapter | None) -> None:
+        self.adapter = adapter
+        self.firsts: OrderedDict[Request, None] = OrderedDict()  # the first answer of each call
+        self.more: OrderedDict[Request, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self.firsts) + len(self.more)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self.line(request)
+
+    def line(self, request: Request) -> OrderedDict[Request, None]:
+        """Those among which a request belongs."""
+        return self.more if request.is_further else self.firsts
+
+    @property
+    def head(self) -> Request:
+        """The request that comes first."""
+        if not self.more:
+            return next(iter(self.firsts))
+        further = next(iter(self.more))
+        if not self.firsts:
+            return further
+        first = next(iter(self.firsts))
+        return first if first.place < further.place else further
+
+
+class WaitingQueue:
+    """Waiting requests. Operations take constant time, but `append_first` scans the requests that came back before."""
+
+    def __init__(self) -> None:
+        self._order: OrderedDict[Request, None] = OrderedDict()
+        self._last = 0
+        self._last_call = ""  # of the newest request: the answers of a call come one after another
+        self.tenants: dict[str, dict[Adapter | None, Group]] = {}
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._order)
+
+    def __contains__(self, request: Request) -> bool:
+        return request in self._order
+
+    def count(self, tenant: str) -> int:
+        """Return the number of a tenant's waiting requests, without those held back."""
+        return sum(len(group) for group in self.tenants.get(tenant, {}).values())
+
+    def append(self, request: Request) -> None:
+        """Add a new request at the end."""
+        self._last += 1
+        request.place = self._last
+        self._order[request] = None
+        request.is_further = request.call != "" and request.call == self._last_call
+        self._last_call = request.call
+        self._group(request).line(request)[request] = None
+
+    def append_first(self, request: Request) -> None:
+        """Add a request that has run: before all that have not, and in order of arrival among those that have."""
+        if request.place > 0:
+            request.place -= _BEFORE_ALL
+        _insert(self._order, request)
+        self.release(request)
+
+    def remove(self, request: Request) -> None:
+        del self._order[request]
+        self._leave_group(request)
+
+    def hold_back(self, request: Request) -> None:
+        """Keep a request in the queue, but not among the candidates for admission, until it is released."""
+        self._leave_group(request)
+
+    def release(self, request: Request) -> None:
+        """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
+        if request in self._order:
+            _insert(self._group(request).line(request), request)
+
+    def has_firsts(self) -> bool:
+        """True if the first answer of a call is a candidate."""
+        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
+
+    def adapters(self) -> set[Adapter]:
+        """Return the adapters of all candidates for admission."""
+        return {adapter for groups in self.tenants.values() for adapter in groups if adapter is not None}
+
+    def _group(self, request: Request) -> Group:
+        groups = self.tenants.get(request.tenant)
+        if groups is None:
+            groups = self.tenants[request.tenant] = {}
+        group = groups.get(request.adapter)
+        if group is None:
+            group = groups[request.adapter] = Group(request.adapter)
+        return group
+
+    def _leave_group(self, request: Request) -> None:
+        groups = self.tenants.get(request.tenant)
+        group = None if groups is None else groups.get(request.adapter)
+        if groups is None or group is None or request not in group:
+            return
+        del group.line(request)[request]
+        if not group:
+            del groups[request.adapter]
+            if not groups:
+                del self.tenants[request.tenant]
+
+
+def _insert(requests: OrderedDict[Request, None], request: Request) -> None:
+    """Put a request before the first of a later place; few are expected to be before it."""
+    before = list(takewhile(lambda other: other.place < request.place, requests))
+    requests[request] = None
+    for earlier in (request, *reversed(before)):
+        requests.move_to_end(earlier, last=False)

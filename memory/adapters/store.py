@@ -1,0 +1,372 @@
+"""The adapter store: which adapters exist, where their bytes are, who is using them.
+
+An adapter name points at its current version; requests hold a version, so a reload never changes what a running
+request computes with. Idle resident adapters stay in the pool until their pages are wanted.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from ..files.format import AdapterFormatError, AdapterManifest
+from ..files.name import check_name
+from ..host.image import HostImage
+from ..host.images import HostImages
+from ..pages.adapter_layout import AdapterLayout
+from ..pages.eviction import EvictionOrder, RestoreCosts
+from ..pages.pool import OutOfPages, PageKind, PagePool
+from .adapter import Adapter, AdapterInfo, Tier
+from .backend import AdapterBackend
+from .loads_in_flight import LoadsInFlight
+from .reads import AdapterReads
+
+
+class UnknownAdapter(KeyError):
+    """No adapter is registered under the name."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class AdapterStore:
+    """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
+
+    images: the weights in host memory, by adapter, from where they are loaded. reads: what brings them there.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        backend: AdapterBackend,
+        images: HostImages,
+        order: EvictionOrder,
+        costs: RestoreCosts,
+        page_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._backend = backend
+        self.images = images
+        self.reads = AdapterReads(backend, images, costs, page_bytes, clock)
+        self._order = order
+        self._costs = costs
+        self._clock = clock
+        self._current: dict[str, Adapter] = {}
+        # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
+        # where objects happen to lie in memory.
+        self._retired: dict[Adapter, None] = {}
+        self._pinned: set[Adapter] = set()
+        self._resident: dict[Adapter, None] = {}
+        self._loads = LoadsInFlight(pool)
+        self._versions = itertools.count(1)
+        self.on_gone: Callable[[int], None] = lambda version: None
+        self.num_idle_pages = 0
+        self.num_hits = 0
+        self.num_loads = 0
+        self.num_streamed = 0
+        self.num_prefetched = 0
+        self.num_evictions = 0
+
+    # -- registry
+
+    def register(self, name: str, source: Path | AdapterManifest, image: HostImage | None = None) -> Adapter:
+        """Make `source` the adapter `name`, replacing an earlier version for requests to come.
+
+        source: a directory, which is read and checked here, or the manifest of one that was. image: the weights of a
+        manifest that was checked, so that what was checked is what is served, whatever becomes of the directory.
+        Raises AdapterFormatError and keeps the earlier version when the directory does not hold a servable adapter,
+        or one that could never fit the pool.
+        """
+        check_name(name)
+        manifest = source if isinstance(source, AdapterManifest) else self._backend.inspect(source)
+        layout = self.layout_of(manifest)
+        adapter = Adapter(name, next(self._versions), manifest, layout)
+        if image is not None:
+            self.reads.keep(adapter, image)
+        previous = self._current.get(name)
+        self._retire(previous)
+        self._current[name] = adapter
+        if previous is not None:
+            self.unpin(previous)
+        return adapter
+
+    def layout_of(self, manifest: AdapterManifest) -> AdapterLayout:
+        """Layout of an adapter's weights; for any thread. AdapterFormatError when they could never fit."""
+        layout = self._backend.layout(manifest)
+        if layout.num_pages >= self._pool.num_usable:
+            raise AdapterFormatError(
+                f"{manifest.path}: needs {layout.num_pages} pages of the arena, which has {self._pool.num_usable} "
+                "and must hold KV too; raise memory_bytes"
+            )
+        return layout
+
+    def unregister(self, name: str) -> None:
+        """Forget `name`; requests that hold it finish with it, then its pages go back. UnknownAdapter if absent."""
+        adapter = self.get(name)
+        del self._current[name]
+        self._retire(adapter)
+        self.unpin(adapter)
+
+    def get(self, name: str) -> Adapter:
+        try:
+            return self._current[name]
+        except KeyError:
+            raise UnknownAdapter(f"adapter {name!r} is not registered") from None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._current
+
+    def __len__(self) -> int:
+        return len(self._current)
+
+    def names(self) -> list[str]:
+        return sorted(self._current)
+
+    def describe(self) -> list[AdapterInfo]:
+        return [
+            AdapterInfo(a.name, a.version, a.rank, a.manifest.targets, a.manifest.path, self.tier(a).value,
+                        a.references, len(a.pages))
+            for _, a in sorted(self._current.items())
+        ]  # fmt: skip
+
+    # -- tiers
+
+    def tier(self, adapter: Adapter) -> Tier:
+        if adapter.pages:
+            return Tier.DEVICE if adapter.transfer is None else Tier.LOADING
+        if self.images.error(adapter) is not None:
+            return Tier.FAILED
+        if self.images.is_ready(adapter):
+            return Tier.HOST
+        return Tier.LOADING if self.images.is_requested(adapter) else Tier.DISK
+
+    @property
+    def most_near(self) -> int:
+        """Number of adapters that `near` gives at most."""
+        return len(self._resident) + len(self.images)
+
+    def near(self) -> Iterable[Adapter]:
+        """Adapters that are resident, in host memory or being read."""
+        return {**self._resident, **dict.fromkeys(self.images)}
+
+    def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
+        """Those that the arena can never hold beside the pinned ones."""
+        most = self._pool.num_usable - self.num_pinned_pages
+        return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
+
+    @property
+    def has_transfers(self) -> bool:
+        """True if pages will become idle or free without anybody's doing."""
+        return bool(self._loads)
+
+    def poll(self) -> list[tuple[Adapter, BaseException]]:
+        """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
+
+        Whoever runs with one of those must stop; then it is to be evicted.
+        """
+        failed: list[tuple[Adapter, BaseException]] = []
+        if not self._loads:
+            return failed
+        self.images.watch()
+        self._loads.free_what_is_quiet()
+        for adapter, start, error in self._loads.ended():
+            if error is None:
+                self._observe(adapter, start)
+                self._loads.end(adapter)
+                self._offer(adapter)
+            else:
+                failed.append((adapter, error))
+                if self.images.error(adapter) is None:  # else those that wait for it are still to be told
+                    self.images.drop(adapter)
+                self.unpin(adapter)
+        return failed
+
+    # -- use
+
+    def hold(self, adapter: Adapter) -> None:
+        """A request came that will use this version."""
+        adapter.requests += 1
+        if self.images.error(adapter) is not None:
+            self.images.drop(adapter)  # it is tried again
+        if adapter.requests == 1:
+            self._offer(adapter)
+
+    def let_go(self, adapter: Adapter) -> None:
+        """A request that held this version has ended."""
+        adapter.requests -= 1
+        if adapter.requests == 0:
+            if adapter in self._retired:
+                self._remove(adapter)
+            else:
+                self._offer(adapter)
+
+    def acquire(self, adapter: Adapter) -> None:
+        """Pin `adapter` for a running request, loading it into free pages when it is not resident.
+
+        A read that is under way is not waited for: the adapter then has a `transfer`.
+        Raises OutOfPages when free pages are short, AdapterFormatError when its weights can't be read; either way
+        nothing is held.
+        """
+        if adapter.pages:
+            self.num_hits += 1
+        else:
+            self._load(adapter)
+        if adapter.is_idle:
+            self._withdraw(adapter)
+        adapter.references += 1
+        adapter.uses += 1
+
+    def prefetch(self, adapter: Adapter) -> None:
+        """Load an adapter that is in host memory into free pages, for a request to come; it is idle when it is there.
+
+        Raises what `acquire` raises.
+        """
+        self._load(adapter)
+        self.num_prefetched += 1
+        self._offer(adapter)
+
+    def release(self, adapter: Adapter) -> None:
+        """Drop a running request's pin. The adapter stays resident until its pages are wanted."""
+        adapter.references -= 1
+        if adapter.references == 0:
+            self._offer(adapter)
+
+    def fetch(self, adapter: Adapter) -> bool:
+        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        if adapter.transfer is not None:
+            image = self._loads.image(adapter)
+            if image.error is not None:
+                raise image.error
+        elif adapter.pages:
+            return True
+        else:
+            self.reads.request(adapter)
+            self.images.watch()
+            image = self.images.take(adapter)
+        return image.stream.num_ready == adapter.layout.num_layers
+
+    def pin(self, adapter: Adapter) -> None:
+        """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
+        if adapter not in self._pinned:
+            self.acquire(adapter)
+            self._pinned.add(adapter)
+            adapter.requests += 1
+
+    def unpin(self, adapter: Adapter) -> None:
+        """Let a pinned adapter be evicted again when idle. Nothing happens when it is not pinned."""
+        if adapter in self._pinned:
+            self._pinned.remove(adapter)
+            self.release(adapter)
+            self.let_go(adapter)
+
+    def is_pinned(self, adapter: Adapter) -> bool:
+        return adapter in self._pinned
+
+    @property
+    def num_pinned_pages(self) -> int:
+        return sum(len(adapter.pages) for adapter in self._pinned) if self._pinned else 0
+
+    def evict(self, adapter: Adapter) -> None:
+        """Give up the pages of an adapter that no running request uses; its host image, if there is one, stays.
+
+        If requests hold it and there is none, one is made: its directory may hold something else by now.
+        """
+        self._withdraw(adapter)
+        if adapter.requests and adapter.transfer is None:
+            self.reads.save(adapter)
+        pages, adapter.pages = adapter.pages, []
+        del self._resident[adapter]
+        if adapter.transfer is None:
+            self._pool.release(pages)
+        else:
+            self._loads.cancel(adapter, pages)
+        self.num_evictions += 1
+
+    def give_up_loads(self) -> bool:
+        """Take back pages that no running request uses and into which bytes are still being read; whether there were.
+
+        The reads go on into host memory. What has been read and is only being copied is left to come.
+        """
+        unused = [
+            adapter
+            for adapter in self._loads.adapters()
+            if not adapter.references and not self.images.is_ready(adapter)
+        ]
+        for adapter in unused:
+            self.evict(adapter)
+        return bool(unused)
+
+    def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
+        """Pages that the store holds, for `PagePool.check_integrity`."""
+        for adapter in itertools.chain(self._current.values(), self._retired):
+            yield PageKind.ADAPTER, adapter.pages
+        yield from self._loads.holders()
+
+    def close(self) -> None:
+        self.images.close()
+
+    def _load(self, adapter: Adapter) -> None:
+        if self._pool.num_free < adapter.num_pages:
+            raise OutOfPages(
+                f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
+            )
+        self.reads.request(adapter)
+        image = self.images.take(adapter)
+        streamed = not self.images.is_ready(adapter)
+        pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
+        start = self._clock()
+        try:
+            transfer = self._backend.place(image, adapter.layout, pages)
+        except BaseException:
+            self._pool.release(pages)
+            raise
+        adapter.pages = pages
+        self._resident[adapter] = None
+        self.num_loads += 1
+        self.num_streamed += streamed
+        if transfer is None:
+            self._observe(adapter, start)
+        else:
+            self._loads.begin(adapter, transfer, image, start)
+
+    def _observe(self, adapter: Adapter, start: float) -> None:
+        adapter.load_seconds = self._clock() - start
+        self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
+
+    def _offer(self, adapter: Adapter) -> None:
+        """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
+        if not adapter.pages or adapter.references or adapter.transfer is not None:
+            return
+        if not adapter.is_idle:
+            adapter.is_idle = True
+            self.num_idle_pages += len(adapter.pages)
+        on_host = self.images.is_ready(adapter)
+        cost = self._costs.host_adapter_page if on_host else self._costs.disk_adapter_page
+        num_pages = len(adapter.pages)
+        self._order.add(adapter, num_pages, cost * num_pages, adapter.uses, wanted=adapter.requests > 0)
+
+    def _withdraw(self, adapter: Adapter) -> None:
+        """The adapter is in use, or gone: it no longer competes."""
+        self._order.discard(adapter)
+        if adapter.is_idle:
+            adapter.is_idle = False
+            self.num_idle_pages -= len(adapter.pages)
+
+    def _retire(self, adapter: Adapter | None) -> None:
+        if adapter is None:
+            return
+        if adapter.requests:
+            self._retired[adapter] = None
+            if not adapter.pages or adapter.transfer is not None:
+                self.reads.request(adapter)  # the directory may be about to change
+        else:
+            self._remove(adapter)
+
+    def _remove(self, adapter: Adapter) -> None:
+        self._retired.pop(adapter, None)
+        if adapter.pages:
+            self.evict(adapter)
+        self.images.drop(adapter)
+        self.on_gone(adapter.version)

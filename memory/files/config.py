@@ -1,0 +1,244 @@
+"""`adapter_config.json`: which modules an adapter changes, by which rank and scale, exactly as PEFT decides it."""
+
+from __future__ import annotations
+
+import math
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from . import strict_json
+from .directory import AdapterDirectory
+from .error import AdapterFormatError, shown
+from .module_names import ModuleNames
+from .name_pattern import NamePattern, Steps
+
+CONFIG_FILE = "adapter_config.json"
+
+#: Two patterns for each of a large model's 1,000 modules, by their full names, take half of it; and while it is parsed,
+#: no other Python code runs.
+MAX_CONFIG_BYTES = 1 << 18
+MAX_RANK = 4096
+MAX_PATTERNS = 1024
+
+#: Modules that PEFT targets in a Llama-architecture model when `target_modules` is null.
+DEFAULT_TARGETS = ("q_proj", "v_proj")
+
+_MAX_SCALE = 3e38  # scales are applied in float32
+
+#: Fields that change the arithmetic in ways that are not served, and what to do about them.
+_UNSERVED = {
+    "use_dora": "DoRA is not supported; merge it into the base model or train plain LoRA",
+    "modules_to_save": "fully trained modules are not supported; train without modules_to_save",
+    "trainable_token_indices": "trained tokens are not supported; train without them",
+    "lora_bias": "adapters with biases are not supported; train with lora_bias=False",
+    "layer_replication": "the base model's layers are fixed; train without layer_replication",
+    "target_parameters": "LoRA on bare parameters is not supported; use target_modules",
+    "fan_in_fan_out": "weights stored transposed are not supported; the base model has none",
+    "use_qalora": "QALoRA is not supported; train plain LoRA",
+    "use_bdlora": "block-diagonal LoRA is not supported; train plain LoRA",
+    "arrow_config": "Arrow routing is not supported; serve its adapters under names of their own",
+    "kasa_config": "KaSA is not supported; train plain LoRA",
+    "monteclora_config": "MonteCLoRA is not supported; train plain LoRA",
+    "alora_invocation_tokens": "activated LoRA is not supported; train plain LoRA",
+}
+
+#: Initialisations that also change the base weights, so that the adapter fits only a base changed alike.
+_BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
+
+
+class AdapterConfig:
+    """A checked configuration. Module keys are names inside the base model: `model.layers.0.self_attn.q_proj`.
+
+    base_model: what the adapter says it was trained on, for messages only.
+    """
+
+    def __init__(self, fields: _Fields) -> None:
+        fields.refuse_unserved()
+        self.base_model = fields.raw.get("base_model_name_or_path")
+        self._rank = fields.rank("r", fields.raw.get("r", 8))
+        self._alpha = fields.alpha("lora_alpha", fields.raw.get("lora_alpha", 8))
+        self._ranks = fields.patterns("rank_pattern", fields.rank)
+        self._alphas = fields.patterns("alpha_pattern", fields.alpha)
+        self._rslora = fields.flag("use_rslora")
+        targets = fields.names("target_modules")
+        self._layers = fields.layers()
+        self._layer_patterns = fields.layer_patterns()
+        if isinstance(targets, str) and (self._layers is not None or fields.raw.get("layers_pattern") is not None):
+            raise fields.refuse("layers_to_transform", "PEFT takes it only with a list of target_modules")
+        if fields.names("layers_pattern") and self._layers is None:
+            raise fields.refuse("layers_pattern", "PEFT needs layers_to_transform with it")
+        self._targets = _Matcher(fields, "target_modules", DEFAULT_TARGETS if targets is None else targets)
+        self._excluded = _Matcher(fields, "exclude_modules", fields.names("exclude_modules") or ())
+        self.targets_all_linear = isinstance(targets, str) and targets.lower() == "all-linear"
+
+    @classmethod
+    def read(cls, directory: AdapterDirectory) -> AdapterConfig:
+        """Read its `adapter_config.json`. AdapterFormatError for what would not be served as PEFT applies it."""
+        return cls(_Fields(directory.path / CONFIG_FILE, _read(directory)))
+
+    def targets(self, names: ModuleNames) -> dict[str, tuple[int, float]]:
+        """Rank and scale of every linear module that it changes (PEFT's `check_target_module_exists`).
+
+        The scale is `lora_alpha / r`, or `/ sqrt(r)` for rsLoRA, after the patterns.
+        """
+        if self.targets_all_linear:
+            found = names.ends
+        else:
+            found = self._targets.ends(names)
+            if self._layers:
+                found = found & self._in_layers(names) | self._targets.named(names)
+        ends = found & ~self._excluded.ends(names)
+        ranks = _first_matches(self._ranks, names, ends, self._rank)
+        alphas = _first_matches(self._alphas, names, ends, self._alpha)
+        return {
+            name: (rank, alphas[name] / (math.sqrt(rank) if self._rslora else rank)) for name, rank in ranks.items()
+        }
+
+    def _in_layers(self, names: ModuleNames) -> int:
+        """The ends of the names that are in one of the layers to transform."""
+        ends = 0
+        for pattern, anywhere in self._layer_patterns:
+            ends |= pattern.before_number(names, anywhere=anywhere)
+        return names.places(name for name in names.at(ends) if int(_LAYER.search(name)[1]) in self._layers)
+
+
+_ANY_LAYER = r".*?\.[^.]*"
+_LAYER = re.compile(r"\.([0-9]+)\.")
+
+
+class _Fields:
+    """The raw fields, and how a wrong one is refused."""
+
+    def __init__(self, file: Path, raw: dict[str, Any]) -> None:
+        self.file = file
+        self.raw = raw
+        self._steps = Steps()
+
+    def refuse(self, name: str, why: str) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.file}: {name} is {shown(self.raw.get(name))}: {why}")
+
+    def refuse_unserved(self) -> None:
+        if self.raw.get("peft_type", "LORA") != "LORA":
+            raise self.refuse("peft_type", "only LORA is served")
+        if self.raw.get("bias", "none") != "none":
+            raise self.refuse("bias", "adapters that train biases are not supported; train with bias='none'")
+        for name, why in _UNSERVED.items():
+            if self.raw.get(name):
+                raise self.refuse(name, why)
+        init = self.raw.get("init_lora_weights")
+        if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING):
+            raise self.refuse(
+                "init_lora_weights",
+                "it changed the base weights too; save it with path_initial_model_for_weight_conversion",
+            )
+
+    def flag(self, name: str) -> bool:
+        value = self.raw.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.refuse(name, "true or false is needed")
+        return bool(value)
+
+    def rank(self, name: str, value: Any) -> int:
+        if type(value) is not int or not 1 <= value <= MAX_RANK:
+            raise self.refuse(name, f"a rank from 1 to {MAX_RANK} is needed, not {shown(value)}")
+        return value
+
+    def alpha(self, name: str, value: Any) -> float:
+        if type(value) not in (int, float) or not 0 <= value <= _MAX_SCALE:
+            raise self.refuse(name, f"a finite number from 0 is needed, not {shown(value)}")
+        return float(value)
+
+    def patterns(self, name: str, check: Any) -> tuple[tuple[NamePattern, Any], ...]:
+        """The (matcher, value) pairs of a pattern field, in the file's order."""
+        value = self.raw.get(name)
+        if value is None:
+            return ()
+        if not isinstance(value, dict):
+            raise self.refuse(name, "an object from module names to numbers is needed")
+        if len(value) > MAX_PATTERNS:
+            raise self.refuse(name, f"{len(value)} patterns, at most {MAX_PATTERNS} are taken")
+        return tuple((self.compile(name, key), check(name, number)) for key, number in value.items())
+
+    def names(self, name: str) -> str | tuple[str, ...] | None:
+        """A list of module names, a regular expression, or null."""
+        value = self.raw.get(name)
+        if value is None or isinstance(value, str):
+            return value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise self.refuse(name, "a list of module names or one regular expression is needed")
+        return tuple(value)
+
+    def layers(self) -> frozenset[int] | None:
+        value = self.raw.get("layers_to_transform")
+        if value is None:
+            return None
+        numbers = value if isinstance(value, list) else [value]
+        if not all(type(number) is int and number >= 0 for number in numbers):
+            raise self.refuse("layers_to_transform", "a layer number or a list of them is needed")
+        return frozenset(numbers)
+
+    def layer_patterns(self) -> tuple[tuple[NamePattern, bool], ...]:
+        """Text before a layer's number, and whether it may begin behind any dot."""
+        value = self.names("layers_pattern")
+        if not value:
+            return ((self.compile("layers_pattern", _ANY_LAYER), False),)
+        patterns = (value,) if isinstance(value, str) else value
+        if len(patterns) > MAX_PATTERNS:
+            raise self.refuse("layers_pattern", f"{len(patterns)} patterns, at most {MAX_PATTERNS} are taken")
+        compiled = [self.compile("layers_pattern", each) for each in patterns]
+        if any(pattern.is_one_of_several for pattern in compiled):
+            raise self.refuse("layers_pattern", "PEFT looks for a number behind the last alternative only; use a group")
+        return tuple((pattern, True) for pattern in compiled)
+
+    def compile(self, name: str, pattern: str) -> NamePattern:
+        return NamePattern(pattern, partial(self.refuse, name), self._steps)
+
+
+class _Matcher:
+    """PEFT's two ways to name modules: a regular expression for the whole key, or names that the key ends with."""
+
+    def __init__(self, fields: _Fields, name: str, value: str | tuple[str, ...]) -> None:
+        self._pattern = fields.compile(name, value) if isinstance(value, str) and value else None
+        self._names = frozenset() if isinstance(value, str) else frozenset(value)
+
+    def named(self, names: ModuleNames) -> int:
+        """The ends of the names that are given in full."""
+        return names.places(name for name in names.names if name in self._names)
+
+    def ends(self, names: ModuleNames) -> int:
+        """The ends of all names that match."""
+        if self._pattern is not None:
+            return self._pattern.whole(names)
+        return names.places(name for name in names.names if not self._names.isdisjoint(_tails(name)))
+
+
+def _tails(name: str) -> list[str]:
+    """The name, and what is behind each of its dots."""
+    parts = name.split(".")
+    return [".".join(parts[index:]) for index in range(len(parts))]
+
+
+def _first_matches(
+    patterns: tuple[tuple[NamePattern, Any], ...], names: ModuleNames, ends: int, default: Any
+) -> dict[str, Any]:
+    """Of each name in `ends` the value of the first pattern that matches its end, from a dot on: `get_pattern_key`."""
+    found = dict.fromkeys(names.at(ends), default)
+    for pattern, value in patterns:  # to the last, because a wrong one is refused even where no name is left
+        matching = pattern.tail(names, ends)
+        ends &= ~matching
+        found.update(dict.fromkeys(names.at(matching), value))
+    return found
+
+
+def _read(directory: AdapterDirectory) -> dict[str, Any]:
+    file = directory.path / CONFIG_FILE
+    data = directory.read(CONFIG_FILE, MAX_CONFIG_BYTES, "a PEFT configuration")
+    try:
+        config = strict_json.loads(data)
+    except ValueError as error:
+        raise AdapterFormatError(f"{file}: not JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise AdapterFormatError(f"{file}: a JSON object is needed, found {type(config).__name__}")
+    return config

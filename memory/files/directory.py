@@ -1,0 +1,136 @@
+"""An adapter's directory, held open: its files are looked up in it and nowhere else, and read as they were found."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from .error import AdapterFormatError, AdapterUnreadable, shown
+
+MAX_PATH_BYTES = 4096
+
+_CLOSED = os.O_CLOEXEC | os.O_NONBLOCK | getattr(os, "O_NOCTTY", 0)
+_LOOK_ONLY = getattr(os, "O_PATH", 0)  # opening a device for reading may already do something
+
+
+class AdapterDirectory:
+    """A directory that was opened. Its files may be links, as in Hugging Face's caches.
+
+    roots: resolved directories below which the directory and every file must really lie; none: anywhere.
+    AdapterFormatError for what can't be opened, is of the wrong kind or lies elsewhere.
+    """
+
+    def __init__(self, path: Path, roots: Sequence[Path] = ()) -> None:
+        self.path = path
+        self._roots = [os.fspath(root) for root in roots]
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise AdapterFormatError(f"{shown(str(path))}: too long; a path has at most {MAX_PATH_BYTES} bytes")
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _CLOSED)
+        except FileNotFoundError:
+            raise AdapterFormatError(f"{path}: no such directory") from None
+        except NotADirectoryError as error:
+            raise AdapterFormatError(f"{path}: {self._why_no_directory(error)}") from None
+        except (OSError, ValueError) as error:
+            raise AdapterUnreadable(f"{shown(str(path))}: cannot be read: {_reason(error)}") from error
+        try:
+            self._check_place(self._fd, path)
+        except BaseException:
+            os.close(self._fd)
+            raise
+
+    def __enter__(self) -> AdapterDirectory:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self._fd)
+
+    def has(self, name: str) -> bool:
+        """True if there is anything of this name, be it a link to nowhere."""
+        try:
+            os.lstat(name, dir_fd=self._fd)
+        except OSError:
+            return False
+        return True
+
+    def open(self, name: str, kind: str) -> int:
+        """A descriptor of the regular file `name`, for the caller to close. kind: what is needed, for the message."""
+        file = self.path / name
+        try:
+            fd = os.open(name, (_LOOK_ONLY or os.O_RDONLY) | _CLOSED, dir_fd=self._fd)
+        except OSError as error:
+            if error.errno == errno.ENOENT and not self.has(name):
+                raise AdapterFormatError(f"{file}: not found; {kind} is needed") from None
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise AdapterFormatError(f"{file}: not a regular file; {kind} is needed")
+            self._check_place(fd, file)
+            if _LOOK_ONLY:
+                looked_at, fd = fd, -1
+                try:
+                    fd = os.open(f"/proc/self/fd/{looked_at}", os.O_RDONLY | _CLOSED)
+                finally:
+                    os.close(looked_at)
+        except OSError as error:
+            _close(fd)
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+        except BaseException:
+            _close(fd)
+            raise
+        return fd
+
+    def read(self, name: str, limit: int, kind: str) -> bytes:
+        """A whole file of at most `limit` bytes."""
+        file = self.path / name
+        fd = self.open(name, kind)
+        try:
+            data = bytearray()
+            while len(data) <= limit and (part := os.read(fd, limit + 1 - len(data))):
+                data += part
+        except OSError as error:
+            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+        finally:
+            os.close(fd)
+        if len(data) > limit:
+            raise AdapterFormatError(f"{file}: is longer than {limit} bytes; {kind} is needed")
+        return bytes(data)
+
+    def _check_place(self, fd: int, path: Path) -> None:
+        """Refuse what really lies outside of the roots."""
+        if self._roots and not any(_is_below(_real_path(fd, path), root) for root in self._roots):
+            raise AdapterFormatError(
+                f"{path}: lies outside the directories that adapters may be loaded from; copy the file there"
+            )
+
+    @staticmethod
+    def _why_no_directory(error: OSError) -> str:
+        try:
+            os.stat(error.filename)
+        except OSError as stat_error:
+            return f"cannot be read: {_reason(stat_error)}"
+        return "not a directory; a PEFT adapter directory is needed"
+
+
+def _real_path(fd: int, path: Path) -> str:
+    """Path of an open file. On Linux as the kernel knows it, so that nothing can be swapped in between."""
+    if sys.platform == "linux":
+        return os.readlink(f"/proc/self/fd/{fd}")
+    return os.path.realpath(path)
+
+
+def _is_below(path: str, root: str) -> bool:
+    return path == root or path.startswith(root.rstrip("/") + "/")
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)

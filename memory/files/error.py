@@ -1,0 +1,54 @@
+"""Errors of adapters that are refused."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+_LONGEST = 160
+
+
+class LoadFailure(StrEnum):
+    """Reason why a registered adapter was not loaded; the values are the codes that clients are told."""
+
+    UNREADABLE = "adapter_unreadable"
+    TIMEOUT = "adapter_timeout"
+    CHANGED = "adapter_changed"
+    INVALID = "adapter_invalid"
+
+
+class AdapterFormatError(ValueError):
+    """An adapter directory that can't be served; the message names the file and the field or tensor at fault."""
+
+    failure = LoadFailure.INVALID
+
+
+class AdapterChanged(AdapterFormatError):
+    """A file is not the one that was registered."""
+
+    failure = LoadFailure.CHANGED
+
+
+class AdapterUnreadable(AdapterFormatError):
+    """The disk gave an error; the same read may succeed later."""
+
+    failure = LoadFailure.UNREADABLE
+
+
+def shown(value: object) -> str:
+    """`value` as it may stand in a message: printable, on one line, of bounded length, whatever the file held."""
+    try:
+        text = ascii(value)
+    except (RecursionError, ValueError):  # nested too deeply, or an integer of too many digits
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+
+
+def forget_frames(error: BaseException) -> None:
+    """Take the tracebacks from an error and from all that led to it."""
+    left, seen = [error], set()
+    while left:
+        one = left.pop()
+        if id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            left += [other for other in (one.__cause__, one.__context__) if other is not None]

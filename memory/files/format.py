@@ -1,0 +1,277 @@
+"""PEFT LoRA checkpoints as they lie on disk: `adapter_config.json` and `adapter_model.safetensors`.
+
+`inspect_adapter` reads the configuration and the safetensors header only, so that thousands of adapters can be
+registered for the price of their headers. What the configuration targets and what the file holds must be the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TypeVar
+
+from ..pages.adapter_layout import AdapterPart
+from ..pages.layout import MODULES, ModuleDims
+from .config import CONFIG_FILE, AdapterConfig
+from .directory import AdapterDirectory
+from .error import AdapterFormatError, shown
+from .module_names import ModuleNames
+from .tensor_file import FileIdentity, TensorFile, TensorInfo
+from .tensor_places import TensorPlaces, digest_of
+
+__all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
+
+Shape = TypeVar("Shape", tuple[AdapterPart, ...], TensorPlaces)
+
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+
+_PREFIX = "base_model.model."
+_BLOCKS = dict.fromkeys(MODULES, "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+_LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
+
+#: The base model's own name for its layers' parent, which a model around it (one that sees, say) may have changed.
+STEM = "model"
+_WRAPPED = re.compile(r"base_model\.model\.((?:(?:model|language_model|text_model)\.){1,4})(?=layers\.[0-9])")
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterManifest:
+    """Manifest of an adapter: everything but its weights.
+
+    file_size, mtime_ns, identity: the state of the weights file that was inspected. places: of each part's layers'
+    targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
+    `model`. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
+    None until its weights have been read for it.
+    """
+
+    path: Path
+    parts: tuple[AdapterPart, ...]
+    file_size: int = 0
+    mtime_ns: int = 0
+    places: TensorPlaces | None = None
+    identity: FileIdentity | None = None
+    stem: str = STEM
+    content_hash: str | None = None
+    no_effect: bool | None = None
+
+    @property
+    def rank(self) -> int:
+        """The largest rank of any module."""
+        return max(part.rank for part in self.parts)
+
+    @property
+    def targets(self) -> tuple[str, ...]:
+        """Names of the modules that it changes in any layer."""
+        return tuple(name for name in MODULES if any(name in part.targets for part in self.parts))
+
+    def num_params(self, dims: ModuleDims) -> int:
+        return sum(part.num_slabs * sum(sum(dims[name]) for name in part.targets) for part in self.parts)
+
+
+def is_adapter_dir(path: Path) -> bool:
+    """True if a directory means to be an adapter's: anything at all is in its configuration's place."""
+    return os.path.lexists(path / CONFIG_FILE)  # unlike Path's methods this one never raises
+
+
+def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequence[Path] = ()) -> AdapterManifest:
+    """Read and check an adapter directory's configuration and tensor shapes against the base model.
+
+    roots: as in `AdapterDirectory`. Raises AdapterFormatError for anything that would not be served exactly as PEFT
+    would apply it.
+    """
+    with AdapterDirectory(path, roots) as directory:
+        config = AdapterConfig.read(directory)
+        with _open_weights(directory) as file:
+            stem = file.stem
+            targets = _targets(config, path, num_layers, stem)
+            _check_names(file, targets, config, num_layers)
+            for (layer, module), (rank, _) in targets.items():
+                for name, shape in tensor_shapes(layer, module, rank, dims):
+                    if file.tensors[name].shape != shape:
+                        raise _wrong_shape(file, name, shape, rank, config)
+            parts = _parts(targets)
+            places = _shared(_places(file, parts, dims))
+            return AdapterManifest(path, _shared(parts), file.size, file.mtime_ns, places, file.identity, stem)
+
+
+class AdapterWeights(TensorFile):
+    """The tensors of an adapter under the base model's names for them, whatever model was around it in training."""
+
+    def __init__(self, path: Path, fd: int) -> None:
+        super().__init__(path, fd, self._plain)
+        self._stems: set[str] = set()
+
+    @property
+    def stem(self) -> str:
+        """Prefix under which the file has the model's layers; AdapterFormatError if in several places."""
+        if self.tensors and len(self._stems) > 1:
+            found = ", ".join(sorted(self._stems))
+            raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
+        return next(iter(self._stems), STEM)
+
+    def _plain(self, name: str) -> str:
+        found = _WRAPPED.match(name)
+        if found is None:
+            return name
+        self._stems.add(found[1][:-1])
+        return f"{_PREFIX}{STEM}.{name[found.end() :]}"
+
+
+def open_weights(path: Path) -> AdapterWeights:
+    """The weights of an adapter directory. AdapterFormatError when there are none that may be read."""
+    with AdapterDirectory(path) as directory:
+        return _open_weights(directory)
+
+
+def _open_weights(directory: AdapterDirectory) -> AdapterWeights:
+    if directory.has(PICKLE_FILE) and not directory.has(WEIGHTS_FILE):
+        raise AdapterFormatError(
+            f"{directory.path / WEIGHTS_FILE}: not found; {PICKLE_FILE} is a pickle, which is never read: convert it "
+            "to safetensors"
+        )
+    return AdapterWeights(directory.path / WEIGHTS_FILE, directory.open(WEIGHTS_FILE, "a safetensors file"))
+
+
+def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
+    """Name and shape of a target's A `[rank, in]` and B `[out, rank]`."""
+    key = f"{_PREFIX}{module_key(layer, module)}"
+    d_in, d_out = dims[module]
+    return (f"{key}.lora_A.weight", (rank, d_in)), (f"{key}.lora_B.weight", (d_out, rank))
+
+
+def module_key(layer: int, module: str) -> str:
+    """A projection's name in the base model, which PEFT's patterns are matched with."""
+    return f"model.layers.{layer}.{_BLOCKS[module]}.{module}"
+
+
+@lru_cache(16)
+def _keys(num_layers: int, stem: str) -> tuple[ModuleNames, dict[str, tuple[int, str]]]:
+    """All modules that a pattern may match, and (layer, module) of those that can be targeted here.
+
+    The others are most of those that can't be, nor with PEFT.
+    """
+    keys = {
+        f"{stem}{module_key(layer, module).removeprefix(STEM)}": (layer, module)
+        for layer in range(num_layers)
+        for module in MODULES
+    }
+    inner = ("", ".self_attn", ".mlp", ".mlp.act_fn", ".input_layernorm", ".post_attention_layernorm")
+    others = ["lm_head", *(f"{stem}{name}" for name in ("", ".embed_tokens", ".layers", ".norm", ".rotary_emb"))]
+    others += [f"{stem}.layers.{layer}{name}" for layer in range(num_layers) for name in inner]
+    return ModuleNames([*keys, *others]), keys
+
+
+def _targets(config: AdapterConfig, path: Path, num_layers: int, stem: str) -> dict[tuple[int, str], tuple[int, float]]:
+    """(layer, module) → rank and scale of all that the configuration targets."""
+    file = path / CONFIG_FILE
+    names, keys = _keys(num_layers, stem)
+    targets = {}
+    for name, rank_and_scale in config.targets(names).items():
+        if name in keys:
+            targets[keys[name]] = rank_and_scale
+        elif not config.targets_all_linear:
+            raise AdapterFormatError(
+                f"{file}: target_modules matches {name}; only {', '.join(MODULES)} are served: "
+                "train on those, or exclude the others with exclude_modules"
+            )
+    if not targets:
+        raise AdapterFormatError(
+            f"{file}: target_modules, exclude_modules and layers_to_transform match none of {', '.join(MODULES)} "
+            f"in the base model's {num_layers} layers"
+        )
+    return targets
+
+
+def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPart, ...]:
+    """Group targets by rank, scale and set of layers; in the order of their first layers."""
+    layers: dict[tuple[int, float, str], list[int]] = defaultdict(list)
+    for (layer, module), (rank, scale) in targets.items():
+        layers[rank, scale, module].append(layer)
+    modules: dict[tuple[int, float, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (rank, scale, module), numbers in layers.items():
+        modules[rank, scale, tuple(numbers)].append(module)
+    parts = (
+        AdapterPart(rank, scale, numbers, tuple(name for name in MODULES if name in names))
+        for (rank, scale, numbers), names in modules.items()
+    )
+    return tuple(sorted(parts, key=lambda part: (part.layers, MODULES.index(part.targets[0]))))
+
+
+def _places(file: TensorFile, parts: tuple[AdapterPart, ...], dims: ModuleDims) -> TensorPlaces:
+    tensors = (
+        file.tensors[name]
+        for part in parts
+        for layer in part.layers
+        for target in part.targets
+        for name, _ in tensor_shapes(layer, target, part.rank, dims)
+    )
+    return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
+
+
+@lru_cache(1024)
+def _shared(value: Shape) -> Shape:
+    """Equal ones as one object: most of thousands of adapters have the shapes of another, saved in the same way."""
+    return value
+
+
+def _check_names(
+    file: TensorFile, targets: dict[tuple[int, str], tuple[int, float]], config: AdapterConfig, num_layers: int
+) -> None:
+    wanted = {name for layer, module in targets for name in tensor_names(layer, module)}
+    for name in file.tensors:
+        if name not in wanted:
+            raise AdapterFormatError(f"{file.path}: tensor {shown(name)} {_why_not(name, num_layers)}")
+    for layer, module in targets:
+        for name in tensor_names(layer, module):
+            if name not in file.tensors:
+                raise AdapterFormatError(
+                    f"{file.path}: tensor {name} is missing, but {CONFIG_FILE} targets {module} of layer {layer}; "
+                    "narrow target_modules or save the adapter again"
+                )
+
+
+def tensor_names(layer: int, module: str) -> Iterator[str]:
+    """Of a target's A and B."""
+    key = f"{_PREFIX}{module_key(layer, module)}"
+    return (f"{key}.lora_{side}.weight" for side in "AB")
+
+
+def _why_not(name: str, num_layers: int) -> str:
+    """Return what is wrong with a tensor that the configuration doesn't account for."""
+    if "lora_magnitude_vector" in name:
+        return "belongs to DoRA, which is not supported; merge the adapter into the base or train plain LoRA"
+    if "lora_embedding_" in name:
+        return "is LoRA on an embedding, which is not supported; train on projections only"
+    if "modules_to_save" in name or not ("lora_" in name or name.endswith(".bias")):
+        return "is a whole trained module, not LoRA, which is not supported; train without modules_to_save"
+    if name.endswith(".bias"):
+        return "is a bias, which is not supported; train with bias='none'"
+    if not name.startswith(_PREFIX):
+        return f"is not named as PEFT does, beginning with {_PREFIX}; save it with PEFT's save_pretrained"
+    layer = _LAYER.search(name)
+    if layer and int(layer[1]) >= num_layers:
+        return f"is for layer {int(layer[1])}, the base model has {num_layers} layers; serve it with its own base"
+    if layer and any(name in tensor_names(int(layer[1]), module) for module in MODULES):
+        return f"is not targeted by {CONFIG_FILE} (target_modules, exclude_modules, layers_to_transform); mend either"
+    return f"is not lora_A.weight or lora_B.weight of one of {', '.join(MODULES)}; others are not supported"
+
+
+def _wrong_shape(
+    file: TensorFile, name: str, want: tuple[int, int], rank: int, config: AdapterConfig
+) -> AdapterFormatError:
+    info: TensorInfo = file.tensors[name]
+    axis = 0 if ".lora_A." in name else 1
+    if len(info.shape) == 2 and info.shape[1 - axis] == want[1 - axis]:
+        mend = f"its rank is {info.shape[axis]}, by {CONFIG_FILE} (r, rank_pattern) it is {rank}: mend the wrong one"
+    else:
+        trained = f"it was trained on {shown(config.base_model)}; " if config.base_model else ""
+        mend = f"{trained}serve it with the base model that it was trained on"
+    return AdapterFormatError(
+        f"{file.path}: tensor {name} has shape {shown(list(info.shape))}, {list(want)} is needed; {mend}"
+    )

@@ -1,0 +1,129 @@
+"""True if an adapter's file still is what was registered, and what the adapter is wherever it lies."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ..pages.layout import MODULES
+from .error import AdapterChanged
+from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
+from .tensor_file import ITEM_BYTES, TensorInfo
+from .tensor_places import digest_of
+
+STALE = "it changed on disk since the adapter was registered; register the adapter again"
+
+_CHUNK_BYTES = 1 << 20
+_GLANCE_BYTES = 4096
+
+
+def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
+    """The weights that were inspected, for a `with` block. AdapterFormatError when the file is another one by now.
+
+    A new mode, owner or link changes a file's time of change too: where it looks like another one for nothing but that,
+    or was copied, it is read once more if the hash of what was registered is known.
+    """
+    file = open_weights(manifest.path)
+    try:
+        same_size_and_time = (file.size, file.mtime_ns) == (manifest.file_size, manifest.mtime_ns)
+        if same_size_and_time and manifest.identity in (None, file.identity):
+            return file
+        if manifest.content_hash is None or not _is_copy(file, manifest):
+            raise AdapterChanged(f"{file.path}: {STALE}")
+    except BaseException:
+        file.__exit__()
+        raise
+    return file
+
+
+def with_effect(manifest: AdapterManifest) -> AdapterManifest:
+    """The manifest with whether the adapter computes nothing. A few KiB tell, unless they are zeros."""
+    with open_unchanged(manifest) as file:
+        return replace(manifest, no_effect=not _Reader(file).has_effect(manifest))
+
+
+def with_content(manifest: AdapterManifest) -> AdapterManifest:
+    """The manifest with the hash of what the adapter computes, and whether that is nothing.
+
+    The hash is one of every target's rank, scale and weights in the order of layers and modules: two adapters of one
+    hash answer alike, wherever they lie and in whatever order their tensors were saved. All weights are read for it.
+    """
+    with open_unchanged(manifest) as file:
+        reader = _Reader(file)
+        content_hash, has_effect = reader.hash(manifest), reader.has_effect(manifest)
+        if not file.is_unchanged():
+            raise AdapterChanged(f"{file.path}: {STALE}")
+        return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
+
+
+def _is_copy(file: AdapterWeights, manifest: AdapterManifest) -> bool:
+    """True if the file has the bytes that were registered."""
+    return (
+        file.size == manifest.file_size
+        and manifest.places is not None
+        and digest_of(file.header) == manifest.places.digest
+        and _Reader(file).hash(manifest) == manifest.content_hash
+    )
+
+
+class _Reader:
+    """Reads a file's tensors through a buffer of its own."""
+
+    def __init__(self, file: AdapterWeights) -> None:
+        self._file = file
+        self._buffer = bytearray(_CHUNK_BYTES)
+
+    def has_effect(self, manifest: AdapterManifest) -> bool:
+        """True if any target changes anything: neither its scale is zero nor all of its A or of its B."""
+        return any(
+            all(self._has_values(self._info(name)) for name in tensor_names(layer, module))
+            for part in manifest.parts
+            if part.scale != 0
+            for layer in part.layers
+            for module in part.targets
+        )
+
+    def hash(self, manifest: AdapterManifest) -> str:
+        targets = {
+            (layer, MODULES.index(module)): part
+            for part in manifest.parts
+            for layer in part.layers
+            for module in part.targets
+        }
+        digest = hashlib.sha256(b"chorus adapter 1\n")
+        for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
+            a, b = (self._info(name) for name in tensor_names(layer, MODULES[index]))
+            head = f"{layer} {MODULES[index]} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
+            digest.update(head.encode())
+            for info in (a, b):
+                for chunk in self._chunks(info):
+                    digest.update(chunk)
+        return digest.hexdigest()
+
+    def _info(self, name: str) -> TensorInfo:
+        info = self._file.tensors.get(name)
+        if info is None:
+            raise AdapterChanged(f"{self._file.path}: {STALE}")
+        return info
+
+    def _has_values(self, info: TensorInfo) -> bool:
+        """True if any value is not zero; most tensors tell by their first ones."""
+        glance = replace(info, num_bytes=min(info.num_bytes, _GLANCE_BYTES))
+        return any(_any(chunk, info.dtype) for part in (glance, info) for chunk in self._chunks(part))
+
+    def _chunks(self, info: TensorInfo) -> Iterator[memoryview]:
+        """A tensor's bytes, each until the next are asked for."""
+        for start in range(0, info.num_bytes, _CHUNK_BYTES):
+            chunk = memoryview(self._buffer)[: min(_CHUNK_BYTES, info.num_bytes - start)]
+            self._file.read_into(chunk, info.offset + start)
+            yield chunk
+
+
+def _any(chunk: memoryview, dtype: str) -> bool:
+    """True if any value is not zero; minus zero is zero."""
+    wide = ITEM_BYTES[dtype] == 4
+    values = np.frombuffer(chunk, dtype=np.uint32 if wide else np.uint16)
+    return bool((values & (0x7FFFFFFF if wide else 0x7FFF)).any())

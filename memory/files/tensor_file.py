@@ -1,0 +1,186 @@
+"""A safetensors file from an untrusted place, read with plain reads.
+
+A mapped file that somebody truncates kills the process that touches it; a read only fails. The header is checked as
+strictly as the safetensors library does: every byte of the file belongs to exactly one tensor.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple, Self, TypeGuard
+
+from . import strict_json
+from .error import AdapterFormatError, AdapterUnreadable, shown
+
+#: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
+MAX_HEADER_BYTES = 1 << 20
+MAX_TENSORS = 1 << 13
+MAX_DIMENSIONS = 8
+
+#: Bytes per element of the element types that are served.
+ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
+
+_METADATA = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """One tensor of the file: its element type, shape, and place from the file's beginning."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: int
+    num_bytes: int
+
+
+class FileIdentity(NamedTuple):
+    """Identity of a file, which tells it from one put in its place or written over, be it of equal size and time."""
+
+    device: int
+    inode: int
+    changed_ns: int
+
+
+class TensorFile:
+    """An open safetensors file, which it closes at the end of a `with` block. fd: a descriptor of a regular file.
+
+    `size`, `mtime_ns`, `identity`: which state of it was opened. `header`: the bytes up to its first tensor's, and
+    `tensors`, what they list, raise AdapterFormatError when they don't add up. plain_name: how a tensor is to be
+    called.
+    """
+
+    def __init__(self, path: Path, fd: int, plain_name: Callable[[str], str] = str) -> None:
+        self.path = path
+        self.fd = fd
+        self._plain_name = plain_name
+        try:
+            self.size, self.mtime_ns, self.identity = self._state()
+        except OSError as error:
+            os.close(fd)
+            raise self._unreadable(error) from error
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        os.close(self.fd)
+
+    def read_into(self, target: memoryview, offset: int) -> None:
+        """Fill `target` (bytes) from `offset`. AdapterFormatError when the file ends before, or can't be read."""
+        done = 0
+        try:
+            while done < len(target):
+                count = os.preadv(self.fd, [target[done:]], offset + done)
+                if count == 0:
+                    raise self._refuse("ends before its last tensor; it was cut while it was read. Register it again")
+                done += count
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def is_unchanged(self) -> bool:
+        """True if the file still is what was opened, judged by its size and times of change."""
+        try:
+            return self._state() == (self.size, self.mtime_ns, self.identity)
+        except OSError as error:
+            raise self._unreadable(error) from error
+
+    def _state(self) -> tuple[int, int, FileIdentity]:
+        status = os.fstat(self.fd)
+        identity = FileIdentity(status.st_dev, status.st_ino, status.st_ctime_ns)
+        return status.st_size, status.st_mtime_ns, identity
+
+    @cached_property
+    def tensors(self) -> dict[str, TensorInfo]:
+        """Tensors that the header lists, by name."""
+        raw = self.header[8:]
+        try:
+            header = strict_json.loads(raw)
+        except ValueError as error:
+            raise self._refuse(f"the header is not JSON: {error}") from None
+        if not raw.startswith(b"{") or not isinstance(header, dict):
+            raise self._refuse("the header is not a JSON object; it is corrupt")
+        self._check_metadata(header.pop(_METADATA, {}))
+        if len(header) > MAX_TENSORS:
+            raise self._refuse(f"lists {len(header)} tensors, at most {MAX_TENSORS} are read; it is no adapter")
+        tensors: dict[str, TensorInfo] = {}
+        for name, entry in header.items():
+            plain = self._plain_name(name)
+            if plain in tensors:
+                raise self._refuse(f"tensor {shown(name)} is there twice, once under another prefix; save it again")
+            tensors[plain] = self._parse(name, entry, len(self.header))
+        self._check_coverage(tensors, len(self.header))
+        return tensors
+
+    @cached_property
+    def header(self) -> bytes:
+        """The file's bytes up to its first tensor's."""
+        if self.size < 8:
+            raise self._refuse(f"has {self.size} bytes, not even a safetensors header; it is cut off")
+        length = int.from_bytes(self._bytes(0, 8), "little")
+        if length > MAX_HEADER_BYTES:
+            raise self._refuse(f"claims a header of {length} bytes, at most {MAX_HEADER_BYTES} are read; it is corrupt")
+        start = 8 + length
+        if start > self.size:
+            raise self._refuse(f"claims a header of {length} bytes in a file of {self.size}; it is cut off or corrupt")
+        return self._bytes(0, start)
+
+    def _bytes(self, offset: int, count: int) -> bytes:
+        data = bytearray(count)
+        self.read_into(memoryview(data), offset)
+        return bytes(data)
+
+    def _check_metadata(self, metadata: Any) -> None:
+        if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+            raise self._refuse(f"the header's {_METADATA} is not a map of strings; it is corrupt")
+
+    def _parse(self, name: str, entry: Any, start: int) -> TensorInfo:
+        at = f"tensor {shown(name)}"
+        if not isinstance(entry, dict):
+            raise self._refuse(f"{at}: the header's entry is not an object; it is corrupt")
+        dtype, shape, offsets = (entry.get(key) for key in ("dtype", "shape", "data_offsets"))
+        if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+            raise self._refuse(
+                f"{at} has dtype {shown(dtype)}; {', '.join(ITEM_BYTES)} are served: convert the adapter to one of them"
+            )
+        if not _is_counts(shape):
+            raise self._refuse(f"{at} has shape {shown(shape)}, which is no list of sizes; it is corrupt")
+        if not _is_counts(offsets) or len(offsets) != 2:
+            raise self._refuse(f"{at} has data_offsets {shown(offsets)}, which are no two places; it is corrupt")
+        begin, end = offsets
+        if end - begin != math.prod(shape) * ITEM_BYTES[dtype]:
+            raise self._refuse(
+                f"{at} has {end - begin} bytes, shape {shown(shape)} in {dtype} needs "
+                f"{shown(math.prod(shape) * ITEM_BYTES[dtype])}; it is corrupt"
+            )
+        return TensorInfo(dtype, tuple(shape), start + begin, end - begin)
+
+    def _check_coverage(self, tensors: dict[str, TensorInfo], start: int) -> None:
+        expected = start
+        for name, info in sorted(tensors.items(), key=lambda item: (item[1].offset, item[1].num_bytes)):
+            if info.offset != expected:
+                raise self._refuse(
+                    f"tensor {shown(name)} begins at byte {shown(info.offset)}, the one before ends at {expected}; "
+                    "it is corrupt"
+                )
+            expected += info.num_bytes
+        if expected != self.size:
+            raise self._refuse(f"the tensors end at byte {expected} of {self.size}; it is cut off or corrupt")
+
+    def _refuse(self, why: str) -> AdapterFormatError:
+        return AdapterFormatError(f"{self.path}: {why}")
+
+    def _unreadable(self, error: Exception) -> AdapterUnreadable:
+        return AdapterUnreadable(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
+def _is_counts(value: Any) -> TypeGuard[list[int]]:
+    return (
+        isinstance(value, list)
+        and len(value) <= MAX_DIMENSIONS
+        and all(type(item) is int and item >= 0 for item in value)
+    )

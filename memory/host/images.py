@@ -1,0 +1,340 @@
+"""Adapters' bytes on the host, in the layout of their device pages: the HOST tier.
+
+Reads from disk run beside the engine; what was read is kept, least recently used first out, up to a number of bytes.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+import traceback
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+from ..files.error import AdapterFormatError
+from .image import HostImage, ReadGivenUp
+from .read_threads import ThreadReads
+from .read_watch import ReadStalled, ReadWatch
+from .reads import InlineReads, Reads
+
+__all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
+
+logger = logging.getLogger(__name__)
+
+#: How often reads under way are looked at.
+_LOOK_SECONDS = 0.05
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """An image with its read. may_drop: whether nobody would miss it. is_slow: others are read beside it."""
+
+    future: Future
+    num_bytes: int
+    image: HostImage
+    label: str
+    may_drop: Callable[[], bool]
+    watch: ReadWatch | None = None
+    is_slow: bool = False
+    is_given_up: bool = False
+
+    @property
+    def has_ended(self) -> bool:
+        """True if the image is whole, or will never be."""
+        return self.is_given_up or self.future.done()
+
+
+@dataclass(frozen=True, slots=True)
+class ReadCounts:
+    """Reads under way; those that failed and those given up so far; the longest that one under way brought nothing."""
+
+    num_under_way: int
+    num_failed: int
+    num_given_up: int
+    oldest_seconds: float
+
+
+class HostImages:
+    """Images by key, whole or being read. Used by one thread; only the reads themselves run elsewhere.
+
+    A read that brings nothing for `stall_seconds`, and somewhat longer for large layers, is given up: its image fails
+    at once, and its thread is left to itself until it returns. Its memory counts until then, and the key is not read
+    again before.
+    """
+
+    def __init__(
+        self,
+        capacity_bytes: int,
+        reads: Reads,
+        clock: Callable[[], float] = time.monotonic,
+        stall_seconds: float = 30.0,
+    ) -> None:
+        self.capacity_bytes = capacity_bytes
+        self.num_bytes = 0
+        self._reads = reads
+        self._clock = clock
+        self._stall_seconds = stall_seconds
+        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._under_way: dict[Hashable, _Entry] = {}
+        self._given_up: dict[Hashable, _Entry] = {}  # whose threads have not returned
+        self._failed: set[Hashable] = set()  # of entries
+        self._next_look = -math.inf
+        self._last_moved = -math.inf
+        self._num_failed = 0
+        self._num_given_up = 0
+        self._count_lock = threading.Lock()
+
+    def request(
+        self,
+        key: Hashable,
+        num_bytes: int,
+        read: Callable[[HostImage], None],
+        *,
+        label: str = "the adapter",
+        may_drop: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """Start reading `key` unless it is here, on its way, or has failed. Never raises: what fails is the image.
+
+        read: fills the image, layer by layer. label: what it is, for errors. may_drop: whether the image may make room
+        for others once it has been read.
+        """
+        if self.keep(key):
+            return
+        self._forget_returned()
+        image = HostImage()
+        if key in self._given_up:
+            image.fail(ReadStalled(f"{label}: an earlier read of it still hangs; see to the disk that it is on"))
+            self._add(key, _Entry(_ended(), 0, image, label, may_drop))
+            return
+        self._shrink(self.capacity_bytes - num_bytes)
+
+        def run() -> None:
+            try:
+                read(image)
+            except ReadGivenUp:
+                pass
+            except BaseException as error:
+                self._fail(image, label, error)
+                if not isinstance(error, Exception):
+                    raise
+            finally:
+                if image.error is not None:
+                    image.data = None  # it may have been given up before it was there
+
+        try:
+            future = self._reads.submit(run)
+        except Exception as error:
+            self._fail(image, label, error)
+            future = _ended()
+        entry = _Entry(future, num_bytes, image, label, may_drop)
+        self._add(key, entry)
+        if not future.done():
+            entry.watch = ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
+            self._under_way[key] = entry
+
+    def put(
+        self, key: Hashable, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True
+    ) -> None:
+        """Keep an image that somebody else has made, in place of what there is under the key."""
+        self.drop(key)
+        self._shrink(self.capacity_bytes - num_bytes)
+        self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
+
+    def has_room(self, num_bytes: int) -> bool:
+        """True if so many more bytes fit beside what may not be dropped."""
+        excess = self.num_bytes + num_bytes - self.capacity_bytes
+        if excess <= 0:
+            return True
+        for entry in self._entries.values():  # those that were used least recently come first, and are mostly loose
+            if _is_loose(entry):
+                excess -= entry.num_bytes
+                if excess <= 0:
+                    return True
+        return False
+
+    def is_requested(self, key: Hashable) -> bool:
+        return key in self._entries
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def keep(self, key: Hashable) -> bool:
+        """Use an image, whole or being read, so that others are dropped before it; False if there is none."""
+        if key not in self._entries:
+            return False
+        self._entries.move_to_end(key)
+        return True
+
+    def __iter__(self) -> Iterator[Hashable]:
+        """The keys of all images, whole or being read."""
+        return iter(self._entries)
+
+    def is_ready(self, key: Hashable) -> bool:
+        """True if the read has ended, well or badly."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.has_ended
+
+    def is_slow(self, key: Hashable) -> bool:
+        """True if it has been read for so long that others are read beside it."""
+        entry = self._under_way.get(key)
+        return entry is not None and entry.is_slow
+
+    @property
+    def has_failures(self) -> bool:
+        """True if reads have failed, as of the last `watch`, that are not forgotten."""
+        return bool(self._failed)
+
+    def forget_failures(self) -> None:
+        """Let what could not be read be read again."""
+        for key in list(self._failed):
+            self.drop(key)
+
+    def error(self, key: Hashable) -> BaseException | None:
+        """Reason why the read of `key` has failed; None while it has not."""
+        entry = self._entries.get(key)
+        return entry.image.error if entry is not None and entry.has_ended else None
+
+    def peek(self, key: Hashable) -> HostImage:
+        """The image as far as it has been read."""
+        return self._entries[key].image
+
+    def take(self, key: Hashable) -> HostImage:
+        """The image, as far as it has been read, for use. A failed read raises its error and is forgotten."""
+        if (error := self.error(key)) is not None:
+            self.drop(key)
+            try:
+                raise error
+            finally:
+                del error  # else the error's own frame refers to it
+        self._entries.move_to_end(key)
+        return self._entries[key].image
+
+    def drop(self, key: Hashable) -> None:
+        """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.
+
+        What has been read is left as it is: it may still be copied from.
+        """
+        if (entry := self._entries.pop(key, None)) is None:
+            return
+        is_read_on = self._under_way.pop(key, None) is not None and not entry.future.done()
+        if is_read_on and not entry.future.cancel():
+            self._set_aside(entry)  # nobody looks after it any more
+            entry.image.fail(ReadGivenUp("it is not needed any more"))
+        self._failed.discard(key)
+        if self._given_up.get(key) is not entry:
+            self.num_bytes -= entry.num_bytes
+
+    def watch(self) -> None:
+        """Look how reads under way get on: those that take long are set aside, those that bring nothing given up."""
+        if not self._under_way and not self._given_up:
+            return
+        now = self._clock()
+        for key, entry in list(self._under_way.items()):
+            if entry.future.done():
+                del self._under_way[key]
+                self._last_moved = now
+                if entry.image.error is not None:
+                    self._failed.add(key)
+        if now < self._next_look:
+            return
+        self._next_look = now + _LOOK_SECONDS
+        self._forget_returned()
+        for entry in self._under_way.values():
+            if entry.watch.look(now):
+                self._last_moved = now
+        for key, entry in list(self._under_way.items()):
+            watch = entry.watch
+            if not entry.is_slow and watch.is_slow(now):
+                entry.is_slow = self._set_aside(entry)
+            if watch.stalled_seconds(now) > watch.patience:
+                self._give_up(key, entry, f"its read brought nothing for {watch.stalled_seconds(now):.0f} s")
+            elif watch.began is None and now - max(watch.last_moved, self._last_moved) > watch.patience:
+                self._give_up(key, entry, "its read could not begin, because all others hang")
+
+    def counts(self) -> ReadCounts:
+        """Counts of reads, as of the last `watch`."""
+        oldest = 0.0
+        if self._under_way:
+            now = self._clock()
+            oldest = max(entry.watch.stalled_seconds(now) for entry in self._under_way.values())
+        return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until a read under way ends, at most `timeout` seconds."""
+        self._reads.wait([entry.future for entry in self._under_way.values() if not entry.future.done()], timeout)
+
+    def close(self) -> None:
+        """Stop reading. Waits for no read that hangs."""
+        for entry in self._under_way.values():
+            if not entry.future.cancel():
+                entry.image.fail(ReadGivenUp("the engine is closed"))
+        self._reads.shutdown()
+        for entries in (self._entries, self._under_way, self._given_up, self._failed):
+            entries.clear()
+        self.num_bytes = 0
+
+    def _add(self, key: Hashable, entry: _Entry) -> None:
+        self._entries[key] = entry
+        self.num_bytes += entry.num_bytes
+        if entry.has_ended and entry.image.error is not None:
+            self._failed.add(key)
+
+    def _set_aside(self, entry: _Entry) -> bool:
+        """Let others be read beside a read; those that have not begun may do so now, and count anew from here."""
+        could = self._reads.set_aside(entry.future)
+        if could:
+            self._last_moved = self._clock()
+        return could
+
+    def _give_up(self, key: Hashable, entry: _Entry, why: str) -> None:
+        entry.is_given_up = True
+        del self._under_way[key]
+        self._failed.add(key)
+        self._num_given_up += 1
+        error = ReadStalled(f"{entry.label}: {why} and was given up; see to its disk, or raise adapter_read_seconds")
+        logger.error("%s", error)
+        entry.image.fail(error)
+        if not entry.future.cancel():
+            self._set_aside(entry)
+            self._given_up[key] = entry
+
+    def _forget_returned(self) -> None:
+        """The threads of given-up reads that have returned hold no memory any more."""
+        for key, entry in list(self._given_up.items()):
+            if entry.future.done():
+                del self._given_up[key]
+                if self._entries.get(key) is not entry:
+                    self.num_bytes -= entry.num_bytes
+
+    def _fail(self, image: HostImage, label: str, error: BaseException) -> None:
+        if image.error is not None:  # it was given up
+            return
+        with self._count_lock:
+            self._num_failed += 1
+        if not isinstance(error, AdapterFormatError):  # which says all there is to say
+            # As text: who keeps a log record with a traceback keeps all that its frames refer to.
+            logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
+        image.fail(error)
+
+    def _shrink(self, capacity: int) -> None:
+        """Drop the least recently used images that may be until at most `capacity` bytes are left."""
+        if self.num_bytes <= capacity:
+            return
+        for key in [key for key, entry in self._entries.items() if _is_loose(entry)]:
+            if self.num_bytes <= capacity:
+                return
+            self.drop(key)
+
+
+def _is_loose(entry: _Entry) -> bool:
+    return entry.may_drop() and entry.future.done()
+
+
+def _ended() -> Future:
+    future: Future = Future()
+    future.set_result(None)
+    return future

@@ -1,0 +1,70 @@
+"""Threads for what may never return, such as a file on a server that is gone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from ..files.error import AdapterFormatError, forget_frames
+from .short_slices import ask_for_short_slices
+
+T = TypeVar("T")
+
+
+class NoThreadLeft(Exception):
+    """As many threads as there may be are busy or stuck."""
+
+
+class LimitedThreads:
+    """A daemon thread for each function, `limit` at once: a function that hangs keeps its thread, and no more.
+
+    Nobody has to wait for one: it ends when it ends, at the latest with the process. May be used by any thread.
+    """
+
+    def __init__(self, name: str, limit: int) -> None:
+        self._name = name
+        self._limit = limit
+        self._lock = threading.Lock()
+        self._busy = 0
+
+    @property
+    def num_busy(self) -> int:
+        return self._busy
+
+    def submit(self, function: Callable[[], T]) -> Future[T]:
+        """Run `function`. Raises NoThreadLeft."""
+        with self._lock:
+            if self._busy >= self._limit:
+                raise NoThreadLeft(f"all {self._limit} threads that read adapters are busy or stuck")
+            self._busy += 1
+        future: Future[T] = Future()
+        thread = threading.Thread(target=self._run, args=(function, future), name=self._name, daemon=True)
+        try:
+            thread.start()
+        except BaseException:
+            self._end()
+            raise
+        return future
+
+    def _run(self, function: Callable[[], T], future: Future[T]) -> None:
+        future.set_running_or_notify_cancel()  # from now on nobody can cancel what it is to tell
+        ask_for_short_slices()
+        result, error = None, None
+        try:
+            result = function()
+        except BaseException as raised:
+            error = raised
+            if isinstance(raised, AdapterFormatError):  # which says all there is to say
+                forget_frames(raised)  # they hold what was read, for as long as anybody has the error
+        self._end()  # before anybody knows, so that whoever waited for it can submit the next
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+        del future, error  # this frame is the error's, too
+
+    def _end(self) -> None:
+        with self._lock:
+            self._busy -= 1

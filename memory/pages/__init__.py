@@ -1,0 +1,1 @@
+"""The page pool and what lives in its pages: arena, layouts, block tables, prefix cache, eviction."""

@@ -1,0 +1,80 @@
+"""Layout of an adapter's rank-rows in its pages: no padding to a rank, to a set of modules or to a number of layers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .layout import ModuleDims, SlabLayout
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterPart:
+    """A share of an adapter: every one of `targets` (module names) in every one of `layers` has this rank and scale.
+
+    An ordinary adapter is one part; rank, alpha and layer patterns make several.
+    """
+
+    rank: int
+    scale: float
+    layers: tuple[int, ...]
+    targets: tuple[str, ...]
+
+    @property
+    def num_slabs(self) -> int:
+        return self.rank * len(self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class PartLayout:
+    """Place of a part. Rank-row i of layer l begins at element `first_elem[l] + i · slabs.slab_elems` of the adapter.
+
+    first_elem is -1 for a layer that the part doesn't change. layer_elems: elements of its slabs in one layer.
+    """
+
+    slabs: SlabLayout
+    first_elem: tuple[int, ...]
+    layer_elems: int
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True)
+class AdapterLayout:
+    """Every part's place, and how many pages the adapter takes in all.
+
+    An adapter is one run of `num_elems` elements over its pages: element v is in its page `v // page_elems`, at
+    `v % page_elems`. Slabs and even rows go on in the next page, so only the last page has room left over.
+    """
+
+    parts: tuple[PartLayout, ...]
+    num_elems: int
+    num_pages: int
+    num_layers: int
+
+    @classmethod
+    def build(
+        cls, parts: Sequence[AdapterPart], dims: ModuleDims, num_layers: int, page_elems: int, itemsize: int
+    ) -> AdapterLayout:
+        """Lay out parts one after another, each layer-major. num_layers: the model's."""
+        placed = []
+        elem = 0
+        for part in parts:
+            slabs = SlabLayout.build(dims, part.targets, itemsize)
+            first_elem = [-1] * num_layers
+            for layer in part.layers:
+                first_elem[layer] = elem
+                elem += part.rank * slabs.slab_elems
+            placed.append(PartLayout(slabs, tuple(first_elem), part.rank * slabs.slab_elems))
+        return cls(tuple(placed), elem, -(-elem // page_elems), num_layers)
+
+    def layer_ranges(self, layer: int) -> list[tuple[int, int]]:
+        """The runs of elements `begin … end` that hold a layer, one for each part that changes it."""
+        return self.ranges(range(layer, layer + 1))
+
+    def ranges(self, layers: range) -> list[tuple[int, int]]:
+        """As `layer_ranges`, of several layers; what one part has in them is one run."""
+        found = []
+        for part in self.parts:
+            firsts = [first for first in part.first_elem[layers.start : layers.stop] if first >= 0]
+            if firsts:
+                found.append((firsts[0], firsts[-1] + part.layer_elems))
+        return found

@@ -1,0 +1,32 @@
+"""The arena: one device buffer that holds all KV and all resident adapters."""
+
+from __future__ import annotations
+
+import torch
+
+from ..host import hugepages
+from .layout import PageLayout
+
+
+class Arena:
+    """`num_pages` pages of `layout.page_elems` elements.
+
+    pages: `[num_pages, page_elems]`, the buffer as adapters see it.
+    """
+
+    def __init__(self, layout: PageLayout, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> None:
+        if dtype.itemsize != layout.itemsize:
+            raise ValueError(f"layout counts {layout.itemsize} bytes per element, {dtype} has {dtype.itemsize}")
+        self.layout = layout
+        self.num_pages = num_pages
+        shape = (num_pages, layout.page_elems)
+        if torch.device(device).type == "cpu":
+            self.pages = hugepages.zeros(shape, dtype)  # the system gives pages of it when they are used
+        else:
+            self.pages = torch.zeros(shape, dtype=dtype, device=device)
+        kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
+        self._kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
+
+    def kv_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V of one layer, each a strided view `[num_pages, block_tokens, kv_heads, head_dim]`."""
+        return self._kv_layers[layer]

@@ -1,0 +1,180 @@
+"""The page pool: who owns which page. It never looks into a page.
+
+One pool serves the KV cache and the adapters, so memory moves between them page by page with no fixed split
+(S-LoRA's unified paging, papers/004).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from enum import IntEnum
+from itertools import compress
+
+
+class PageKind(IntEnum):
+    """Use of a page; only FREE is false."""
+
+    FREE = 0
+    RESERVED = 1
+    KV = 2
+    ADAPTER = 3
+    CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
+
+
+_FREE, _CACHED = PageKind.FREE, PageKind.CACHED
+
+
+class OutOfPages(RuntimeError):
+    """Fewer free pages than asked for. Nothing was allocated."""
+
+
+class IntegrityError(AssertionError):
+    """The pool's books do not add up."""
+
+
+class PagePool:
+    """Allocates page ids `0 … num_pages-1`. Page 0 is reserved: padding rows read and write it.
+
+    Every page has a kind and a reference count; KV pages may be shared, adapter pages have one owner. A KV page that is
+    marked as kept becomes CACHED instead of free with its last reference.
+    """
+
+    DUMMY = 0
+
+    def __init__(self, num_pages: int) -> None:
+        if num_pages < 2:
+            raise ValueError(f"num_pages is {num_pages}; at least 2 are needed: the dummy page and one to use")
+        self.num_pages = num_pages
+        self._kind = [PageKind.FREE] * num_pages
+        self._references = [0] * num_pages
+        self._kept = bytearray(num_pages)
+        self._kind[self.DUMMY] = PageKind.RESERVED
+        self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
+        self._counts = [0] * len(PageKind)  # but for the free ones, which `_free` has
+        self._counts[PageKind.RESERVED] = 1
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_usable(self) -> int:
+        """Pages that can ever be allocated."""
+        return self.num_pages - 1
+
+    @property
+    def num_unused(self) -> int:
+        """Pages that are free or cached."""
+        return len(self._free) + self._counts[_CACHED]
+
+    def count(self, kind: PageKind) -> int:
+        return len(self._free) if kind is _FREE else self._counts[kind]
+
+    def kind(self, page: int) -> PageKind:
+        return self._kind[page]
+
+    def references(self, page: int) -> int:
+        return self._references[page]
+
+    def allocate(self, count: int, kind: PageKind) -> list[int]:
+        """Take `count` pages with one reference each. OutOfPages, and nothing taken, when there are too few."""
+        if count > len(self._free):
+            raise OutOfPages(f"{count} pages wanted, {len(self._free)} of {self.num_usable} free")
+        free, kinds, references, counts = self._free, self._kind, self._references, self._counts
+        if count == 1:  # what decoding requests take
+            pages = [free.pop()]
+        else:
+            pages = free[: -count - 1 : -1]
+            del free[len(free) - count :]
+        for page in pages:
+            kinds[page] = kind
+            references[page] = 1
+        counts[kind] += count
+        return pages
+
+    def retain(self, pages: Iterable[int]) -> None:
+        """Add a reference to pages that are in use or cached."""
+        for page in pages:
+            if self._references[page] == 0:
+                if self._kind[page] is not PageKind.CACHED:
+                    raise IntegrityError(f"page {page} retained while free")
+                self._move(page, PageKind.KV)
+            self._references[page] += 1
+
+    def release(self, pages: Iterable[int]) -> None:
+        """Drop a reference; a page without any is free again, or cached if it is kept."""
+        references, kept, kinds, counts, free = self._references, self._kept, self._kind, self._counts, self._free
+        for page in pages:
+            left = references[page] - 1
+            if left < 0:
+                raise IntegrityError(f"page {page} released while free")
+            references[page] = left
+            if left == 0:
+                if kept[page]:
+                    self._move(page, PageKind.CACHED)
+                else:
+                    counts[kinds[page]] -= 1
+                    kinds[page] = _FREE
+                    free.append(page)
+
+    def keep(self, page: int) -> None:
+        """Make a KV page in use stay as CACHED when its last reference goes."""
+        if self._kind[page] is not PageKind.KV:
+            raise IntegrityError(f"page {page} is {self._kind[page].name}, only KV in use can be kept")
+        self._kept[page] = 1
+
+    def forget(self, page: int) -> None:
+        """No longer keep a page; a cached one is free at once."""
+        self._kept[page] = 0
+        if self._kind[page] is PageKind.CACHED:
+            self._counts[_CACHED] -= 1
+            self._kind[page] = _FREE
+            self._free.append(page)
+
+    def _move(self, page: int, kind: PageKind) -> None:
+        kinds, counts = self._kind, self._counts
+        counts[kinds[page]] -= 1
+        counts[kind] += 1
+        kinds[page] = kind
+
+    def check_integrity(self, holders: Iterable[tuple[PageKind, Iterable[int]]] | None = None) -> None:
+        """Raise IntegrityError unless every page is in exactly one state and the counts add up.
+
+        holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
+        equal the number of holders, and an adapter page must have exactly one.
+        """
+        # It runs whenever an engine idles: built-ins look at the whole pool, a loop only at the pages in use.
+        pages, free = range(self.num_pages), set(self._free)
+        used = set(compress(pages, self._kind))
+        if len(free) != len(self._free):
+            raise IntegrityError("a page is on the free list twice")
+        actual = Counter(self._kind)
+        if any(actual[kind] != self._counts[kind] for kind in PageKind if kind is not _FREE):
+            raise IntegrityError(f"counts {self._counts} by kind differ from the pages' kinds {dict(actual)}")
+        if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
+            page = min(wrong)
+            where = "on" if page in free else "off"
+            raise IntegrityError(f"page {page} is {self._kind[page].name} and {where} the free list")
+        for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
+            kind, references = self._kind[page], self._references[page]
+            if (references > 0) != (kind is PageKind.KV or kind is PageKind.ADAPTER):
+                raise IntegrityError(f"page {page} is {kind.name} with {references} references")
+            if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
+                raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
+        if holders is not None:
+            self._check_holders(holders)
+
+    def _check_holders(self, holders: Iterable[tuple[PageKind, Iterable[int]]]) -> None:
+        held: dict[int, int] = {}
+        for kind, pages in holders:
+            for page in pages:
+                if self._kind[page] is not kind:
+                    raise IntegrityError(f"page {page} is held as {kind.name} but is {self._kind[page].name}")
+                if kind is PageKind.ADAPTER and page in held:
+                    raise IntegrityError(f"adapter page {page} has two owners")
+                held[page] = held.get(page, 0) + 1
+        for page in held.keys() | set(compress(range(self.num_pages), self._references)):
+            references, count = self._references[page], held.get(page, 0)
+            if count != references:
+                raise IntegrityError(f"page {page} has {references} references but {count} holders")

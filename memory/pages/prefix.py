@@ -1,0 +1,169 @@
+"""The prefix cache: full KV blocks that a later request with the same adapter version and tokens can start from.
+
+A trie of blocks per adapter version and scope. Lookups compare the tokens themselves, so there is no hash collision to
+fear, and a version that is gone takes its tries with it: a reloaded adapter can't be served its predecessor's KV. The
+scope, whom the blocks are shared with, chooses the trie before any token is looked at: no choice of tokens leads to
+another scope's blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Iterator, Sequence
+
+from .eviction import EvictionOrder, RestoreCosts
+from .pool import PageKind, PagePool
+
+#: Version of the base model's trie; adapter versions count from 1.
+BASE_VERSION = 0
+
+
+class Block:
+    """A full block in the trie: its page holds the KV of `tokens`, computed after its ancestors' tokens."""
+
+    __slots__ = ("children", "depth", "page", "parent", "tokens", "uses")
+
+    def __init__(self, parent: Block | None, tokens: tuple[int, ...], page: int) -> None:
+        self.parent = parent
+        self.tokens = tokens
+        self.page = page
+        self.depth = 0 if parent is None else parent.depth + 1
+        self.children: dict[tuple[int, ...], Block] = {}
+        self.uses = 1
+
+
+class Root(Block):
+    """Root of a trie: of one adapter version and one scope."""
+
+    __slots__ = ("scope", "version")
+
+    def __init__(self, version: int, scope: Hashable) -> None:
+        super().__init__(None, (), PagePool.DUMMY)
+        self.version = version
+        self.scope = scope
+
+
+class PrefixCache:
+    """Full blocks that are known, and those of them that are evictable.
+
+    A request that knows of a block holds the block's ancestors too, so an unused block has only unused descendants, and
+    every CACHED page can be had by evicting leaves one after another.
+    """
+
+    def __init__(self, pool: PagePool, order: EvictionOrder, costs: RestoreCosts, block_tokens: int) -> None:
+        self._pool = pool
+        self._order = order
+        self._costs = costs
+        self._block_tokens = block_tokens
+        self._roots: dict[int, dict[Hashable, Root]] = {}
+        self._by_page: dict[int, Block] = {}
+        self.num_hit_tokens = 0
+        self.num_query_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._by_page)
+
+    def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
+        """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute.
+
+        scope: only blocks that were made known with an equal one are found.
+        """
+        found: list[Block] = []
+        roots = self._roots.get(version)
+        block: Block | None = None if roots is None else roots.get(scope)
+        if block is None:
+            return found
+        step = self._block_tokens
+        for start in range(0, (len(tokens) - 1) // step * step, step):
+            block = block.children.get(tuple(tokens[start : start + step]))
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def unused(self, blocks: Iterable[Block]) -> int:
+        """Number of the blocks whose page nobody uses: taking them lowers what can be reclaimed."""
+        return sum(self._pool.kind(block.page) is PageKind.CACHED for block in blocks)
+
+    def take(self, blocks: Sequence[Block], num_tokens: int) -> list[int]:
+        """Use matched blocks for a request of `num_tokens` tokens: one reference each; returns their pages in order."""
+        self.num_query_tokens += num_tokens
+        if not blocks:
+            return []
+        pages = [block.page for block in blocks]
+        self._pool.retain(pages)
+        for block in blocks:
+            block.uses += 1
+            self._order.discard(block)
+        self.num_hit_tokens += len(blocks) * self._block_tokens
+        return pages
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back a request's pages, known blocks or not."""
+        self._pool.release(reversed(pages))
+        for page in pages if self._by_page else ():
+            block = self._by_page.get(page)
+            if block is not None:
+                self._offer(block)
+
+    def insert(
+        self, version: int, parent: Block | None, tokens: Sequence[int], page: int, scope: Hashable = None
+    ) -> Block | None:
+        """Make a block known whose KV was just completed in `page`, which the caller uses.
+
+        parent: the block before it as returned by `insert` or `match`, None for the first. Returns None when an equal
+        block is known already: the caller keeps its own page to itself and inserts nothing after it.
+        """
+        if parent is None:
+            roots = self._roots.setdefault(version, {})
+            parent = roots.get(scope)
+            if parent is None:
+                parent = roots[scope] = Root(version, scope)
+        key = tuple(tokens)
+        if key in parent.children:
+            return None
+        block = parent.children[key] = Block(parent, key, page)
+        self._by_page[page] = block
+        self._pool.keep(page)
+        return block
+
+    def evict(self, block: Block) -> None:
+        """Forget an unused leaf, freeing its page; its parent may become evictable by it."""
+        self._forget(block)
+        parent = block.parent
+        del parent.children[block.tokens]
+        if isinstance(parent, Root):
+            if not parent.children:
+                self._drop(parent)
+        else:
+            self._offer(parent)
+
+    def roots(self) -> Iterator[Root]:
+        """Every trie's root."""
+        for roots in self._roots.values():
+            yield from roots.values()
+
+    def drop_version(self, version: int) -> None:
+        """Forget all blocks of an adapter version that no request holds any more."""
+        roots = self._roots.pop(version, {})
+        stack = [block for root in roots.values() for block in root.children.values()]
+        while stack:
+            block = stack.pop()
+            stack.extend(block.children.values())
+            self._order.discard(block)
+            self._forget(block)
+
+    def _drop(self, root: Root) -> None:
+        """Forget an empty trie, so that scopes that came once leave nothing behind."""
+        roots = self._roots[root.version]
+        del roots[root.scope]
+        if not roots:
+            del self._roots[root.version]
+
+    def _forget(self, block: Block) -> None:
+        del self._by_page[block.page]
+        self._pool.forget(block.page)
+
+    def _offer(self, block: Block) -> None:
+        """Make a block evictable if it is an unused leaf."""
+        if block.parent is not None and not block.children and self._pool.kind(block.page) is PageKind.CACHED:
+            self._order.add(block, 1, self._costs.prefix_page, block.uses, depth=block.depth)

@@ -1,0 +1,1 @@
+"""Copies between host images and the arena, layer by layer."""

@@ -1,0 +1,111 @@
+"""The few CUDA calls that copies need, behind an object that a test can replace."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+_NOT_READY = 600  # cudaErrorNotReady
+
+
+class CudaDriver(Protocol):
+    """A stream is its handle; an event is whatever `new_event` gives."""
+
+    def new_stream(self) -> int:
+        """A stream for copies that never waits for the default stream."""
+        ...
+
+    def compute_stream(self) -> int:
+        """The stream that the calling thread launches compute on."""
+        ...
+
+    def new_event(self) -> Any: ...
+
+    def record(self, event: Any, stream: int) -> None:
+        """Let `event` fire when all that `stream` was given so far is complete."""
+        ...
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        """Let what `stream` is given from now on begin after `event`. The host does not wait."""
+        ...
+
+    def query(self, event: Any) -> bool:
+        """True if `event` has fired. Raises when the device is in error, for then it never would."""
+        ...
+
+    def synchronize(self, event: Any) -> None:
+        """Let the host wait for `event`."""
+        ...
+
+    def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
+        """Copy between a host and a device address."""
+        ...
+
+
+class MissingCupy(ImportError):
+    """CuPy is not installed."""
+
+
+def cupy_module() -> Any:
+    """CuPy, or MissingCupy that names the extra to install."""
+    try:
+        import cupy
+    except ImportError as error:
+        major = (torch.version.cuda or "13").split(".")[0]
+        raise MissingCupy(
+            f"copies that overlap compute need CuPy ({error}); run: pip install 'chorus[cuda{major}]'"
+        ) from error
+    return cupy
+
+
+class CupyDriver:
+    """CUDA by CuPy, beside torch: both use the device's primary context, so handles of one mean the same to the other.
+
+    index: the device's. Every call may come from a thread whose current device is another one, such as a reader's.
+    """
+
+    def __init__(self, index: int) -> None:
+        self._cuda = cupy_module().cuda
+        self._runtime = self._cuda.runtime
+        self._index = index
+        self._streams: list[Any] = []  # a handle is good while its stream lives
+
+    def new_stream(self) -> int:
+        with self._device():
+            # The default priority is the lowest there is. Copies don't compete with kernels for cores anyway.
+            self._streams.append(self._cuda.Stream(non_blocking=True))
+        return self._streams[-1].ptr
+
+    def compute_stream(self) -> int:
+        # 0 is torch's default stream; its other name means the same whatever CuPy takes for its own default
+        return torch.cuda.current_stream(self._index).cuda_stream or self._runtime.streamLegacy
+
+    def new_event(self) -> Any:
+        with self._device():
+            return self._cuda.Event(disable_timing=True)
+
+    def record(self, event: Any, stream: int) -> None:
+        with self._device():
+            self._runtime.eventRecord(event.ptr, stream)
+
+    def wait_event(self, stream: int, event: Any) -> None:
+        with self._device():
+            self._runtime.streamWaitEvent(stream, event.ptr)
+
+    def query(self, event: Any) -> bool:
+        status = self._runtime.eventQuery(event.ptr)
+        if status not in (0, _NOT_READY):
+            raise self._runtime.CUDARuntimeError(status)
+        return status == 0
+
+    def synchronize(self, event: Any) -> None:
+        self._runtime.eventSynchronize(event.ptr)
+
+    def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
+        kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
+        with self._device():
+            self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
+
+    def _device(self) -> Any:
+        return self._cuda.Device(self._index)

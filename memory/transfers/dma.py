@@ -1,0 +1,51 @@
+"""Direct memory access between host and arena: which copies and which host buffers a machine gets."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..host.buffers import HostBuffers
+from .copy_engine import GROUP_BYTES, CopyEngine
+from .cuda_copies import CudaCopies
+from .cuda_driver import CupyDriver, MissingCupy
+from .inline_copies import InlineCopies
+from .pinned import CupyPinnedMemory, PinnedBuffers, TorchPinnedMemory
+
+logger = logging.getLogger(__name__)
+
+
+class Buffers(Protocol):
+    """Host memory to read images into."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Dma:
+    """copies: what moves images. buffers: where images that it moves fast should be read to."""
+
+    copies: CopyEngine
+    buffers: Buffers
+
+
+def open_dma(pages: torch.Tensor, pinned_limit_bytes: int, group_bytes: int = GROUP_BYTES) -> Dma:
+    """For an arena `[num_pages, page_elems]`: CuPy's streams and pinned memory on a GPU, plain copies on a CPU.
+
+    A GPU without CuPy is served too, by copies that the host waits for; a warning names the extra to install.
+    """
+    if not pages.is_cuda:
+        return Dma(InlineCopies(pages), HostBuffers())
+    index = pages.get_device()
+    try:
+        copies = CudaCopies(pages, CupyDriver(index), group_bytes)
+        return Dma(copies, PinnedBuffers(CupyPinnedMemory(index), pinned_limit_bytes))
+    except MissingCupy as error:
+        logger.warning("adapters load without overlap: %s", error)
+        return Dma(InlineCopies(pages), PinnedBuffers(TorchPinnedMemory(), pinned_limit_bytes))

@@ -1,0 +1,194 @@
+"""Host memory for images, pinned so that copies from and to it run beside compute."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ..host.buffers import HostBuffers
+from .cuda_driver import cupy_module
+from .extents import Extents
+
+logger = logging.getLogger(__name__)
+
+#: Chunks are pinned whole, which takes tens of milliseconds; large ones waste little between images of mixed sizes.
+CHUNK_BYTES = 256 << 20
+
+#: Chunks are cut at multiples of this: the system's own page, so that no two tensors share one.
+UNIT_BYTES = 4096
+
+_OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
+
+
+class PinnedMemory(Protocol):
+    """Source of pinned memory."""
+
+    def allocate(self, num_bytes: int) -> Any:
+        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more."""
+        ...
+
+    def trim(self) -> None:
+        """Give buffers that are no longer referenced back to the system."""
+        ...
+
+
+class CupyPinnedMemory:
+    """CuPy's pool, which hands out powers of two.
+
+    index: the device on whose behalf to pin; None needs no device. allocator: where the pool gets its blocks, as
+    `cupy.cuda.PinnedMemoryPool` takes it; CuPy's own by default.
+    """
+
+    def __init__(self, index: int | None, allocator: Callable[[int], Any] | None = None) -> None:
+        self._cuda = cupy_module().cuda
+        self._index = index
+        self._pool = self._cuda.PinnedMemoryPool(allocator) if allocator else self._cuda.PinnedMemoryPool()
+
+    def allocate(self, num_bytes: int) -> Any:
+        try:
+            with self._device():
+                return self._pool.malloc(num_bytes)
+        except self._cuda.runtime.CUDARuntimeError as error:
+            if error.status != _OUT_OF_MEMORY:
+                raise
+            raise MemoryError(str(error)) from error
+
+    def trim(self) -> None:
+        with self._device():
+            self._pool.free_all_blocks()
+
+    def _device(self) -> AbstractContextManager:
+        return nullcontext() if self._index is None else self._cuda.Device(self._index)
+
+
+class TorchPinnedMemory:
+    """Torch's own, for a machine without CuPy."""
+
+    def allocate(self, num_bytes: int) -> Any:
+        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True).numpy()
+
+    def trim(self) -> None:
+        """Torch keeps its blocks for itself."""
+
+
+@dataclass(slots=True)
+class _Chunk:
+    owner: PinnedMemory  # CuPy's pool frees what it gave when it dies, used or not; a chunk in use keeps it
+    memory: Any
+    num_bytes: int
+    extents: Extents
+
+
+class PinnedBuffers:
+    """Hands out tensors cut from pinned chunks, as HostBuffers does from ordinary memory; any thread may take or drop.
+
+    A tensor's memory is free again once the last reference to it or to a view of it is dropped; a transfer holds its
+    image until the last copy is complete. Chunks are powers of two, as the pool rounds up to: an image of its own would
+    waste up to half of what it pins. limit_bytes: how much may be pinned; what does not fit is ordinary memory, whose
+    copies are right but slow.
+    """
+
+    def __init__(self, memory: PinnedMemory, limit_bytes: int, chunk_bytes: int = CHUNK_BYTES) -> None:
+        self._memory = memory
+        self._limit_bytes = limit_bytes
+        self._chunk_bytes = _power_of_two(chunk_bytes)
+        self._chunks: list[_Chunk] = []
+        self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run inside any line
+        self._num_units_used = 0
+        self._lock = threading.Lock()
+        self._ordinary = HostBuffers()
+        self.num_unpinned = 0  #: tensors that had to be of ordinary memory
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        count = math.prod(shape)
+        num_units = max(1, -(-count * dtype.itemsize // UNIT_BYTES))
+        with self._lock:
+            self._collect()
+            place = self._take(num_units)
+            if place is None:
+                lease = None
+                self.num_unpinned += 1
+            else:
+                self._num_units_used += num_units
+                lease = self._lease(*place, num_units)
+        if lease is None:
+            return self._ordinary.take(shape, dtype)
+        return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
+
+    @property
+    def num_bytes_used(self) -> int:
+        """Pinned bytes in tensors that are alive."""
+        with self._lock:
+            self._collect()
+            return self._num_units_used * UNIT_BYTES
+
+    @property
+    def num_bytes_held(self) -> int:
+        """Pinned bytes in all, used or not."""
+        with self._lock:
+            return self._held()
+
+    def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
+        """Part of a chunk, which the storage of a tensor keeps alive, and with it the chunk's memory."""
+        try:
+            lease = np.frombuffer(chunk.memory, np.uint8, num_units * UNIT_BYTES, first * UNIT_BYTES)
+        except BaseException:
+            self._dropped.append((chunk, first, num_units))
+            raise
+        weakref.finalize(lease, self._dropped.append, (chunk, first, num_units)).atexit = False
+        return lease
+
+    def _collect(self) -> None:
+        while self._dropped:
+            chunk, first, num_units = self._dropped.popleft()
+            chunk.extents.give(first, num_units)
+            self._num_units_used -= num_units
+
+    def _take(self, num_units: int) -> tuple[_Chunk, int] | None:
+        if place := self._find(num_units):
+            return place
+        return self._find(num_units) if self._pin(num_units * UNIT_BYTES) else None
+
+    def _find(self, num_units: int) -> tuple[_Chunk, int] | None:
+        for chunk in self._chunks:
+            if (first := chunk.extents.take(num_units)) is not None:
+                return chunk, first
+        return None
+
+    def _pin(self, num_bytes: int) -> bool:
+        """Add a chunk of at least `num_bytes`, for which unused ones give way; whether it could be."""
+        least = _power_of_two(num_bytes)
+        size = max(least, self._chunk_bytes)
+        in_use = sum(chunk.num_bytes for chunk in self._chunks if not chunk.extents.is_free)
+        while size > least and in_use + size > self._limit_bytes:
+            size //= 2
+        if in_use + size > self._limit_bytes:
+            return False
+        if self._held() + size > self._limit_bytes:
+            self._chunks = [chunk for chunk in self._chunks if not chunk.extents.is_free]
+            self._memory.trim()
+        try:
+            memory = self._memory.allocate(size)
+        except MemoryError as error:
+            logger.warning("cannot pin %d bytes of host memory (%s); adapters load slower", size, error)
+            return False
+        self._chunks.append(_Chunk(self._memory, memory, size, Extents(size // UNIT_BYTES)))
+        return True
+
+    def _held(self) -> int:
+        return sum(chunk.num_bytes for chunk in self._chunks)
+
+
+def _power_of_two(num_bytes: int) -> int:
+    return max(UNIT_BYTES, 1 << (num_bytes - 1).bit_length())

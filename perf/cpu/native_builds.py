@@ -1,0 +1,158 @@
+"""Two builds of the native decoder against each other, step by step in one process.
+
+    python -m chorus.perf.cpu.native_builds --other /path/to/_native.so
+
+Both compute the same steps of one random model in turns of a few steps, so that whatever else the machine does hits
+both alike. Reported is the median over the turns of (other's time / ours), above 1 when ours is faster.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
+from ...ops import native
+from ...ops.rope import rotary_table
+from ...ops.sgmv import AdapterRows, Segments
+from .workload import Geometry
+
+BLOCK_TOKENS = 16
+
+#: name → (rows, tokens of each, tokens that each has before, whether rows have adapters)
+STEPS = {
+    "decode 1": (1, 1, 160, False),
+    "decode 8": (8, 1, 160, False),
+    "decode 8, mixed": (8, 1, 160, True),
+    "decode 32, mixed": (32, 1, 160, True),
+    "8 of 2 tokens, mixed": (8, 2, 160, True),
+    "prefill 300": (1, 300, 0, False),
+    "prefill 4 of 100, mixed": (4, 100, 0, True),
+}
+
+
+class Bench:
+    """A random model with eight adapters on all modules, and steps over it."""
+
+    def __init__(self, geometry: Geometry, ranks: list[int], dtype: torch.dtype) -> None:
+        self.geometry, g = geometry, geometry
+        generator = torch.Generator().manual_seed(0)
+
+        def weight(out: int, width: int) -> torch.Tensor:
+            return native.pack((torch.randn(out, width, generator=generator) * width**-0.5).to(dtype))
+
+        q, kv = g.heads * g.head_dim, g.kv_heads * g.head_dim
+        self.layout = PageLayout(g.layers, g.kv_heads, g.head_dim, BLOCK_TOKENS, dtype.itemsize)
+        dims = {name.split(".")[1]: shape for name, shape in g.module_dims.items()}
+        parts = [AdapterPart(rank, 1.0, tuple(range(g.layers)), MODULES) for rank in ranks]
+        placed = [AdapterLayout.build([part], dims, g.layers, self.layout.page_elems, dtype.itemsize) for part in parts]
+        kv_pages = max(rows * -(-(count + before) // BLOCK_TOKENS) for rows, count, before, _ in STEPS.values())
+        self.first_page = iter(range(kv_pages, 1 << 30))
+        self.adapters = []
+        for part, place in zip(parts, placed, strict=True):
+            pages = [next(self.first_page) for _ in range(place.num_pages)]
+            slabs = place.parts[0].slabs
+            where = slabs.slab_elems, slabs.a_offset, slabs.b_offset, place.parts[0].first_elem
+            self.adapters.append(AdapterRows(pages, part.rank, part.rank**-0.5, *where))
+        arena = (0.1 * torch.randn(next(self.first_page), self.layout.page_elems, generator=generator)).to(dtype)
+        norm = torch.ones(g.hidden)
+        widths = ((q + 2 * kv, g.hidden), (g.hidden, q), (2 * g.ffn, g.hidden), (g.hidden, g.ffn))
+        layers = [native.NativeLayer(norm, norm, *(weight(*shape) for shape in widths)) for _ in range(g.layers)]
+        cos, sin = rotary_table(1e4 ** (-torch.arange(0, g.head_dim, 2) / g.head_dim), g.positions)
+        embed = torch.randn(g.vocab, g.hidden, generator=generator).to(dtype)
+        self.model = native.NativeModel(
+            g.hidden, g.ffn, g.heads, g.kv_heads, g.head_dim, g.vocab, BLOCK_TOKENS, 1e-5, layers, embed,
+            native.pack(embed), norm, cos, sin, arena,
+        )  # fmt: skip
+
+    def step(self, rows: int, count: int, before: int, mixed: bool) -> tuple:
+        """Arguments of `NativeDecoder.forward`; logits of every row's last token."""
+        pages = -(-(count + before) // BLOCK_TOKENS)
+        table = torch.arange(rows * pages).view(rows, pages)
+        positions = torch.arange(before, before + count).repeat(rows)
+        page = table[torch.arange(rows).repeat_interleave(count), positions // BLOCK_TOKENS]
+        plan = native.NativeRows()
+        plan.plan(range(0, rows * count + 1, count), table, [before + count] * rows)
+        segments = Segments()
+        for row in range(rows if mixed else 0):
+            segments.add(row * count, row * count + count, self.adapters[row % len(self.adapters)])
+        ids = torch.randint(0, self.geometry.vocab, (rows * count,), generator=torch.Generator().manual_seed(1))
+        last = torch.arange(count - 1, rows * count, count)
+        return ids, positions, page.contiguous(), positions % BLOCK_TOKENS, plan, last, segments
+
+
+def open_library(path: Path) -> ctypes.CDLL:
+    """A build of the decoder, also one whose descriptors are shorter than ours."""
+    found = ctypes.CDLL(str(path))
+    ours = native.library()
+    for name in ("chorus_decoder_create", "chorus_decoder_forward", "chorus_decoder_destroy"):
+        function = getattr(found, name)
+        function.restype, function.argtypes = getattr(ours, name).restype, getattr(ours, name).argtypes
+    if not hasattr(found, "chorus_decoder_sample"):  # a build from before that: it is looked up, but not called here
+        found.chorus_decoder_sample = ours.chorus_decoder_sample
+    return found
+
+
+def race(ours: Callable[[], object], other: Callable[[], object], seconds: float) -> tuple[float, list[float]]:
+    """Seconds of one step of ours, the median; and of every turn other's time over ours."""
+
+    def timed(run: Callable[[], object], times: int) -> float:
+        begin = time.perf_counter()
+        for _ in range(times):
+            run()
+        return (time.perf_counter() - begin) / times
+
+    times = max(1, int(0.02 / max(1e-6, min(timed(ours, 3), timed(other, 3)))))
+    own, ratios, end = [], [], time.perf_counter() + seconds
+    while time.perf_counter() < end:  # A-B-B-A
+        a, b = timed(ours, times), timed(other, times)
+        b, a = b + timed(other, times), a + timed(ours, times)
+        own.append(a / 2)
+        ratios.append(b / a)
+    return statistics.median(own), ratios
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.native_builds", description=__doc__.split("\n")[0])
+    parser.add_argument("--other", type=Path, required=True, help="the library to compare with the package's")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each kind of step")
+    parser.add_argument("--ranks", default="8,16,32,64,8,16,32,64")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--steps", default=",".join(STEPS).replace(", mixed", " mixed"), help="comma-separated")
+    for name, value in vars(Geometry()).items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    args = parser.parse_args()
+    geometry = Geometry(**{name: getattr(args, name) for name in vars(Geometry())})
+    bench = Bench(geometry, [int(rank) for rank in args.ranks.split(",")], getattr(torch, args.dtype))
+    ours = native.NativeDecoder(bench.model, args.threads)
+    own_library, other_library = native.library, open_library(args.other)
+    native.library = lambda: other_library
+    other = native.NativeDecoder(bench.model, args.threads)
+    native.library = own_library
+    ours.keeps_logits = other.keeps_logits = False
+    result = {}
+    print(f"{'step':26}{'ms':>9}{'tokens/s':>10}{'other/ours':>12}{'quarters':>16}")
+    for name, (rows, count, before, mixed) in STEPS.items():
+        if name.replace(", mixed", " mixed") not in args.steps.split(","):
+            continue
+        step = bench.step(rows, count, before, mixed)
+        own, ratios = race(lambda step=step: ours.forward(*step), lambda step=step: other.forward(*step), args.seconds)
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        print(f"{name:26}{own * 1e3:9.3f}{rows * count / own:10.0f}{middle:12.3f}{low:9.3f}…{high:.3f}", flush=True)
+        result[name] = {"seconds": own, "other_over_ours": middle}
+    print(json.dumps({"native_builds": result}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,191 @@
+"""How long `schedule()` takes under load, with a fake executor in place of tensors.
+
+Many running and waiting requests over many registered adapters, once with every seat taken and, in three ways, with
+seats free but nothing that may be admitted. Prints milliseconds:
+`python -m chorus.perf.cpu.schedule_time --waiting 10000`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.executors.base import ModelInfo
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.types import StepPlan, StepResult
+from ...memory.files.format import AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.host.images import Reads
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
+
+_DIMS = dict.fromkeys(MODULES, (64, 64))
+_LAYERS = 4
+_RANK = 16
+_PROMPT = 128
+
+#: full: every seat is taken. pages: the first waiting request needs more pages than are left. limit: the number of
+#: adapters per step is used up. reads: every waiting adapter is still to be read, and no read ends.
+STATES = ("full", "pages", "limit", "reads")
+
+
+@dataclass(frozen=True)
+class Load:
+    """How many of each there are."""
+
+    running: int = 256
+    waiting: int = 1000
+    adapters: int = 1000
+
+
+def schedule_times(
+    load: Load,
+    samples: int,
+    clock: Callable[[], float] = time.perf_counter,
+    pick: Callable[[Sequence[float]], float] = median,
+) -> dict[str, float]:
+    """Seconds of one `schedule()` call per state, and of the slowest one. pick: which of the samples stands for all."""
+    found = {state: pick(_measure(state, load, samples, clock)) for state in STATES}
+    return {**found, "slowest": max(found.values())}
+
+
+def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -> list[float]:
+    engine, executor = _busy_engine(state, load, samples)
+    scheduler = engine._scheduler
+    took = []
+    for _ in range(samples):
+        began = clock()
+        plan = scheduler.schedule()
+        took.append(clock() - began)
+        scheduler.update(plan, executor.execute(plan))
+        if len(plan.rows) != load.running or scheduler.num_waiting != load.waiting:
+            raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {scheduler.num_waiting} requests wait")
+    engine.close()
+    return took
+
+
+def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExecutor]:
+    """An engine with `load.running` decoding requests, each on its own adapter, and the waiting ones behind them."""
+    growth = load.running * (_max_tokens(samples) // 16 + 1)
+    executor = FakeExecutor(2 + load.running * (_PROMPT // 16 + 1) + growth + load.adapters * 8)
+    reads = StoppedReads()
+    num_bytes = executor.layout.page_bytes * executor.adapters.layout(None).num_pages
+    config = EngineConfig(
+        model=Path("none"),
+        max_num_seqs=load.running if state == "full" else load.running + 64,
+        max_num_batched_tokens=load.running * _PROMPT,
+        max_adapters_per_step=load.running if state == "limit" else None,
+        host_cache_bytes=128 * num_bytes,
+        num_pages=executor.num_pages,
+        max_waiting=None,
+    )
+    engine = Engine(config, executor, clock=lambda: 1.0, reads=reads)
+    for index in range(load.adapters):
+        engine.store.register(f"a{index}", Path(f"a{index}"))
+    for index in range(load.running):
+        engine.add_request(_request(index, index % load.adapters, _PROMPT, samples))
+    while engine._scheduler.num_running < load.running:
+        engine.step()
+    reads.stopped = state == "reads"
+    if reads.stopped:
+        engine._costs.disk_adapter_page = 1.0  # too long for a prefill to cover
+    fresh = load.adapters - load.running
+    available = engine._reclaimer.available
+    for index in range(load.waiting):
+        adapter = load.running + index % fresh if fresh > 0 and state != "pages" else index % load.running
+        prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
+        engine.add_request(_request(load.running + index, adapter, prompt, samples))
+    return engine, executor
+
+
+def _request(index: int, adapter: int, prompt_tokens: int, steps: int) -> Request:
+    params = SamplingParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
+    return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}")
+
+
+def _max_tokens(steps: int) -> int:
+    """More than a request can draw while the others are admitted and `steps` are measured."""
+    return steps + 256
+
+
+class FakeExecutor:
+    """Draws token 1 for every row that asks for one."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.model = ModelInfo(vocab_size=256, max_model_len=1 << 24, eos_token_ids=())
+        self.layout = PageLayout(_LAYERS, kv_heads=2, head_dim=64, block_tokens=16, itemsize=2)
+        self.num_pages = num_pages
+        self.adapters = FakeBackend(self.layout)
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})
+
+    def close(self) -> None:
+        pass
+
+
+class FakeBackend:
+    """Adapters of one rank without weights."""
+
+    def __init__(self, page: PageLayout) -> None:
+        self._parts = (AdapterPart(_RANK, 1.0, tuple(range(_LAYERS)), MODULES),)
+        self._layout = AdapterLayout.build(self._parts, _DIMS, _LAYERS, page.page_elems, page.itemsize)
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        return AdapterManifest(path, self._parts)
+
+    def layout(self, manifest: AdapterManifest | None) -> AdapterLayout:
+        return self._layout
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
+        pass
+
+
+class StoppedReads(Reads):
+    """Reads that end at once, until `stopped` is set; from then on they never do."""
+
+    def __init__(self) -> None:
+        self.stopped = False
+
+    def submit(self, read: Callable[[], Any]) -> Future:
+        future: Future = Future()
+        if not self.stopped:
+            future.set_result(read())
+        return future
+
+    def shutdown(self) -> None:
+        pass
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.schedule_time", description=__doc__.split("\n")[0])
+    parser.add_argument("--running", type=int, default=256)
+    parser.add_argument("--waiting", type=int, default=1000)
+    parser.add_argument("--adapters", type=int, default=1000)
+    parser.add_argument("--steps", type=int, default=50, help="of which the median counts")
+    args = parser.parse_args(argv)
+    load = Load(args.running, args.waiting, args.adapters)
+    times = {state: round(1000 * took, 4) for state, took in schedule_times(load, args.steps).items()}
+    for state, took in times.items():
+        print(f"{state:8} {took:8.4f} ms")
+    print(json.dumps({**vars(args), "ms": times}))
+
+
+if __name__ == "__main__":
+    main()
