@@ -49,7 +49,7 @@ class LoadAhead:
                 continue
             if (error := store.images.error(adapter)) is not None:
                 found.append((request, error))
-            elif adapter in self._unfit and not store.can_fit(adapter):
+            elif adapter in self._unfit and store.unfit((adapter,)):
                 found.append((request, AdapterFormatError(
                     f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
                     "pinned adapters; unpin some"
@@ -61,7 +61,7 @@ class LoadAhead:
     def read(self, waiting: Iterable[Request]) -> None:
         """Start reading the adapters of the next waiting requests from disk."""
         adapters = list(self._first(waiting))
-        if unfit := [adapter for adapter in adapters if not self._store.can_fit(adapter)]:
+        if unfit := self._store.unfit(adapters):
             self._unfit.update(unfit)
             adapters = [adapter for adapter in adapters if adapter not in self._unfit]
         if adapters:

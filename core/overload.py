@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
-from .waiting import WaitingQueue
+if TYPE_CHECKING:
+    from .waiting import WaitingQueue
 
 
 class Overloaded(Exception):

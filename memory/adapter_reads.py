@@ -33,6 +33,8 @@ class AdapterReads:
 
     def request(self, adapter: Adapter) -> None:
         """Start reading it unless it is in host memory, on its way, or has failed."""
+        if self._images.keep(adapter):
+            return
         manifest, layout = adapter.manifest, adapter.layout
 
         def read(image: HostImage) -> None:

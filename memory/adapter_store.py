@@ -151,9 +151,10 @@ class AdapterStore:
         """Adapters that are resident, in host memory or being read."""
         return {**self._resident, **dict.fromkeys(self.images)}
 
-    def can_fit(self, adapter: Adapter) -> bool:
-        """True if the arena can ever hold it beside the pinned ones."""
-        return bool(adapter.pages) or adapter.num_pages <= self._pool.num_usable - self.num_pinned_pages
+    def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
+        """Those that the arena can never hold beside the pinned ones."""
+        most = self._pool.num_usable - self.num_pinned_pages
+        return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
     @property
     def has_transfers(self) -> bool:

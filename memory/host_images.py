@@ -102,8 +102,7 @@ class HostImages:
         read: fills the image, layer by layer. label: what it is, for errors. may_drop: whether the image may make room
         for others once it has been read.
         """
-        if key in self._entries:
-            self._entries.move_to_end(key)
+        if self.keep(key):
             return
         self._forget_returned()
         image = HostImage()
@@ -162,6 +161,13 @@ class HostImages:
 
     def __len__(self) -> int:
         return len(self._entries)
+
+    def keep(self, key: Hashable) -> bool:
+        """Use an image, whole or being read, so that others are dropped before it; False if there is none."""
+        if key not in self._entries:
+            return False
+        self._entries.move_to_end(key)
+        return True
 
     def __iter__(self) -> Iterator[Hashable]:
         """The keys of all images, whole or being read."""

@@ -68,7 +68,7 @@ class AdapterKeeper:
             except EngineUnavailable as error:
                 if self._worker.failure is not None:
                     return
-                log.warning("adapters are looked after later: %s", error)  # a stall ends, or the server does
+                log.debug("adapters are looked after later: %s", error)  # a stall ends, or the server does
             except Exception:  # whatever a stranger's files brought about must not end what looks after all others
                 log.exception("looking after the adapters failed; it goes on")
 

@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from .conversation import RESERVED_FOR_TEMPLATE, Conversation
 from .errors import ApiError
+from .fields import MESSAGE, check_messages
 from .openai import GenerationRequest, LogprobCount
 
 
 class Message(BaseModel):
-    """One message of a conversation; fields we don't know go to the chat template as they are."""
+    """One message of a conversation; fields that are neither role nor content go to the chat template as they are."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -39,7 +40,8 @@ class Message(BaseModel):
         return self
 
     def for_template(self) -> dict[str, Any]:
-        return {**(self.model_extra or {}), "role": self.role, "content": self.content or ""}
+        shown = {name: value for name, value in (self.model_extra or {}).items() if name in MESSAGE}
+        return {**shown, "role": self.role, "content": self.content or ""}
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -55,6 +57,12 @@ class ChatCompletionRequest(GenerationRequest):
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
+
+    @field_validator("messages", mode="before")
+    @classmethod
+    def _only_what_messages_have(cls, messages: Any) -> Any:
+        check_messages(messages)
+        return messages
 
     def check(self) -> None:
         if self.top_logprobs and not self.logprobs:

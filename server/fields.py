@@ -189,6 +189,38 @@ INSTEAD = {
 """What to do instead, where there is something."""
 
 
+MESSAGE = {
+    "content", "function_call", "name", "reasoning", "reasoning_content", "role", "thinking", "tool_call_id",
+    "tool_calls",
+}  # fmt: skip
+"""Fields of a message; those that are neither its role nor its content are the chat template's to show."""
+
+PART = {"text", "type"}
+"""Fields of a content part."""
+
+HARMLESS_INSIDE = {
+    "annotations": "sources that an earlier answer was given with, not part of its text",
+    "cache_control": "a hint what to cache",
+}
+"""Fields of messages and parts that are taken and not looked at, each with the reason why no answer depends on it."""
+
+
+def check_messages(messages: Any) -> None:
+    """Raises an ApiError for a field inside of a conversation that can't be obeyed; `null` is as good as absent."""
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        _check_inside(message, MESSAGE, f"messages[{index}]")
+        content = message.get("content") if isinstance(message, dict) else None
+        for number, part in enumerate(content if isinstance(content, list) else ()):
+            if isinstance(part, dict) and part.get("type") in ("text", "input_text"):  # others are refused as a whole
+                _check_inside(part, PART, f"messages[{index}].content[{number}]")
+
+
+def _check_inside(value: Any, known: Collection[str], where: str) -> None:
+    for name in value if isinstance(value, dict) else ():
+        if name not in known and name not in HARMLESS_INSIDE and value[name] is not None:
+            raise _unknown(name, known, f"{where}.")
+
+
 def own_fields(body: dict[str, Any], known: Collection[str]) -> dict[str, Any]:
     """The fields of a body that we have, by our names; raises an ApiError for one that can't be obeyed.
 
@@ -220,8 +252,8 @@ def _unsupported(name: str) -> ApiError:
     return ApiError(400, message, param=name, code="unsupported_parameter")
 
 
-def _unknown(name: str, known: Collection[str]) -> ApiError:
-    shown = clipped(name)
-    near = difflib.get_close_matches(name[:64], [*known, *ALIASES], n=1)
+def _unknown(name: str, known: Collection[str], where: str = "") -> ApiError:
+    shown = clipped(where + name)
+    near = difflib.get_close_matches(name[:64], [*known, *(() if where else ALIASES)], n=1)
     hint = f"did you mean {near[0]}?" if near else "leave it out"
     return ApiError(400, f"there is no field {shown!r}; {hint}", param=shown, code="unknown_parameter")

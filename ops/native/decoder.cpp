@@ -165,6 +165,7 @@ class Decoder {
         const int heads_per_kv = m_.heads / m_.kv_heads;
         const float scale = 1.0f / std::sqrt((float)head_dim);
         auto each_token = [&](auto work) { each_part(team_, phase, thread, tokens, [&](int t, bool) { work(t); }); };
+        // Not by parts: a team's very first phase has the tag that untouched shares have.
         team_.each(phase, tokens, [&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {

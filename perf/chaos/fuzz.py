@@ -12,21 +12,17 @@ be the one that it gets alone. At the end what greedy mutants were answered is a
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import random
 import shutil
-import socket
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
-from http.client import HTTPException, HTTPResponse
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -34,13 +30,9 @@ from urllib.parse import quote
 from ...server.demo.builtin import BUILTIN_ADAPTERS
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from .attacked_server import AttackedServer, started_server
+from .exchange import NoAnswer, exchange
 from .mutants import Call, Mutant, mutant, other_calls, questions
 
-HANG_SECONDS = 20.0
-HANGS = 3
-"""Times in a row that nothing may come for so long: this process may itself have been stopped."""
-PAUSE = 0.3
-"""Seconds until a client that sent half a request says that this was all."""
 MAX_GROWTH = 64 << 20
 MAX_POOLED = 32
 """Threads that the server's pools may start when they are needed first."""
@@ -48,113 +40,6 @@ PATIENCE = "--head-seconds", "--body-seconds", "--send-seconds", "--stall-second
 """Times within which the server may be stopped together with its clients, and nobody is to blame."""
 NUM_QUESTIONS = 240
 MAX_SHOWN = 20
-
-
-class NoAnswer(Exception):
-    """The server closed the connection, or said nothing for too long."""
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    status: int
-    kind: str
-    body: bytes
-    has_body: bool = True
-
-    def essence(self) -> Any:
-        """What must be the same each time: the texts and how they end, or all of what a route without them says."""
-        if self.kind.startswith("text/event-stream"):
-            events = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
-            if not events or events[-1] != "[DONE]":
-                return "a stream without an end"
-            parts: dict[int, list[Any]] = {}
-            for event in map(json.loads, events[:-1]):
-                if "error" in event:
-                    return event
-                for choice in event["choices"]:
-                    text, ends = parts.setdefault(choice["index"], ["", None])
-                    said = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
-                    parts[choice["index"]] = [text + said, choice["finish_reason"] or ends]
-            return sorted((index, *part) for index, part in parts.items())
-        said = json.loads(self.body)
-        if not isinstance(said, dict) or "choices" not in said:
-            return said
-        texts = ((one["index"], one.get("text", (one.get("message") or {}).get("content")), one["finish_reason"])
-                 for one in said["choices"])  # fmt: skip
-        return sorted((index, text or "", ends) for index, text, ends in texts)
-
-    def fault(self) -> str | None:
-        """What no client should get, whatever it sent."""
-        if self.status < 300 or self.status == 307:  # to a path without its last slash
-            return None
-        if not (400 <= self.status < 500 or self.status in (501, 503)):
-            return f"status {self.status}"
-        if not self.has_body:
-            return None
-        try:
-            error = json.loads(self.body)["error"]
-            sound = set(error) == {"message", "type", "param", "code"} and 0 < len(error["message"]) <= 1000
-            return None if sound and isinstance(error["type"], str) else f"an error like {self.body[:200]!r}"
-        except (ValueError, TypeError, KeyError):
-            return f"status {self.status} with {self.body[:200]!r}"
-
-
-def exchange(address: str, raw: bytes, may_wait: bool = False) -> Answer:
-    """Send bytes and read one answer. Raises NoAnswer.
-
-    may_wait: what was sent may be half a request, so that after a while no more is promised.
-    """
-    host, port = address.split(":")
-    is_head = raw.startswith(b"HEAD ")
-    try:
-        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
-            with suppress(OSError):  # it may be answered before all of it was read
-                connection.sendall(raw)
-            received, silences, is_open = b"", 0, may_wait
-            connection.settimeout(PAUSE if may_wait else HANG_SECONDS)
-            while not _is_whole(received, is_head):
-                try:
-                    part = connection.recv(1 << 16)
-                except TimeoutError:
-                    if is_open:
-                        connection.shutdown(socket.SHUT_WR)
-                        connection.settimeout(HANG_SECONDS)
-                        is_open = False
-                    elif (silences := silences + 1) == HANGS:
-                        raise NoAnswer(f"it hangs; {len(received)} bytes came") from None
-                    continue
-                if not part:
-                    break
-                received += part
-    except OSError as error:
-        raise NoAnswer(f"{type(error).__name__}: {error}") from None
-    try:
-        response = HTTPResponse(_Received(received), method="HEAD" if is_head else None)
-        response.begin()
-        return Answer(response.status, response.headers.get("content-type", ""), response.read(), not is_head)
-    except (HTTPException, OSError, ValueError) as error:
-        raise NoAnswer(f"no whole answer, {error!r}: {received[:200]!r}") from None
-
-
-class _Received:
-    """Bytes in a socket's clothes, for the standard library to read."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-
-    def makefile(self, _: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
-
-
-def _is_whole(received: bytes, is_head: bool) -> bool:
-    head, blank, body = received.partition(b"\r\n\r\n")
-    if blank and head.startswith(b"HTTP/1.1 100"):
-        return _is_whole(body, is_head)
-    lines = head.lower().split(b"\r\n")
-    if not blank or is_head:
-        return bool(blank)
-    length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), None)
-    return len(body) >= length if length is not None else body.endswith(b"0\r\n\r\n")
 
 
 @dataclass
@@ -185,12 +70,11 @@ class Fuzz:
         self.found = Found()
         self.seed = seed
         self._stop = threading.Event()
-        texts = {
-            name: [prompt(text) for text in sample_inputs(skill, 4, seed)]
-            for name, skill in {None: BASE, **SKILLS}.items()
-            if name is None or (root / name).is_dir()
-        }
-        self._questions = list(questions(texts, seed, num_questions))
+        names = [None, *sorted(path.name for path in root.iterdir())]
+        texts = sample_inputs(BASE, 3, seed) + sample_inputs(SKILLS["reverse"], 3, seed)
+        texts += [" ".join(texts[index:]) for index in range(2)]
+        prompts = [prompt(text) for text in texts]  # the same for all, so that they meet in the prefix cache
+        self._questions = list(questions(dict.fromkeys(names, prompts), seed, num_questions))
         self.calls = [*self._questions[:80], *2 * other_calls("spare", str(spare / "good"))]
         self.calls += [
             call for directory in sorted(spare.iterdir()) for call in other_calls("odd", str(directory))[-4:]
@@ -198,8 +82,10 @@ class Fuzz:
         self._right: list[Any] = []
 
     def prepare(self) -> None:
-        """Ask everything alone."""
-        self._right = [self._alone(call.raw()) for call in self._questions]
+        """Ask everything alone, and each from an empty cache: nothing of another's can be in its answer."""
+        for index, call in enumerate(self._questions):
+            body = {**(call.body or {}), "cache_salt": f"alone {index}"}
+            self._right.append(self._alone(Call(call.method, call.path, body).raw()))
 
     def _alone(self, raw: bytes) -> Any:
         answer = exchange(self.server.address, raw)
@@ -296,16 +182,17 @@ class Fuzz:
                 self.found.violation(f"{call}: {fault}")
 
     def ask_again(self) -> None:
-        """Load every adapter and ask alone what greedy mutants were answered, and each question once more."""
+        """Ask alone what greedy mutants were answered, and each question once more, with all adapters there."""
+        self._remove_adapters()  # those that mutants have loaded meant now this, now that
         for path in sorted(self.root.iterdir()):
             call = Call("POST", "/v1/adapters", {"name": path.name, "path": str(path)})
-            answer = exchange(self.server.address, call.raw())
-            if answer.status not in (200, 201):
+            if (answer := exchange(self.server.address, call.raw())).status != 201:
                 self.found.violation(f"{path.name} can't be loaded any more: {answer.status} {answer.body[:300]!r}")
         for raw, (one, said) in self.found.again.items():
-            alone = self._alone(raw)
-            if said == alone:
+            if (alone := self._alone(raw)) == said:
                 self.found.count("answers of mutants")
+            elif alone == 404:
+                self.found.count("answers of adapters that mutants loaded")
             elif alone == self._alone(raw):
                 self.found.violation(f"mutant {one.number}, {one.raw!r:.600}: {said}, but alone {alone}")
             else:
@@ -314,12 +201,15 @@ class Fuzz:
             if (said := self._alone(call.raw())) != right:
                 self.found.violation(f"afterwards {call.body} is answered with {said} instead of {right}")
 
-    def check_books(self) -> None:
-        """Nothing is used any more: the engine is well, and all pages come back once the adapters are gone."""
+    def _remove_adapters(self) -> None:
         for one in json.loads(exchange(self.server.address, Call("GET", "/v1/adapters").raw()).body)["data"]:
             answer = exchange(self.server.address, Call("DELETE", f"/v1/adapters/{quote(one['name'])}").raw())
             if answer.status != 200:
                 self.found.violation(f"{one['name']} can't be removed: {answer.status} {answer.body[:300]!r}")
+
+    def check_books(self) -> None:
+        """Nothing is used any more: the engine is well, and all pages come back once the adapters are gone."""
+        self._remove_adapters()
         time.sleep(1.1)  # the engine checks itself once a second, when it is called and has nothing else to do
         exchange(self.server.address, Call("GET", "/v1/models").raw())
         answer = exchange(self.server.address, Call("GET", "/health").raw())
@@ -367,6 +257,7 @@ def main(argv: list[str] | None = None) -> int:
         root, spare = directories(Path(where))
         flags = [
             "--adapters", str(root), "--adapter-roots", f"{root}:{spare}", "--memory-bytes", "4MiB", "--threads", "1",
+            "--block-tokens", "4",
             "--host-cache-bytes", "1MiB", "--max-waiting", "64", *(word for name in PATIENCE for word in (name, "900")),
         ]  # fmt: skip
         with started_server(flags) as server:
@@ -377,13 +268,17 @@ def main(argv: list[str] | None = None) -> int:
                 one = mutant(number, fuzz.calls)
                 print(number, one.raw, exchange(server.address, one.raw, one.may_wait), sep="\n", flush=True)
             before, rss = held(server), server.rss()
-            fuzz.run(args.first, args.requests, args.clients)
-            fuzz.ask_again()
-            fuzz.check_books()
-            for _ in range(100):
-                time.sleep(0.1 if held(server)[0] > before[0] else 0)
-            more = [now - then for now, then in zip(held(server), before, strict=True)]
-            growth = server.rss() - rss
+            more, growth = [0, 0], 0
+            try:
+                fuzz.run(args.first, args.requests, args.clients)
+                fuzz.ask_again()
+                fuzz.check_books()
+                for _ in range(100):
+                    time.sleep(0.1 if held(server)[0] > before[0] else 0)
+                more = [now - then for now, then in zip(held(server), before, strict=True)]
+                growth = server.rss() - rss
+            except (NoAnswer, OSError) as error:
+                found.violation(f"the server is gone: {error}")
             if more[0] > 0 or more[1] > MAX_POOLED or growth > MAX_GROWTH:
                 found.violation(f"{more[0]} descriptors, {more[1]} threads and {growth} bytes more than before")
     answers = found.counts["answers"] + found.counts["answers of mutants"]

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.server.adapter_keeper import AdapterKeeper
+from chorus.server.errors import EngineUnavailable
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
@@ -185,6 +186,27 @@ def test_quarantine_is_listed_counted_and_left_when_the_directory_changes(make_l
     body = {"max_tokens": 5, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
     tokens = live.post(model="r3-mlp", prompt=prompt, **body).json()["choices"][0]["token_ids"]
     assert tokens == reference.greedy("r3-mlp", prompt, 5)
+
+
+def test_the_keeper_outlives_a_stall(make_live, root, monkeypatch):
+    monkeypatch.setattr("chorus.server.watchdog.POLL_SECONDS", 1e6)  # or it would see that nothing hangs
+    good = (root / "r3-mlp" / WEIGHTS).read_bytes()
+    os.truncate(root / "r3-mlp" / WEIGHTS, len(good) - 5)
+    live = make_live(adapters=root)
+    refused, call = [], live.worker.call
+
+    def watched(function):
+        future = call(function)
+        if future.done() and isinstance(future.exception(), EngineUnavailable):
+            refused.append(function)
+        return future
+
+    live.worker.call = watched
+    live.worker.stalled = "a step hangs"
+    live.wait_until(lambda: refused, 60)
+    live.worker.stalled = None
+    (root / "r3-mlp" / WEIGHTS).write_bytes(good)
+    live.wait_until(lambda: live.client.get("/v1/adapters/r3-mlp").status_code == 200, 60)
 
 
 def test_a_load_takes_a_name_out_of_quarantine(make_live, root):

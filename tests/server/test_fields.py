@@ -100,6 +100,45 @@ def test_unknown_fields_are_refused_by_name(shared, path):
 
 
 @pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        ({"nam": "x"}, "messages[1].nam"),
+        ({"prefix": True}, "messages[1].prefix"),
+        ({"refusal": "no"}, "messages[1].refusal"),
+        ({"audio": {"id": "x"}}, "messages[1].audio"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "txt": 1}]},
+         "messages[1].content[1].txt"),
+    ],
+)  # fmt: skip
+def test_unknown_fields_inside_messages_are_refused_by_name(shared, message, param):
+    response = shared.post(CHAT, messages=[*USER, {"role": "assistant", "content": "a", **message}])
+    error = response.json()["error"]
+    assert response.status_code == 400 and error["code"] == "unknown_parameter", response.text
+    assert error["param"] == param and param in error["message"]
+    nothing = {name: None for name in message if name != "content"}
+    assert shared.post(CHAT, messages=[{"role": "user", "content": "a", **nothing}]).status_code == 200
+
+
+def test_what_answers_bring_along_may_be_sent_back(shared):
+    message = shared.post(CHAT, messages=USER).json()["choices"][0]["message"]
+    parts = [{"type": "text", "text": "a", "cache_control": {"type": "ephemeral"}, "annotations": []}]
+    again = [*USER, {**message, "annotations": []}, {"role": "user", "content": parts, "name": "x"}]
+    assert shared.post(CHAT, messages=again).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("field", "body"),
+    [
+        ("stream_options.chunks", {"stream": True, "stream_options": {"include_usage": True, "chunks": 1}}),
+        ("response_format", {"response_format": {"type": "text", "strict": True}}),
+    ],
+)
+def test_unknown_fields_inside_options_are_refused_by_name(shared, field, body):
+    response = shared.post(CHAT, messages=USER, **body)
+    assert response.status_code == 400 and response.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
     ("field", "value", "name", "expected"),
     [
         ("max_new_tokens", 3, "max_tokens", 3),
