@@ -211,10 +211,14 @@ class Scheduler:
         running = self._running
         if len(running) > self._limits.max_num_batched_tokens:
             return False
-        if any(len(r.token_ids) - r.num_computed_tokens > 1 for r in [r for r in running if r.row is None]):
+        if not self._all_decode():
             return False
         short = [request for request in running if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
+
+    def _all_decode(self) -> bool:
+        """True if no running request must prefill."""
+        return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self._running if r.row is None])
 
     def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], bool]:
         """Return the token counts of the running requests that share the step, and True if any had to be preempted.

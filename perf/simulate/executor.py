@@ -20,6 +20,15 @@ if TYPE_CHECKING:
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
 
+
+class _Tokens(dict[str, int]):
+    """The token of any request, which no step has to list."""
+
+    def __missing__(self, request_id: str) -> int:
+        return TOKEN
+
+
+_TOKENS = _Tokens()
 _NONE: frozenset[int] = frozenset()
 
 
@@ -142,11 +151,8 @@ class SimExecutor:
         self.busy_seconds += seconds
         self.adapters.stalled_seconds += price.stall
         if price.late:
-            ready = [row for row in plan.rows if row.slot not in price.late]
-            unready = {row.request_id for row in plan.rows if row.slot in price.late}
-            return StepResult({row.request_id: TOKEN for row in ready if row.samples}, unready=unready)
-        tokens = {row.request_id: TOKEN for row in plan.rows if row.samples}
-        return StepResult(tokens) if count == 1 else RepeatedResult(tokens, count=count)
+            return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
+        return StepResult(_TOKENS) if count == 1 else RepeatedResult(_TOKENS, count=count)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -60,10 +60,10 @@ class SimAdmission(Admission):
         self._current_order: QueueOrder | None = None
         self._has_passed_over = False
 
-    def admit(self, running: Running, budget: int) -> dict[Request, int]:
+    def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
-        admitted = super().admit(running, budget)
+        admitted = super().admit(running, budget, rows)
         for request in admitted:
             self.unnoted.pop(request, None)
             if request.state is RequestState.LOADING:
@@ -145,6 +145,9 @@ class SimScheduler(Scheduler):
             return plan
         return self._repeated(plan)
 
+    def _all_decode(self) -> bool:
+        return self._all_drew or super()._all_decode()
+
     def _grow_decodes(self) -> bool:
         all_decode = super()._grow_decodes()
         self._num_decoding = len(self._running) if all_decode and self._all_drew else 0
@@ -190,10 +193,9 @@ class SimScheduler(Scheduler):
         outputs: list[RequestOutput] = []
         num_quiet, num_going = len(plan.rows), 0
         for row in plan.rows:
-            request = requests.get(row.request_id)
-            if request is not None and row.start + 1 < request.quiet_until and not unready:
-                row.start += 1
-                request.num_computed_tokens = row.start
+            request, computed = requests.get(row.request_id), row.start + 1
+            if request is not None and computed < request.quiet_until and not unready:
+                row.start = request.num_computed_tokens = computed
                 request.token_ids.append(TOKEN)
                 continue
             num_quiet -= 1
