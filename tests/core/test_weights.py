@@ -317,9 +317,9 @@ def test_checkpoint_knows_its_tensors(checkpoint):
 PEAK = """
 import sys, torch
 from pathlib import Path
-from chorus.core.model_config import ModelConfig
-from chorus.core.native_model import _native_layer, _PackedWeights
-from chorus.core.weights import open_weights
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.native_decoder import _native_layer, _PackedWeights
+from chorus.core.model.weights import open_weights
 from chorus.ops import native
 
 def status(name):

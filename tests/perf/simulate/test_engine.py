@@ -414,7 +414,7 @@ from chorus.core.costs.profile import load_profile
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.engine import simulated_engine
 from chorus.perf.simulate.scheduler import SimRequest
-from chorus.core.sampling_params import SamplingParams
+from chorus.core.requests.sampling_params import SamplingParams
 profile = load_profile("h200-llama3.1-8b")
 adapters = SimAdapters(profile.geometry.page_layout(16))
 engine, _ = simulated_engine(profile, adapters)
