@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.buckets import DecodeBuckets
+from ..memory.adapters.reclaim import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
@@ -19,7 +20,6 @@ from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
-from ..memory.pages.reclaim import Reclaimer
 from .config import EngineConfig, SchedulerLimits
 from .executors.base import Executor, ModelInfo
 from .quarantine import Quarantined, register_directories

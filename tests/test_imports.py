@@ -2,10 +2,10 @@
 
     perf → server → core → {graphs, ops, memory}
 
-A package may import those to its right; the three leaves import neither each other nor `core`. Source imports its own
-packages relatively. Optional dependencies have one home each and are imported lazily, so that a machine without them
-can import everything: inside a function, or at the top of a module named after them (`sgmv_triton`), which then must
-itself be imported lazily.
+Within `core` and `memory`, a room may import only those after it in `ROOMS`. A package may import those to its right;
+the three leaves import neither each other nor `core`. Source imports its own packages relatively. Optional
+dependencies have one home each and are imported lazily, so that a machine without them can import everything: inside a
+function, or at the top of a module named after them (`sgmv_triton`), which then must itself be imported lazily.
 """
 
 from __future__ import annotations
@@ -32,6 +32,12 @@ MAY_IMPORT = {
     "graphs": {"graphs"},
     "ops": {"ops"},
     "memory": {"memory"},
+}
+
+#: Rooms of a package, each of which may import only those after it.
+ROOMS = {
+    "core": ("costs", "engine", "quarantine", "executors", "scheduling", "model", "requests", "cpus", "config"),
+    "memory": ("adapters", "transfers", "host", "files", "pages"),
 }
 
 #: Optional dependency → the only package (path prefix) that may import it.
@@ -110,8 +116,19 @@ def _breaches(found: Import, at: Path) -> Iterator[str]:
             yield f"the root package imports {name or 'itself'}; importing {PACKAGE} must import nothing else"
     elif top and top not in MAY_IMPORT[package]:
         yield f"{package} imports {name}; it may import {', '.join(sorted(MAY_IMPORT[package]))}"
+    elif breach := _room_breach(found.parts, at):
+        yield breach
     elif not found.lazy and any(part.endswith(tuple(f"_{home}" for home in HOMES)) for part in found.parts):
         yield f"imports {name} when it is imported; that module needs an optional dependency"
+
+
+def _room_breach(target: tuple[str, ...], at: Path) -> str | None:
+    """A breach of the order of rooms within a package; None when there is none."""
+    rooms = ROOMS.get(at.parts[0], ())
+    own, other = Path(at.parts[1]).stem, target[1] if len(target) > 1 and target[0] == at.parts[0] else ""
+    if own not in rooms or other not in rooms or rooms.index(own) <= rooms.index(other):
+        return None
+    return f"{at.parts[0]}/{own} imports {'.'.join(target)}; it may import {', '.join(rooms[rooms.index(own) + 1 :])}"
 
 
 def _imports(source: str, package: tuple[str, ...]) -> Iterator[Import]:
@@ -163,9 +180,21 @@ def plant(root: Path, files: dict[str, str]) -> list[str]:
     root.joinpath("pyproject.toml").write_text(
         "[tool.setuptools]\npackages = "
         '["chorus", "chorus.perf", "chorus.server", "chorus.server.cluster", "chorus.core", "chorus.core.executors", '
-        '"chorus.graphs", "chorus.ops", "chorus.memory"]\n'
+        '"chorus.core.model", "chorus.graphs", "chorus.ops", "chorus.memory", "chorus.memory.pages"]\n'
     )
-    for folder in ("", "perf", "server", "server/cluster", "core", "core/executors", "graphs", "ops", "memory"):
+    for folder in (
+        "",
+        "perf",
+        "server",
+        "server/cluster",
+        "core",
+        "core/executors",
+        "core/model",
+        "graphs",
+        "ops",
+        "memory",
+        "memory/pages",
+    ):
         (root / folder).mkdir(exist_ok=True, parents=True)
         (root / folder / "__init__.py").touch()
     for name, source in files.items():
@@ -209,6 +238,16 @@ PLANTED = {
     "even inside a function": ("memory/a.py", "def f():\n    from ..core import types", "memory imports core.types"),
     "even for types": ("ops/a.py", "if TYPE_CHECKING:\n    from ..core import types", "ops imports core.types"),
     "deep inside core": ("core/executors/a.py", "from ...perf import gate", "core imports perf.gate"),
+    "a room imports one before it": (
+        "core/model/a.py",
+        "from ..scheduling.b import x",
+        "core/model imports core.scheduling",
+    ),
+    "even for types, a room": (
+        "memory/pages/a.py",
+        "if TYPE_CHECKING:\n    from ..host.b import x",
+        "memory/pages imports",
+    ),
     "source imports tests": ("core/a.py", "from ..tests import x", "core imports tests.x"),
     "an absolute import": ("core/a.py", "from chorus.core.types import X", "imports chorus.core.types absolutely"),
     "an absolute import statement": ("core/a.py", "import chorus.ops", "imports chorus.ops absolutely"),

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import torch
 
-from ...memory.host import hugepages
+from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native
 from ...ops.native_sampling import NativeSampling

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 
 from ...ops.sampling import Chances, Scores, score_rows, uniform
+from ..requests.logit_edits import edited
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
-from .logit_edits import edited
 
 NOT_FINITE = "the model produced logits that are not finite"
 ALL_BANNED = (

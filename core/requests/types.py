@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from ...memory.adapters.adapter import Adapter
-    from ..model.logit_edits import LogitEdits
+    from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1

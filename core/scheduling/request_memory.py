@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.reclaim import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
-from ...memory.pages.reclaim import Reclaimer
 from ..requests.request import Request
 
 

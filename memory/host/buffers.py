@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from . import hugepages
+from ..pages import hugepages
 
 _ALIGNMENT = 1 << 16
 

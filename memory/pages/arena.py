@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..host import hugepages
+from . import hugepages
 from .layout import PageLayout
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...memory.adapters.adapter import Adapter
+from ...memory.adapters.reclaim import Reclaimer
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.format import AdapterManifest
 from ...memory.host.image import HostImage
@@ -30,7 +31,6 @@ from ...memory.pages.eviction import EvictionOrder, RestoreCosts
 from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import PrefixCache
-from ...memory.pages.reclaim import Reclaimer
 
 RANKS = (4, 8, 16, 32, 64)
 

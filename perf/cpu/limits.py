@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ...memory.host import hugepages
+from ...memory.pages import hugepages
 
 PRODUCT = "product"
 GEMM_SIZE = 2048

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
+from chorus.memory.adapters.reclaim import Reclaimer
 from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
@@ -14,7 +15,6 @@ from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
-from chorus.memory.pages.reclaim import Reclaimer
 
 from .fakes import FakeBackend, SlowReads
 

@@ -4,8 +4,8 @@ import threading
 import pytest
 import torch
 
-from chorus.memory.host import hugepages
 from chorus.memory.host.buffers import HostBuffers
+from chorus.memory.pages import hugepages
 
 
 def test_a_buffer_is_as_asked_for():

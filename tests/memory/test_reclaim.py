@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from chorus.memory.adapters.reclaim import Reclaimer
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
-from chorus.memory.pages.reclaim import Reclaimer
 
 from .fakes import FakeBackend
 

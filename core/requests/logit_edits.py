@@ -9,7 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
-from ..requests.types import ScheduledRow
+from .types import ScheduledRow
 
 _MOST = float(np.finfo(np.float32).max)
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..adapters.adapter import Adapter
-from ..adapters.store import AdapterStore
-from .eviction import EvictionOrder
-from .pool import PagePool
-from .prefix import PrefixCache
+from ..pages.eviction import EvictionOrder
+from ..pages.pool import PagePool
+from ..pages.prefix import PrefixCache
+from .adapter import Adapter
+from .store import AdapterStore
 
 
 class Reclaimer:
