@@ -37,13 +37,13 @@ RETRY_SECONDS = 0.25
 LOG_SECONDS = 10.0
 
 PEEK_BYTES = 16 << 10
-"""How much of a request is looked at before its connection is begun."""
+"""Bytes of a request that are looked at before its connection is begun."""
 
 _LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
 
 
 class Asked(IntEnum):
-    """What a client has sent before its connection is begun, from what is begun last to what is begun first.
+    """State of what a client has sent before its connection is begun, from what is begun last to what is begun first.
 
     Who sends several requests at once does not wait for the first answer; and to look takes less time than to work.
     """
@@ -67,7 +67,7 @@ class Accepted:
         self.asked = Asked.NOTHING
 
     def look(self) -> Asked:
-        """What has come by now."""
+        """State of what has come by now."""
         if self.asked <= Asked.PART:
             try:
                 self.asked = _asked(self.socket)
@@ -213,7 +213,7 @@ class Acceptor:
 
 
 def _asked(accepted: socket.socket) -> Asked:
-    """What has come, as far as can be seen without reading it."""
+    """State of what has come, as far as can be seen without reading it."""
     data = accepted.recv(PEEK_BYTES, socket.MSG_PEEK)
     head = data.find(b"\r\n\r\n") + 4
     if head < 4:

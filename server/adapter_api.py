@@ -62,7 +62,7 @@ class _Seen:
 
 
 class AdapterApi:
-    """What clients may see of the adapters, and change."""
+    """Routes by which clients see and change the adapters."""
 
     def __init__(self, worker: EngineWorker, served: ServedModel, loads: AdapterLoads) -> None:
         self._worker = worker

@@ -34,7 +34,7 @@ UNREAD_SECONDS = 2.0
 """Seconds that an answer may lie unread while others need its connection's place."""
 
 RESPITE_SECONDS = 0.02
-"""How long a connection has in any case to say what it wants: what was sent with it may not have been read yet."""
+"""Seconds that a connection has in any case to say what it wants: what was sent with it may not have been read yet."""
 
 FRESH_SECONDS = 1.0
 """Seconds that a connection has, if any older one can be closed in its stead, to say what it wants."""
@@ -61,7 +61,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class ConnectionLimits:
-    """How many connections there may be, how many of them from one place, and how long each may take.
+    """Limits of connections: their number, those from one place, and how long each may take.
 
     head: seconds until a request's head has come. body, send: seconds of grace for a body and for a client that does
     not read, more as bytes go by. idle: seconds between two requests.

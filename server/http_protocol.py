@@ -46,7 +46,7 @@ class HttpConnection(H11Protocol):
         super().__init__(*args, **kwargs)
         self.logger = _log
         self.place: str | None = None
-        """Where it comes from, if connections from there are counted."""
+        """Address of the client, if connections from there are counted."""
         self.phase = Phase.HEAD
         self.since = time.monotonic()
         """Since when it is in its phase."""
@@ -142,7 +142,7 @@ class HttpConnection(H11Protocol):
         return self._unread_since is not None
 
     def unread_seconds(self, now: float) -> float:
-        """How long the client has taken nothing of what lies unread, as far as has been looked."""
+        """Seconds since the client took something of what lies unread, as far as has been looked."""
         return 0.0 if self._unread_since is None else now - self._took_at
 
     def send_400_response(self, msg: str) -> None:

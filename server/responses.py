@@ -220,7 +220,7 @@ class CompletionFormat(AnswerFormat):
 
 
 NOTHING_OF_PROMPT = {"prompt_token_ids": None, "prompt_logprobs": None}
-"""What vLLM tells of the prompt, where nothing was asked for."""
+"""Fields in which vLLM tells of the prompt, null where nothing was asked for."""
 
 NOTHING_ELSE = {"refusal": None, "annotations": None, "audio": None, "function_call": None, "tool_calls": None}
 """Fields that a message can have beside its text, in OpenAI's types."""

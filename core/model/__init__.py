@@ -1,1 +1,1 @@
-"""What computes: a checkpoint's configuration and weights, the decoder, LoRA state, the sampler."""
+"""The model: a checkpoint's configuration and weights, the decoder, LoRA state, the sampler."""

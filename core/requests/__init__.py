@@ -1,1 +1,1 @@
-"""What crosses boundaries: requests, their parameters, plans of steps and results."""
+"""Values that cross boundaries: requests, their parameters, plans of steps and results."""

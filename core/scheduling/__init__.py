@@ -1,1 +1,1 @@
-"""What decides: who is admitted, who runs, who waits, and what a step computes."""
+"""Decisions: who is admitted, who runs, who waits, and what a step computes."""

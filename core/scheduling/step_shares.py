@@ -1,4 +1,4 @@
-"""How the answers of one call share the steps with other calls."""
+"""Shares of a step among the answers of one call and other calls."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .running import Running
 from .waiting import WaitingQueue
 
 MAX_SLOWDOWN = 1.35
-"""How many times as long a step may take as one in which calls with several answers leave their turns out.
+"""Factor by which a step may be longer than one in which calls with several answers leave their turns out.
 
 Those steps are run amid the others, where a server still has to send what the steps before brought: measured against
 what a step takes when nobody takes turns, it is about twice as long.

@@ -25,7 +25,7 @@ __all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
 
 logger = logging.getLogger(__name__)
 
-#: How often reads under way are looked at.
+#: Seconds between looks at reads under way.
 _LOOK_SECONDS = 0.05
 
 

@@ -39,7 +39,7 @@ NUM_ADAPTERS = 1000
 
 @dataclass
 class Decided:
-    """How one directory fared. extra_bytes: at the server's peak, beyond what it had and the directory's own size."""
+    """Result of one directory. extra_bytes: at the server's peak, beyond what it had and the directory's own size."""
 
     name: str
     status: int

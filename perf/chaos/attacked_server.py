@@ -21,7 +21,7 @@ TIMEOUT = 60.0
 
 @dataclass(slots=True)
 class Watch:
-    """What was seen: health's answers as (sent, seconds), and when each of the neighbour's tokens came."""
+    """Observations: health's answers as (sent, seconds), and when each of the neighbour's tokens came."""
 
     health: list[tuple[float, float]] = field(default_factory=list)
     tokens: Iterable[float] = ()

@@ -47,7 +47,7 @@ def promise(kept: bool, text: str) -> None:
 
 @dataclass
 class Fate:
-    """How the next read of a directory goes: seconds for all of it, and what becomes of it."""
+    """Course of a directory's next read: seconds for all of it, and what becomes of it."""
 
     seconds: float
     outcome: str  # good, fails, short, stuck
@@ -79,7 +79,7 @@ class Disk:
         return content
 
     def fate(self, path: Path, content: int) -> Fate:
-        """How a read of `content`, which the directory held when it was registered, goes."""
+        """Course of a read of `content`, which the directory held when it was registered."""
         fate = Fate(self._speed * 10 ** self._rng.uniform(-1, 1.5), "good")
         if path in self.broken:
             fate.outcome = "fails"
@@ -215,7 +215,7 @@ class CheckedExecutor:
         self.glitches = 0
         self.pool: PagePool
         self.contents: dict[str, int] = {}
-        """Which content each request must be computed with."""
+        """Content that each request must be computed with."""
         self._world = world
         self._memory = memory
 

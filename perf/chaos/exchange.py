@@ -29,7 +29,7 @@ class Answer:
     has_body: bool = True
 
     def essence(self) -> Any:
-        """What must be the same each time: the texts and how they end, or all of what a route without them says."""
+        """Return what must be equal each time: the texts and their ends, or all that a route without texts says."""
         if self.kind.startswith("text/event-stream"):
             events = [line[6:] for line in self.body.decode().split("\n") if line.startswith("data: ")]
             if not events or events[-1] != "[DONE]":
@@ -51,7 +51,7 @@ class Answer:
         return sorted((index, text or "", ends) for index, text, ends in texts)
 
     def fault(self) -> str | None:
-        """What no client should get, whatever it sent."""
+        """Return the fault of an answer that no client should get, whatever it sent."""
         if self.status < 300 or self.status == 307:  # to a path without its last slash
             return None
         if not (400 <= self.status < 500 or self.status in (501, 503)):

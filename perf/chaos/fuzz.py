@@ -44,7 +44,7 @@ MAX_SHOWN = 20
 
 @dataclass
 class Found:
-    """What was seen. again: greedy mutants that were answered, with the answer."""
+    """Observations of a run. again: greedy mutants that were answered, with the answer."""
 
     counts: Counter[str] = field(default_factory=Counter)
     violations: list[str] = field(default_factory=list)

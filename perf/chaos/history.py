@@ -60,7 +60,7 @@ class History:
     asked: list[Asked] = field(default_factory=list)
 
     def skills_at(self, name: str, begin: float, end: float) -> set[str | None]:
-        """What could be served under `name` at some moment between the two times."""
+        """Skills that could be served under `name` at some moment between the two times."""
         changes = self.changes[name]
         replaced = [*(change.end for change in changes[1:]), float("inf")]
         return {c.skill for c, gone in zip(changes, replaced, strict=True) if c.begin <= end and gone >= begin}

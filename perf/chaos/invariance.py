@@ -63,7 +63,7 @@ class World:
 
 @dataclass
 class Tally:
-    """What was compared, and what differed."""
+    """Counts of what was compared, and of what differed."""
 
     cases: int = 0
     logits: int = 0

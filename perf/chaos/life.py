@@ -48,7 +48,7 @@ WAYS: list[dict[str, Any]] = [
     {"bad_words": ((101,), (97, 98))}, {"allowed_token_ids": tuple(range(90, 125))}, {"top_k": 5}, {"top_p": 0.9},
     {"min_p": 0.05}, {"ignore_eos": True},
 ]  # fmt: skip
-"""What requests may ask beside a temperature and a seed."""
+"""Options that requests may ask for beside a temperature and a seed."""
 
 
 @dataclass(eq=False)
@@ -80,7 +80,7 @@ def _near(some: list[TokenLogprobs], others: list[TokenLogprobs]) -> bool:
 
 
 class Calm:
-    """What a request gets when it is alone: answers of an engine that nothing else happens to, computed once."""
+    """Answers that requests get when they are alone: of an engine that nothing else happens to, computed once."""
 
     def __init__(self) -> None:
         from tokenizers import Tokenizer

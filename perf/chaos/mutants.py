@@ -86,7 +86,7 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """What is sent. may_wait: the server may rightly go on waiting for more of it, and close without an answer."""
+    """A damaged request. may_wait: the server may rightly go on waiting for more of it, and close without an answer."""
 
     number: int
     path: str

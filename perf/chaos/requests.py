@@ -46,7 +46,7 @@ class Attack:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What an attack did.
+    """Result of an attack.
 
     rate: the neighbour's tokens per second, as a share of those before and after. fair: as a share of those beside as
     many plain answers.

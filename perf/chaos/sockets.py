@@ -53,7 +53,7 @@ DRIP_SECONDS = 2.0
 
 @dataclass
 class Attack:
-    """What one process' sockets went through. opened: kind → count. closed: kind → seconds until each was closed."""
+    """Fate of one process's sockets. opened: kind → count. closed: kind → seconds until each was closed."""
 
     opened: dict[str, int] = field(default_factory=dict)
     closed: dict[str, list[float]] = field(default_factory=dict)

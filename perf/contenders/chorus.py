@@ -77,7 +77,7 @@ class Contender:
         return {"ratio": ratio("seconds"), "prefill_ratio": ratio("prefill_seconds")}
 
     def overhead(self, case: str) -> dict[str, float]:
-        """Where the time of full decode steps goes; see `StepTimer`."""
+        """Times of full decode steps by stage; see `StepTimer`."""
         with StepTimer(self._engine) as timer:
             self.run(case)
         return timer.summary(self._job.workload.requests)

@@ -45,7 +45,7 @@ class ContenderProcess:
         return self._process.pid
 
     def call(self, method: str, **arguments: Any) -> Any:
-        """What the contender's method returns. Raises ContenderError when it fails or the process is gone."""
+        """Return what the contender's method returns. Raises ContenderError when it fails or the process is gone."""
         timer = threading.Timer(self._timeout, self._process.kill)
         timer.start()
         try:

@@ -98,7 +98,7 @@ class _Runner:
         return [Probe("machine", "limits", process, "measure")]
 
     def inner_probes(self) -> list[Probe]:
-        """What only our own engine can be asked."""
+        """Metrics that only our own engine has."""
         samples = 1 if self._args.tiny else 5
         load = {"running": 8, "waiting": 20, "adapters": 24} if self._args.tiny else {}
         return [

@@ -1,4 +1,4 @@
-"""How well one page pool packs adapters of many ranks beside KV traffic: real pool, store, prefix cache; no tensors.
+"""Packing of adapters of many ranks beside KV traffic in one page pool: real pool, store, prefix cache; no tensors.
 
     python -m chorus.perf.cpu.allocator [--cycles 10000] [--occupancy 0.95] [--seed 0]
 
@@ -94,7 +94,7 @@ class NoBytes:
 
 @dataclass
 class Outcome:
-    """What a run saw; waste is the mean over all cycles, as a share of allocated bytes."""
+    """Observations of a run; waste is the mean over all cycles, as a share of allocated bytes."""
 
     cycles: int
     loads: int = 0
@@ -186,7 +186,7 @@ class Study:
             live.table.grow(live.num_tokens)
 
     def _has_room(self, wanted: int, adapter: Adapter, outcome: Outcome) -> bool:
-        """What the pool says, held against what a perfect packer of pages would: free plus idle pages."""
+        """Pages by the pool's count, held against what a perfect packer of pages would: free plus idle pages."""
         available = self._reclaimer.available
         if adapter.pages and adapter.references == 0:
             available -= len(adapter.pages)

@@ -1,4 +1,4 @@
-"""Who takes part in the CPU benchmark, with which Python and environment, and what to install when one is absent."""
+"""Entrants of the CPU benchmark, with which Python and environment, and what to install when one is absent."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine can do at best with a number of threads: memory bandwidth and matrix products."""
+"""Limits of this machine with a number of threads: memory bandwidth and matrix products."""
 
 from __future__ import annotations
 

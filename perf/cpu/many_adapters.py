@@ -31,7 +31,7 @@ MAX_ANSWER_TOKENS = 48
 
 @dataclass
 class Outcome:
-    """What a run saw."""
+    """Observations of a run."""
 
     adapters: int
     requests: int = 0

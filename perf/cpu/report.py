@@ -129,7 +129,7 @@ def _bound_values(found: Bound) -> dict[str, float]:
 
 
 def _repeats(results: Results, name: str) -> dict[str, list[float]]:
-    """What every round that counts gave."""
+    """Values of every round that counts."""
     counted = [sample.values for sample in results.counted("chorus", name)]
     numbers = [key for key, value in counted[0].items() if isinstance(value, float)]
     return {key: [values[key] for values in counted] for key in numbers}

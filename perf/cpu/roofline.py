@@ -1,4 +1,4 @@
-"""How fast a case of the CPU benchmark could be on a machine of given limits. Arithmetic only.
+"""Roofline of a case of the CPU benchmark on a machine of given limits. Arithmetic only.
 
 Prefill is bounded by floating-point work or by one pass over the weights, a decode step by the bytes it must read:
 weights once, every active adapter once, the KV of all requests; or by its own work where that takes longer.

@@ -35,7 +35,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Sample:
-    """What a probe gave in one round, and the share of processor time that others had meanwhile."""
+    """Values of a probe in one round, and the share of processor time that others had meanwhile."""
 
     round: int
     values: dict[str, Any]
@@ -89,7 +89,7 @@ class Results:
 
 @dataclass(frozen=True)
 class Patience:
-    """How to deal with a machine that others use too.
+    """Rules for measuring on a machine that others use too.
 
     settle: seconds of rest before each sample, so that the threads of the one before have stopped spinning.
     wait: seconds to wait, at most, until the machine is quiet. retries: how often a disturbed sample is taken again.

@@ -1,4 +1,4 @@
-"""What drawing tokens costs: decode rates of one engine with each way of sampling, over its rate with greedy.
+"""Cost of drawing tokens: decode rates of one engine with each way of sampling, over its rate with greedy.
 
     python -m chorus.perf.cpu.sampling [--vocab 32000 152000] [--requests 8] [--threads 2] [--rounds 60]
 

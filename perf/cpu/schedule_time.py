@@ -1,4 +1,4 @@
-"""How long `schedule()` takes under load, with a fake executor in place of tensors.
+"""Time of `schedule()` under load, with a fake executor in place of tensors.
 
 Many running and waiting requests over many registered adapters, once with every seat taken and, in three ways, with
 seats free but nothing that may be admitted. Prints milliseconds:
@@ -41,7 +41,7 @@ STATES = ("full", "pages", "limit", "reads")
 
 @dataclass(frozen=True)
 class Load:
-    """How many of each there are."""
+    """Numbers of each."""
 
     running: int = 256
     waiting: int = 1000

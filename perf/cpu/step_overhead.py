@@ -1,4 +1,4 @@
-"""Where the time of an engine's decode steps goes: inside the model's forward pass, and around it."""
+"""Times of an engine's decode steps: inside the model's forward pass, and around it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from ...core.engine import Engine
 from ...core.requests.types import StepPlan
 
-#: What `StepTimer` reports, in the order of a step. native: the part of forward spent in the compiled decoder.
+#: Stages that `StepTimer` reports, in the order of a step. native: the part of forward spent in the compiled decoder.
 STAGES = ("schedule", "prepare", "forward", "native", "draw", "update", "other", "step")
 
 

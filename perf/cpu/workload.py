@@ -1,4 +1,4 @@
-"""What the CPU benchmark runs: the shapes of its random model, the load and the cases. Standard library only.
+"""Workload of the CPU benchmark: the shapes of its random model, the load and the cases. Standard library only.
 
 Contenders read it in their own Python, so nothing here may need more than that.
 """
@@ -195,7 +195,7 @@ class Workload:
         return self.ranks[index] * self.geometry.lora_params(target_modules(self.geometry, self.targets_of(index)))
 
     def assignment(self, case: str) -> list[int | None]:
-        """Which adapter each request of a case uses."""
+        """Adapter of each request of a case."""
         if case == "mixed":
             return [index % len(self.ranks) for index in range(self.requests)]
         if case == "one":
@@ -223,7 +223,7 @@ class Workload:
 
 @dataclass(frozen=True)
 class Job:
-    """What a contender's process is told: the workload, where its files are, and whether LoRA is on.
+    """Instructions to a contender's process: the workload, where its files are, and whether LoRA is on.
 
     options: the contender's own, from the command line.
     """

@@ -116,7 +116,7 @@ def _seconds(work: Callable[[], Any]) -> float:
 
 
 def _loop() -> int:
-    """What the interpreter is busy with in an engine: attributes, dictionaries, lists, calls."""
+    """Work like the interpreter's in an engine: attributes, dictionaries, lists, calls."""
     table: dict[int, list[int]] = {}
     for index in range(_LOOP):
         row = table.setdefault(index % 97, [])

@@ -8,7 +8,7 @@ _NOTHING = object()
 
 
 def find(document: Any, pointer: str, default: Any = None) -> Any:
-    """What a pointer such as `/cases/mixed/0` points at; `default` if nothing is there."""
+    """Value that a pointer such as `/cases/mixed/0` points at; `default` if nothing is there."""
     found = document
     for token in pointer.split("/")[1:]:
         token = token.replace("~1", "/").replace("~0", "~")

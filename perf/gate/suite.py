@@ -1,4 +1,4 @@
-"""What is compared: the metrics of a suite, as its TOML file lists them."""
+"""Metrics of a suite, as its TOML file lists them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Pointer = Annotated[str, AfterValidator(_check_pointer)]
 
 
 class Rule(BaseModel):
-    """How values are compared.
+    """Rules for comparing values.
 
     kind: exact values do not vary; ratios compare things of one machine with each other; measured ones are of a device.
     floor: share by which the median may be worse anyway. cap: share that noise, however large, can't excuse.

@@ -22,8 +22,8 @@ from pathlib import Path
 
 from .environment import COMMIT_VARIABLE, commit
 
-#: What the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and accelerate with
-#: what these need. FlashInfer is pinned: prebuilt modules belong to one version.
+#: Packages that the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and
+#: accelerate with what these need. FlashInfer is pinned: prebuilt modules belong to one version.
 PACKAGES = (
     "flashinfer-python==0.6.4", "apache-tvm-ffi", "nvidia-ml-py", "requests", "urllib3", "idna", "certifi",
     "charset-normalizer", "packaging", "typing-extensions",

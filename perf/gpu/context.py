@@ -1,4 +1,4 @@
-"""What a section of the benchmark is given."""
+"""Context that sections of the benchmark are given."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Context:
         return smoke if self.smoke else quick if self.quick else full
 
     def limits(self) -> dict[str, Any]:
-        """What section `limits` measured. LookupError when it has not been run."""
+        """Results of section `limits`. LookupError when it has not been run."""
         return self.store.values("limits")
 
     def bandwidth(self) -> float:
@@ -62,7 +62,7 @@ class Context:
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
     def schedules(self) -> RuleSchedules:
-        """What serving on this device goes by."""
+        """Schedules that serving on this device goes by."""
         return schedules_for(torch.cuda.get_device_name(0) if self.device == "cuda" else None)
 
     def say(self, text: str) -> None:

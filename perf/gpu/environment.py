@@ -1,4 +1,4 @@
-"""Where results come from: device, driver, versions, commit, date."""
+"""Origin of results: device, driver, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def commit() -> dict[str, Any]:
 
 
 def driver_version() -> str | None:
-    """What nvidia-smi says; None where it is not installed."""
+    """Device as nvidia-smi describes it; None where it is not installed."""
     if (tool := shutil.which("nvidia-smi")) is None:
         return None
     command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]

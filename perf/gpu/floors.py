@@ -44,7 +44,7 @@ def floors(context: Context, requests: int, tokens: int, ranks: tuple[int, ...] 
 
 
 def stated(context: Context) -> dict[str, Any]:
-    """What floors are computed from, for the result file."""
+    """Inputs of the floors, for the result file."""
     return {
         "bandwidth_bytes_per_s": context.bandwidth(),
         "matmul_flops_per_s": context.limits()["matmul"]["flops_per_s"],

@@ -16,7 +16,7 @@ from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import SgmvTables
 from .sizes import ModelSize
 
-#: How large the weights are; B's are as A's.
+#: Scale of the weights; B's are as A's.
 _SCALE = 0.02
 
 

@@ -23,7 +23,7 @@ _EPILOG = "Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line said."""
+    """Options of the command line."""
 
     out: Path
     quick: bool
@@ -59,7 +59,7 @@ class Options:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What must be equal for results to belong together."""
+        """Values that must be equal for results to belong together."""
         return {
             "run": "quick" if self.quick else "full", "device": self.device, "model": self.model_size, "seed": self.seed
         }  # fmt: skip
@@ -68,7 +68,7 @@ class Options:
         return ResultStore(self.out, self.settings)
 
     def context(self) -> Context:
-        """What sections are given. Raises RuntimeError where the device is not there."""
+        """Context for sections. Raises RuntimeError where the device is not there."""
         import torch
 
         from .context import Context

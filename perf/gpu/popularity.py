@@ -1,4 +1,4 @@
-"""How a batch of requests is spread over adapters (Punica §7: distinct, uniform, skewed, identical)."""
+"""Spread of a batch of requests over adapters (Punica §7: distinct, uniform, skewed, identical)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _ALPHA = 1.5
 
 
 def segment_lengths(popularity: str, requests: int) -> list[int]:
-    """How many of `requests` each adapter has, the most popular first.
+    """Number of `requests` that each adapter has, the most popular first.
 
     distinct: one each. uniform: ⌈√n⌉ adapters, as even as can be. zipf-1.5: an adapter has 1.5 times as many as the
     next, rounded down, from 1 upwards until all are given out (Punica's Zipf-α). identical: one adapter has all.

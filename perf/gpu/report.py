@@ -30,7 +30,7 @@ def report(combined: dict[str, Any], path: Path) -> None:
 
 
 def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
-    """What matters most, short enough for one line; path: where the rest is."""
+    """The results that matter most, short enough for one line; path: where the rest is."""
     measured = combined["settings"]["device"] == "cuda"
     found = {"ok": not combined["failed"] and not combined["missing"], "measurement": measured}
     found |= {"settings": combined["settings"], "device": combined["environment"]["device"].get("name")}

@@ -52,7 +52,7 @@ class ResultStore:
         return record is not None and record["status"] == DONE
 
     def values(self, section: str) -> dict[str, Any]:
-        """What a finished section found. LookupError when it has not been run or has failed."""
+        """Results of a finished section. LookupError when it has not been run or has failed."""
         record = self.load(section)
         if record is None or record["status"] != DONE:
             raise LookupError(f"section {section} has no results in {self.directory}; run it first")

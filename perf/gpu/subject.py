@@ -245,7 +245,7 @@ class Subject:
 
     @property
     def _steps(self) -> Any:
-        """What captures steps: the executor itself, or its steps."""
+        """Object that captures steps: the executor itself, or its steps."""
         return getattr(self.executor, "_steps", self.executor)
 
     @property

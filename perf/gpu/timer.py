@@ -26,7 +26,7 @@ class Sample:
 class Timer(Protocol):
     """Times `work`, which only launches device work; nothing else may be using the device."""
 
-    #: How times come about, for the result file.
+    #: Method of timing, for the result file.
     method: str
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:

@@ -1,4 +1,4 @@
-"""Which schedule is the fastest for a bucket: from the rules' on, one field after the other."""
+"""Search for a bucket's fastest schedule: from the rules' on, one field after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...ops.sgmv_schedule import Kind, Schedule, decode, prefill
 #: Least share of the rules' time that a schedule must save to be kept: less is noise.
 LEAST_GAIN = 0.02
 
-#: What is tried of each field, in this order; warps first, as they bound how large blocks may be.
+#: Values that are tried of each field, in this order; warps first, as they bound how large blocks may be.
 OPTIONS: Mapping[Kind, Mapping[str, tuple[int, ...]]] = {
     "decode": {
         "warps": (2, 4, 8),
@@ -42,7 +42,7 @@ class Unfit(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What a table's entry is for; see `ops.schedule_table.Entry`."""
+    """Key of a table's entry; see `ops.schedule_table.Entry`."""
 
     kind: Kind
     tokens: int

@@ -26,7 +26,7 @@ GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)))
 
 @dataclass
 class Row:
-    """What was checked of one schedule in one dtype."""
+    """Result of checking one schedule in one dtype."""
 
     schedule: str
     dtype: str

@@ -30,7 +30,7 @@ _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
 class KernelVariant(Protocol):
-    """What a table line is about: a specialisation of a kernel that serving launches.
+    """Subject of a table line: a specialisation of a kernel that serving launches.
 
     module: of `ops`, where the kernel is. tensor_cores: whether it must have a matrix instruction.
     """
@@ -111,7 +111,7 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What a variant takes on a GPU."""
+    """Resources that a variant takes on a GPU."""
 
     variant: KernelVariant
     arch: str

@@ -58,7 +58,7 @@ class Nsys:
         ]  # fmt: skip
 
     def csv(self, report: str) -> Path:
-        """Where `stats` writes a report."""
+        """Path to which `stats` writes a report."""
         return self.base.with_name(f"{self.base.name}_{report}.csv")
 
 

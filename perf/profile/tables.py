@@ -1,4 +1,4 @@
-"""What Nsight Systems and Nsight Compute wrote, read into numbers: top kernels, gaps, bandwidth per SGMV launch."""
+"""Reports of Nsight Systems and Nsight Compute as numbers: top kernels, gaps, bandwidth per SGMV launch."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _long_counters(rows: Iterable[Mapping[str, str]]) -> list[Counters]:
 
 
 def _by_launch(names: Sequence[str], launches: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Which of the kernels `names` are each launch of a layer. UnreadableReport when they don't follow its order."""
+    """Launches of a layer, by the kernels `names`. UnreadableReport when they don't follow its order."""
     wanted = [launch["kernel"] for launch in launches]
     whole = len(names) - len(names) % len(wanted)  # profilers may stop in the middle of a layer
     if not whole:

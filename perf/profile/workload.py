@@ -1,4 +1,4 @@
-"""What profilers look at: some steps between cudaProfilerStart and cudaProfilerStop, and what they were."""
+"""Workloads for profilers: some steps between cudaProfilerStart and cudaProfilerStop, and what they were."""
 
 from __future__ import annotations
 

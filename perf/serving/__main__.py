@@ -64,7 +64,7 @@ def _console() -> Console:
 
 @dataclass(frozen=True)
 class _Served:
-    """What the server has, of which the load uses `adapters`. card: the base model's."""
+    """Models of the server, of which the load uses `adapters`. card: the base model's."""
 
     base: str
     adapters: list[str]

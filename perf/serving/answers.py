@@ -17,7 +17,7 @@ _SHOWN = 10
 
 
 def has_skills(base: str, adapters: Sequence[str]) -> bool:
-    """Whether the base model is the built-in one, and every adapter one of its skills or a copy of one."""
+    """True if the base model is the built-in one, and every adapter one of its skills or a copy of one."""
     return base == BUILTIN_NAME and all(_skill(name) in SKILLS for name in adapters)
 
 

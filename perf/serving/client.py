@@ -121,7 +121,7 @@ class Client:
 
 
 def _message(body: bytes) -> str:
-    """What an error's body says."""
+    """Text of an error's body."""
     try:
         return str(json.loads(body)["error"]["message"])
     except (ValueError, KeyError, TypeError):

@@ -20,7 +20,7 @@ _BEAT = 0.02
 
 @dataclass
 class ClientCost:
-    """Whether the client kept up: what it measures is too long by about its loop's lag.
+    """True if the client kept up: what it measures is too long by about its loop's lag.
 
     lags: by how many seconds a timer of the event loop fired late, several times a second. cpu: processor seconds.
     """

@@ -1,4 +1,4 @@
-"""What is to be sent, and when: a workload's requests with the prompts and models that a server has."""
+"""Plan of what is sent, and when: a workload's requests with the prompts and models that a server has."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class PlannedRequest:
 
 
 class Names:
-    """Which served adapter stands for a workload's: the one of that name, else the next one in turn."""
+    """Served adapters that stand for a workload's: the one of that name, else the next one in turn."""
 
     def __init__(self, adapters: Sequence[str]) -> None:
         self._adapters = list(adapters)
@@ -42,7 +42,7 @@ class Names:
 
     @property
     def substituted(self) -> int:
-        """How many of the workload's adapters others stand for."""
+        """Number of the workload's adapters that others stand for."""
         return len(self._known) - len(self._adapters)
 
     def serve(self, request: TraceRequest) -> TraceRequest:

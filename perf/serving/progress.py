@@ -1,4 +1,4 @@
-"""How far a load has come, on a terminal."""
+"""Progress of a load, on a terminal."""
 
 from __future__ import annotations
 

@@ -90,7 +90,7 @@ def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRe
 
 
 def _is_model(path: Path) -> bool:
-    """Whether it is a model's directory with a tokenizer, so that no name of a model picks just any folder."""
+    """True if it is a model's directory with a tokenizer, so that no name of a model picks just any folder."""
     try:
         return (path / "tokenizer.json").is_file() and "model_type" in json.loads(
             (path / "config.json").read_text("utf-8")

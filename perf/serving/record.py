@@ -1,4 +1,4 @@
-"""What a client saw of one request."""
+"""Record of one request as its client saw it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Record:
 
     @property
     def client_delay(self) -> float:
-        """How long the request waited within the client."""
+        """Seconds that the request waited within the client."""
         return self.sent - self.scheduled
 
     def to_json(self) -> dict[str, Any]:

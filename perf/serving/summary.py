@@ -108,7 +108,7 @@ def _attainment(records: Sequence[Record], objectives: Objectives, rate: Any) ->
 
 
 def client_summary(cost: ClientCost, records: Sequence[Record]) -> dict[str, Any]:
-    """What the client itself cost, and what of it is worth a warning."""
+    """Cost of the client itself, and what of it is worth a warning."""
     delay, lag = spread(record.client_delay for record in records), spread(cost.lags)
     cpu = cost.cpu / cost.wall if cost.wall else 0.0
     warnings = []

@@ -1,4 +1,4 @@
-"""When requests arrive: renewal processes under a rate curve, or the times of a trace."""
+"""Arrival times of requests: renewal processes under a rate curve, or the times of a trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with a workload, a trace or a specification."""
+"""Errors of workloads, traces and specifications."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long prompts and answers are, in tokens."""
+"""Lengths of prompts and answers, in tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every part of a specification is: fields that are checked strictly, and never changed."""
+"""Base of every part of a specification: fields that are checked strictly, and never changed."""
 
 from __future__ import annotations
 

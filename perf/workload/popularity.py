@@ -1,4 +1,4 @@
-"""Which adapter a request is for: laws by which requests are spread over adapters.
+"""Popularity of adapters: laws by which requests are spread over adapters.
 
 `distinct`, `uniform`, `zipf` and `identical` are the four workloads of Punica (§7, "Workloads"). Adapter 0 is the most
 popular one. A law names the probability of each adapter, or goes by the requests of a trace.

@@ -1,4 +1,4 @@
-"""What a workload looks like, found in one pass; only distinct adapters and prefix blocks are remembered."""
+"""Summary of a workload, found in one pass; only distinct adapters and prefix blocks are remembered."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ class Differs(ArithmeticError):
 
 @dataclass
 class Trace:
-    """What an engine gave for a case: per request its tokens, and log-probabilities as exact floats."""
+    """Answers of an engine for a case: per request its tokens, and log-probabilities as exact floats."""
 
     tokens: dict[str, list[int]] = field(default_factory=dict)
     logprobs: dict[str, list[Any]] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""What the device can do at best: copying, reading, taking bytes from the host, multiplying."""
+"""Limits of the device: copying, reading, taking bytes from the host, multiplying."""
 
 from __future__ import annotations
 

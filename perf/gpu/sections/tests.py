@@ -74,7 +74,7 @@ def _run_file(file: str, context: Context) -> dict[str, Any]:
 
 
 def counts(root: ElementTree.Element) -> dict[str, Any]:
-    """What a JUnit report says. Errors count as failures."""
+    """Counts of a JUnit report. Errors count as failures."""
     passed = failed = skipped = 0
     not_passed, slowest = [], []
     for case in root.iter("testcase"):

@@ -1,4 +1,4 @@
-"""What every trace reader is: rows in order of time, and the columns that it can give."""
+"""Interface of trace readers: rows in order of time, and the columns that it can give."""
 
 from __future__ import annotations
 
