@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
 
+from chorus.memory.adapters.adapter import Adapter
+from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import Reads
@@ -111,3 +113,10 @@ class SlowReads(Reads):
 
     def shutdown(self) -> None:
         self.is_shut = True
+
+
+def acquire_whole(store: AdapterStore, adapter: Adapter) -> None:
+    """Acquire an adapter once all of it has been read. Raises what its read raises."""
+    while not store.fetch(adapter):
+        store.images.wait(1.0)
+    store.acquire(adapter)

@@ -19,6 +19,8 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.files.format import AdapterFormatError
 
+from .fakes import acquire_whole
+
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")
 
@@ -339,7 +341,7 @@ def test_damaged_adapters_are_read_right_or_refused(adapter_draft, tiny_engine, 
         damage(path, rng)
         try:
             adapter = engine.store.register("bad", path)
-            engine.store.acquire(adapter)
+            acquire_whole(engine.store, adapter)
         except AdapterFormatError as error:
             refused += 1
             message = str(error)

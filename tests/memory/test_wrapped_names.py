@@ -7,6 +7,8 @@ import torch
 
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 
+from .fakes import acquire_whole
+
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
     "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
@@ -39,7 +41,7 @@ def test_layers_within_a_wrapper_are_mapped(adapter_draft, tiny_engine, resident
     engine = tiny_engine()
     found = []
     for name in ("plain", "wrapped"):
-        engine.store.acquire(engine.store.register(name, tmp_path / name))
+        acquire_whole(engine.store, engine.store.register(name, tmp_path / name))
         found.append(resident_weights(engine, name))
     assert found[0].keys() == found[1].keys()
     for key, (a, b, scale) in found[0].items():
