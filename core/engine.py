@@ -6,7 +6,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from .config import EngineConfig, SchedulerLimits
+from .engine_stats import EngineStats
 from .executors.base import Executor, ModelInfo
 from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import RequestOutput, StepInfo, StepPlan, StepResult
+from .requests.types import RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.policies import Policies
 from .scheduling.request_memory import RequestMemory
@@ -36,33 +37,6 @@ logger = logging.getLogger(__name__)
 
 IDLE_CHECK_SECONDS = 1.0
 READ_WAIT_SECONDS = 0.005
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """A snapshot for metrics; pages are counts."""
-
-    num_running: int
-    num_waiting: int
-    num_pages: int
-    num_free_pages: int
-    num_kv_pages: int
-    num_adapter_pages: int
-    num_cached_pages: int
-    num_steps: int
-    num_preemptions: int
-    num_generated_tokens: int
-    num_adapter_hits: int
-    num_adapter_loads: int
-    num_streamed_loads: int
-    num_adapter_evictions: int
-    num_prefix_hit_tokens: int
-    num_prefix_query_tokens: int
-    last_step: StepInfo | None
-    num_reads: int = 0  # adapters being read
-    num_failed_reads: int = 0
-    num_given_up_reads: int = 0
-    oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 
 class Engine:

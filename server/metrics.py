@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from .engine_view import EngineView
 
 if TYPE_CHECKING:
-    from ..core.engine import EngineStats
+    from ..core.engine_stats import EngineStats
 
 TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2)

@@ -19,7 +19,8 @@ from .errors import EngineUnavailable
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from ..core.engine import Engine, EngineStats
+    from ..core.engine import Engine
+    from ..core.engine_stats import EngineStats
     from ..core.executors.base import ModelInfo
     from ..core.requests.request import Request
     from ..memory.files.format import AdapterManifest

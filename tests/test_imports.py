@@ -36,9 +36,12 @@ MAY_IMPORT = {
 
 #: Rooms of a package, each of which may import only those after it.
 ROOMS = {
-    "core": ("costs", "engine", "quarantine", "executors", "scheduling", "model", "requests", "cpus", "config"),
+    "core": (
+        "costs", "engine", "quarantine", "executors", "scheduling", "model", "engine_stats", "requests", "cpus",
+        "config",
+    ),
     "memory": ("adapters", "transfers", "host", "files", "pages"),
-}
+}  # fmt: skip
 
 #: Optional dependency → the only package (path prefix) that may import it.
 HOMES = {"triton": "ops", "flashinfer": "ops", "cupy": "memory", "ray": "server/cluster"}

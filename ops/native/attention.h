@@ -97,7 +97,7 @@ struct AttentionScratch {
     std::vector<const void*> places;
 };
 
-// Where tokens 0 … count-1 of a row lie in the plane of K or of V.
+// Places of tokens 0 … count-1 of a row in the plane of K or of V.
 template <class T>
 inline void locate(const PagedCache<T>& cache, const T* plane, const int64_t* pages, int count, const T** out) {
     const long step = (long)cache.kv_heads * cache.head_dim;

@@ -437,7 +437,7 @@ class Decoder {
 
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
 
-    // What the shrink gives for a module of a group, of the segments of the unit's level: [tokens, ldh_].
+    // Output of the shrink for a module of a group, of the segments of the unit's level: [tokens, ldh_].
     T* h_of(const StepDesc& step, const LoraUnit& u) {
         return h_.data() + (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
     }

@@ -1,4 +1,4 @@
-// What ops/native.py hands over: a model once, a step every time.
+// Descriptors that ops/native.py hands over: a model once, a step every time.
 #pragma once
 #include <atomic>
 #include "sgmv.h"

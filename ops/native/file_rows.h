@@ -23,7 +23,7 @@ constexpr int kBuffers = 2;        // a group in use, the next under way: more w
 struct ReadGroup { int64_t spans_begin, spans_end, jobs_begin, jobs_end; };
 struct Span { int64_t start, end; };
 
-// What one reader needs, kept from file to file: the system clears fresh pages at some cost. On huge pages, because the
+// State of one reader, kept from file to file: the system clears fresh pages at some cost. On huge pages, because the
 // disk's requests are of so many pages at most, and each page must be found and held: a third of the time of small ones.
 struct ReadStation {
     char* buffer(int slot, size_t bytes) {
@@ -112,7 +112,7 @@ class FileRows {
         return true;
     }
 
-    // Where the file's bytes `start` … `start + bytes` are, of the group that `next` read last; null if they were not
+    // Address of the file's bytes `start` … `start + bytes`, of the group that `next` read last; null if they were not
     // read. Until `next` is called again.
     const char* at(int64_t start, int64_t bytes) const { return next_ ? at(next_ - 1, start, bytes) : nullptr; }
 
@@ -141,7 +141,7 @@ class FileRows {
         if (direct_ >= 0 && !is_cached(pieces)) station_->reads.begin(direct_, pieces.data(), pieces.size());
     }
 
-    // Whether every piece is whole. What was not begun, or came short, is read in the plain way, which tells why.
+    // True if every piece is whole. What was not begun, or came short, is read in the plain way, which tells why.
     bool finish(int64_t g, ReadFault& fault) {
         for (const Read& piece : pieces_[g])  // all, since the buffer will be used again
             while (piece.pending && !broken_) broken_ = !station_->reads.wait();
@@ -162,7 +162,7 @@ class FileRows {
         return false;
     }
 
-    // Whether the page cache holds all of it. A wrong answer costs nothing but time.
+    // True if the page cache holds all of it. A wrong answer costs nothing but time.
     bool is_cached(const std::vector<Read>& pieces) const {
         struct stat status;
         if (fstat(fd_, &status) < 0) return true;

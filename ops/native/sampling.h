@@ -259,7 +259,7 @@ inline float threshold_of(const float* groups, int count, int64_t k, std::vector
     return scratch[k - 1];
 }
 
-// What a step draws and scores, in three phases that threads share: each block's largest, each block's mass, each row.
+// Draws and scores of a step, in three phases that threads share: each block's largest, each block's mass, each row.
 class Sampling {
    public:
     struct Row {

@@ -29,7 +29,7 @@ template <class T>
 struct Arena {
     T* data;
     int64_t page_elems;
-    // Where `count` rows of `width` elements begin that are `step` apart in an adapter, the first at `elem`. A row that
+    // Places of `count` rows of `width` elements that are `step` apart in an adapter, the first at `elem`. A row that
     // goes on in another page is put together in `spare` (rows `lds` apart); without, it is where it begins.
     void rows(const Adapter& a, int64_t elem, int64_t step, int count, int width, const T** out, T* spare, long lds) const {
         int64_t index = elem / page_elems, at = elem % page_elems;
@@ -141,7 +141,7 @@ inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, in
     if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
 }
 
-// Where row `rank` of A or Bᵀ begins in the adapter.
+// First element of row `rank` of A or Bᵀ in the adapter.
 inline int64_t first_row(const Adapter& adapter, int layer, int rank, int offset) {
     return adapter.first_elem[layer] + rank * adapter.slab_elems + offset;
 }

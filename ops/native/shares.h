@@ -1,4 +1,4 @@
-// Which thread does what.
+// Shares of work: the part of a phase that each thread does.
 #pragma once
 #include <vector>
 #include "gemm.h"
@@ -9,8 +9,8 @@ namespace chorus {
 
 constexpr int kFewTokens = 48;  // up to this many, weights are streamed rather than computed with
 
-// Where thread t's part of `count` things begins: of tokens as of a product's units, whose rows are in the same order, so that
-// most of what a thread reads was written by itself and lies in its own cache.
+// First thing of thread t's part of `count` things: of tokens as of a product's units, whose rows are in the same
+// order, so that most of what a thread reads was written by itself and lies in its own cache.
 inline int part_begin(int count, int t, int threads) { return (int)((long)count * t / threads); }
 
 // work(i, more): thing i; more: the next one runs on the same thread.

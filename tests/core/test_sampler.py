@@ -147,7 +147,7 @@ def test_rows_do_not_touch_each_other():
 
 
 def test_only_rows_whose_logits_are_as_the_model_gave_them_are_told_their_likeliest_token():
-    """What raises, lowers or bans a token may make another the likeliest."""
+    """Raising, lowering or banning a token may make another the likeliest."""
     told = []
 
     class Watched(TorchSampling):

@@ -593,7 +593,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
 
     def _note_preemptions(self):
-        """Whoever was sent back goes on before all others, even one that began in this very step."""
+        """Requests that were sent back go on before all others, even one that began in this very step."""
         for request in self.scheduler._waiting:
             if request.state in (RequestState.SWAPPED, RequestState.LATE):
                 reached["preempted"] += 1

@@ -191,5 +191,5 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
 
 
 def told(answer):
-    """What an answer says; its scores may differ in the last bits with what shares a step."""
+    """An answer without its scores, which may differ in the last bits with what shares a step."""
     return answer.tokens, answer.finish_reason, [score.token_id for score in answer.logprobs]

@@ -1,0 +1,34 @@
+"""Snapshot of an engine for metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .requests.types import StepInfo
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counts and seconds of an engine at one moment; pages are counts."""
+
+    num_running: int
+    num_waiting: int
+    num_pages: int
+    num_free_pages: int
+    num_kv_pages: int
+    num_adapter_pages: int
+    num_cached_pages: int
+    num_steps: int
+    num_preemptions: int
+    num_generated_tokens: int
+    num_adapter_hits: int
+    num_adapter_loads: int
+    num_streamed_loads: int
+    num_adapter_evictions: int
+    num_prefix_hit_tokens: int
+    num_prefix_query_tokens: int
+    last_step: StepInfo | None
+    num_reads: int = 0  # adapters being read
+    num_failed_reads: int = 0
+    num_given_up_reads: int = 0
+    oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
