@@ -167,7 +167,8 @@ class Generation:
     @property
     def goes_on(self) -> bool:
         """True if the next delta is there already and is read in this turn, before others have theirs."""
-        return time.monotonic() <= self._turn_ends and any(output.request_id in self._open for output, _ in self._outputs)
+        in_time = time.monotonic() <= self._turn_ends
+        return in_time and any(output.request_id in self._open for output, _ in self._outputs)
 
     def _put(self, output: RequestOutput) -> None:
         """Take an output on the reader's loop."""

@@ -35,8 +35,8 @@ class StepShares:
     A call whose answers are few always runs whole. The larger ones pay for what they take: every step adds to their
     debt the time by which it was longer than one without them, and pays back `SHARE` of such a step. While they owe
     something the steps go on without them, and then with as many of their answers as one step bears, in turns. So a
-    call of one answer keeps at least 1 / (1 + SHARE) of its rate, whatever costs so much: rows on a CPU, scores, or text
-    that the server has to send. Where a row costs next to nothing, as on a GPU, everybody runs all the time.
+    call of one answer keeps at least 1 / (1 + SHARE) of its rate, whatever it is that costs: rows on a CPU, scores, or
+    text that the server has to send. Where a row costs next to nothing, as on a GPU, everybody runs all the time.
     An answer that sits out keeps its seat, its pages and its state.
     """
 
