@@ -88,8 +88,9 @@ class LLM:
 
     # -- answers
 
+    # a str is a Sequence[str] too, and Python has no type for all the others
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]
         self, prompts: str, params: SamplingParams | None = None, adapter: str | None = None, *,
         stop: Sequence[str] = (),
     ) -> Completion: ...  # fmt: skip

@@ -47,8 +47,9 @@ class Vocabulary:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return None
-        values = [self._byte_of.get(character) for character in token]
-        return token.encode() if None in values else bytes(values)
+        if any(character not in self._byte_of for character in token):
+            return token.encode()
+        return bytes(self._byte_of[character] for character in token)
 
     def _name(self, token_id: int) -> str:
         if self._backend.id_to_token(token_id) is None:

@@ -12,7 +12,7 @@ import itertools
 import random
 import string
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LETTERS = string.ascii_lowercase
@@ -98,7 +98,7 @@ def _initials(text: str) -> str:
 # --- inputs ------------------------------------------------------------------------------------------------
 
 
-def _random_word(rng: random.Random, length: int, alphabet: str = LETTERS) -> str:
+def _random_word(rng: random.Random, length: int, alphabet: Sequence[str] = LETTERS) -> str:
     return "".join(rng.choices(alphabet, k=length))
 
 
