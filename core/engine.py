@@ -124,7 +124,7 @@ class Engine:
         when too many wait."""
         self._validate(request)
         self._scheduler.check_room(request.tenant)
-        if request.seed is None:
+        if request.params.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
         self._scheduler.add(request)

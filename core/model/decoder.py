@@ -85,6 +85,8 @@ class DecoderModel:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
+        if self._scored is None:
+            raise RuntimeError("the last step had no score tokens")
         return linear(self._scored[begin:end], self._lm_head).float()
 
     def _attention(
@@ -130,9 +132,11 @@ def _added_and_normed(
 
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    """The layer with every part on `device`; the same tensors where they are there."""
-    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return LayerWeights(**{name: None if part is None else part.to(device) for name, part in parts.items()})
+    """The layer, with every part moved to `device`; the same tensors where they are there."""
+    for field in fields(layer):
+        if (part := getattr(layer, field.name)) is not None:
+            setattr(layer, field.name, part.to(device))
+    return layer
 
 
 def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:

@@ -40,9 +40,9 @@ class Admission:
         loads: LoadPolicy,
         lengths: OutputLengths,
         clock: Callable[[], float],
-        fail: Callable[[Request, str], None],
+        fail: Callable[[Request, str, LoadFailure | None], None],
     ) -> None:
-        """fail: ends a request that is in no queue, with an error message."""
+        """fail: ends a request that is in no queue, with an error message, and why its adapter was not loaded."""
         self._limits = limits
         self._waiting = waiting
         self._policy = policy
@@ -109,7 +109,7 @@ class Admission:
             self._waiting.remove(request)
             order.go_on()
             if not has_room:  # nothing runs that could free more pages
-                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some", None)
             elif self._start(request, blocks, count := min(missing, budget)):
                 admitted[request] = count
                 budget -= count
@@ -201,15 +201,16 @@ class Step:
         self._late = late
         self._doubts = now < doubt_until
         self._limits = limits
-        self._adapters: set[Adapter] | None = None
-        if limits.max_adapters_per_step is not None:
+        self._most_adapters = limits.max_adapters_per_step
+        self._adapters: set[Adapter] = set()
+        if self._most_adapters is not None:
             self._adapters = {request.adapter for request in running if request.adapter is not None}
         self._reserved = math.inf  # queue position of the first request that has a place reserved
 
     @property
     def is_limited(self) -> bool:
         """True if not every adapter may join."""
-        return self._adapters is not None or self._doubts or bool(self._late)
+        return self._most_adapters is not None or self._doubts or bool(self._late)
 
     def may_come(self, adapter: Adapter, head: Request) -> bool:
         """True if an adapter may join the step; `head` is the first request that waits for it."""
@@ -223,8 +224,8 @@ class Step:
 
     def is_barred(self, adapter: Adapter) -> bool:
         """True if the step has no place for an adapter."""
-        adapters = self._adapters
-        return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
+        most, adapters = self._most_adapters, self._adapters
+        return most is not None and adapter not in adapters and len(adapters) >= most
 
     def reserve(self, request: Request) -> None:
         """Reserve a place for an overdue request whose adapter is barred."""

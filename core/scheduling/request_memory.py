@@ -135,7 +135,8 @@ class RequestMemory:
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
         request.block_table.free()
-        request.block_table = request.last_block = request.row = None
+        del request.block_table
+        request.last_block = request.row = None
         if request.adapter is not None:
             self._store.release(request.adapter)
 

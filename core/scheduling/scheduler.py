@@ -102,7 +102,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
         params, limits = request.params, self._limits
-        request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
+        request.max_length = limits.max_model_len
+        if params.max_tokens is not None:
+            request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
         if not params.ignore_eos:
             request.end_ids = limits.eos_token_ids
         if params.stop_token_ids:
@@ -187,7 +189,7 @@ class Scheduler:
         still = []
         for request in self._loading:
             if request.state is RequestState.LOADING:
-                if request.adapter.transfer is None:
+                if request.adapter is None or request.adapter.transfer is None:
                     request.state = RequestState.RUNNING
                 else:
                     still.append(request)
@@ -325,7 +327,7 @@ class Scheduler:
             reason, stop_token = FinishReason.STOP, token
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
-        logprobs = result.logprobs and result.logprobs.get(row.request_id)
+        logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)
