@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
