@@ -96,7 +96,7 @@ class DecoderModel:
         self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
     ) -> torch.Tensor:
         lora = batch.lora
-        k_cache, v_cache = self._arena.kv_layer(index)
+        k_cache, v_cache = self._arena.kv_layers[index]
         with span("attn.qkv"):
             qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
         if lora is not None:
