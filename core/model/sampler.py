@@ -10,7 +10,6 @@ import torch
 
 from ...ops.sampling import Chances, Scores, score_rows, uniform
 from ..requests.logit_edits import edited
-from ..requests.sampling_params import SamplingParams
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -29,25 +28,17 @@ class Sampling(Protocol):
     ) -> Scores: ...
 
 
-def _reshapes_logits(params: SamplingParams) -> bool:
-    """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
-    return bool(
-        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
-        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None
-    )  # fmt: skip
-
-
 def needs_logits(row: ScheduledRow) -> bool:
     """True if more than the largest of the row's logits is asked for."""
     params = row.params
-    return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
+    return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
 
 
 def whole_chances(row: ScheduledRow) -> Chances | None:
     """Chances of a row that only asks for a token drawn from all of the model's logits as they are; else None."""
     params = row.params
     cuts = params.top_k or params.top_p < 1.0 or params.min_p
-    if not row.samples or not params.temperature or cuts or _reshapes_logits(params) or params.logprobs is not None:
+    if not row.samples or not params.temperature or cuts or params.reshapes_logits or params.logprobs is not None:
         return None
     return Chances(params.temperature, uniform(row.seed, row.kv_len))
 
@@ -79,7 +70,7 @@ def draw(
             drawn.append((at[index], row))
     if not drawn:
         return result
-    _choose([it for it in drawn if it[1].params.temperature or _reshapes_logits(it[1].params)], logits, sampling,
+    _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,
             eos_token_ids, result)  # fmt: skip
     scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
     if scored:
@@ -139,7 +130,7 @@ def _choose(
         return
     places = [place for place, _ in drawn]
     chances = [_chances(row, logits.shape[1], result.tokens[row.request_id]) for _, row in drawn]
-    reshaped = [it for it in drawn if _reshapes_logits(it[1].params)]
+    reshaped = [it for it in drawn if it[1].params.reshapes_logits]
     if reshaped:
         with edited(logits, reshaped, eos_token_ids):
             tokens = sampling.sample(logits, places, chances)
@@ -155,7 +146,7 @@ def _choose(
 
 def _chances(row: ScheduledRow, vocab: int, likeliest: int) -> Chances:
     params = row.params
-    if _reshapes_logits(params):
+    if params.reshapes_logits:
         likeliest = -1  # of other logits
     if params.temperature == 0:
         return _GREEDY
