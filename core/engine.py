@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..graphs.buckets import DecodeBuckets
+from ..graphs.runner import DecodeBuckets
 from ..memory.adapters.reclaim import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
 from ..memory.files.format import AdapterManifest

@@ -11,9 +11,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
-from ...graphs.runner import GraphRunner, StepMode
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.image import read_image
 from ...memory.adapters.row_jobs import RowJobs
 from ...memory.files.format import AdapterManifest, inspect_adapter

@@ -8,11 +8,16 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.activation import silu_and_mul
 from ...ops.attention import PagedAttention
-from ...ops.kv_write import HeadNorms, rotate_and_write
-from ...ops.norm import add_rms_norm, rms_norm
-from ...ops.rope import RotaryEmbedding, Rotation
+from ...ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    add_rms_norm,
+    rms_norm,
+    rotate_and_write,
+    silu_and_mul,
+)
 from .batch import StepBatch
 from .config import ModelConfig
 from .nvtx_spans import span
@@ -93,7 +98,7 @@ class DecoderModel:
         self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
     ) -> torch.Tensor:
         lora = batch.lora
-        k_cache, v_cache = self._arena.kv_layer(index)
+        k_cache, v_cache = self._arena.kv_layers[index]
         with span("attn.qkv"):
             qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
         if lora is not None:

@@ -11,8 +11,8 @@ import torch
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native
+from ...ops.elementwise import rotary_table
 from ...ops.native_sampling import NativeSampling
-from ...ops.rope import rotary_table
 from ...ops.sampling import Chances
 from ...ops.sgmv import Segments
 from .batch import StepBatch

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
@@ -21,8 +21,7 @@ from .output_lengths import OutputLengths
 from .overload import QueueRoom
 from .policies import Policies
 from .request_memory import RequestMemory
-from .running import Running, group_by_adapter
-from .step_planner import plan_step
+from .running import Running, group_by_adapter, plan_step
 from .step_shares import StepShares
 from .waiting import WaitingQueue
 
@@ -130,7 +129,8 @@ class Scheduler:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.has_transfers:
             self._settle_loads()
-        self._admission.settle()
+        if self._waiting or self._admission.late:
+            self._admission.settle()
         sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}

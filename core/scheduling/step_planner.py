@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ..requests.request import Request
 from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from .running import Groups

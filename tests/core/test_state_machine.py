@@ -38,7 +38,7 @@ from chorus.core.requests.types import (
     TokenLogprobs,
 )
 from chorus.core.scheduling.overload import Overloaded
-from chorus.graphs.buckets import DecodeBuckets
+from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
