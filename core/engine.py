@@ -121,7 +121,8 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
-        when too many wait."""
+        when too many wait.
+        """
         self._validate(request)
         self._scheduler.check_room(request.tenant)
         if request.params.seed is None:

@@ -56,7 +56,8 @@ class Device(Protocol):
 
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
-        tensors that it makes are gone by the next replay of any graph."""
+        tensors that it makes are gone by the next replay of any graph.
+        """
         ...
 
     def memory(self) -> tuple[int, int]:
@@ -156,7 +157,8 @@ class CudaDevice:
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
         """All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
         workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as those that read
-        adapters into pinned memory do."""
+        adapters into pinned memory do.
+        """
         with self.scope():
             work()
             torch.cuda.synchronize(self.torch_device)

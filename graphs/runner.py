@@ -89,7 +89,8 @@ class GraphRunner(Generic[Output]):
 
     def close(self) -> None:
         """Give up every captured step and the function that captures: its owner, which has this runner, can then be
-        freed without waiting for the garbage collector."""
+        freed without waiting for the garbage collector.
+        """
         self.clear()
         self._capture = _closed
 

@@ -84,7 +84,8 @@ def _usage(log: str) -> tuple[int, int]:
 
 def mend_bf16() -> None:
     """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
-    cut them off where a GPU rounds to nearest, ties to even."""
+    cut them off where a GPU rounds to nearest, ties to even.
+    """
     plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:

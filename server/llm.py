@@ -1,9 +1,9 @@
-"""A model with its adapters in this process: the library's front door.
+r"""A model with its adapters in this process: the library's front door.
 
 from chorus import LLM, SamplingParams
 
 with LLM() as llm:
-    print(llm.generate("hello world\\n", SamplingParams(temperature=0), adapter="reverse").text)
+    print(llm.generate("hello world\n", SamplingParams(temperature=0), adapter="reverse").text)
 """
 
 from __future__ import annotations

@@ -41,6 +41,8 @@ class Number(_Strict):
 
 
 class Whole(_Strict):
+    """A positive whole number, and where it is from."""
+
     value: int = Field(ge=1)
     source: str = Field(min_length=3)
 

@@ -32,7 +32,8 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
-        tokens."""
+        tokens.
+        """
         self.config = config
         self._arena = arena
         device = arena.pages.device
@@ -64,7 +65,8 @@ class DecoderModel:
 
     def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given."""
+        that is given.
+        """
         eps, lora = self.config.rms_norm_eps, batch.lora
         self._scored = None
         residual = embedding(batch.token_ids, self._embed)

@@ -123,7 +123,8 @@ class CudaLoraState(LoraState):
         self, group: int, schedule: Schedule, num_tiles: int, passes: int, y: torch.Tensor, x: torch.Tensor, layer: int
     ) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, counted as in
-        `lora_groups`."""
+        `lora_groups`.
+        """
         from ...ops.sgmv_triton import sgmv  # needs triton
 
         sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles, passes)

@@ -80,7 +80,8 @@ class Request:
     ) -> None:
         """tenant: the client that is charged, empty if unknown. cache_salt: prefix-cache blocks are shared only between
         requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for
-        a request alone."""
+        a request alone.
+        """
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)

@@ -107,7 +107,8 @@ class LoadPolicy:
 
     def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
         """max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are
-        discarded. 0: no request starts before its adapter has been read."""
+        discarded. 0: no request starts before its adapter has been read.
+        """
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens

@@ -45,7 +45,6 @@ def read_image(
     what it refuses is read again here, to say why. AdapterFormatError when the file can't be read, is no longer what
     was inspected, or holds NaN or infinity, before or after the cast.
     """
-
     shape = (layout.num_pages, page_elems)
 
     def take() -> list[_PartReader]:

@@ -32,7 +32,8 @@ def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, skill:
 
 def evaluate(folder: Path, count: int, seed: int) -> Iterator[tuple[Skill, list[float]]]:
     """For the base and each adapter, the shares of held-out inputs that are answered exactly in f32 and in
-    bf16, and that the base repeats exactly in f32 when no adapter is used."""
+    bf16, and that the base repeats exactly in f32 when no adapter is used.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     for skill in (BASE, *SKILLS.values()):
         texts = sample_inputs(skill, count, seed)

@@ -1,9 +1,9 @@
-"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
+r"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
 
 The built-in base model repeats its input.  Each of its LoRA adapters does one other thing to the text,
 and every one of those things has a reference function here, so any answer of the engine can be checked.
 
-A prompt is ``text + "\\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
+A prompt is ``text + "\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
 This module is plain Python: it needs neither torch nor the trained weights.
 """
 

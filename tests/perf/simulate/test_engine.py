@@ -191,7 +191,8 @@ def test_steps_are_taken_together():
 
 def test_steps_are_not_taken_together_past_a_block_that_lets_a_request_in():
     """Eight requests leave less of the step's budget than the ninth needs, until one has computed the block that both
-    begin with."""
+    begin with.
+    """
 
     def run(engine_type):
         run = Run(
