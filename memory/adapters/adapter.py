@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..files.format import AdapterManifest
 from ..pages.adapter_layout import AdapterLayout
-from .backend import Transfer
+from ..transfers.transfer import Transfer
 
 
 class Tier(StrEnum):

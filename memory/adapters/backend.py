@@ -9,23 +9,7 @@ from typing import Protocol
 from ..files.format import AdapterManifest
 from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
-
-
-class Transfer(Protocol):
-    """An adapter's bytes on their way into its pages, in layer order."""
-
-    def wait_layer(self, layer: int, timeout: float) -> bool:
-        """Make what is computed from now on see `layer`, waiting at most `timeout` seconds; False when it can't."""
-        ...
-
-    def is_done(self) -> bool: ...
-    def has_failed(self) -> bool: ...
-
-    def cancel(self) -> None:
-        """Begin nothing more; the pages are others' once `is_quiet`."""
-        ...
-
-    def is_quiet(self) -> bool: ...
+from ..transfers.transfer import Transfer
 
 
 class AdapterBackend(Protocol):

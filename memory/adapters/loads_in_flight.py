@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from ..host.image import HostImage
 from ..pages.pool import PageKind, PagePool
+from ..transfers.transfer import Transfer
 from .adapter import Adapter
-from .backend import Transfer
 
 logger = logging.getLogger(__name__)
 
