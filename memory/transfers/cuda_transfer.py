@@ -6,8 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ..host.image import HostImage
-from ..host.layer_stream import LayerStream
+from ..host.image import HostImage, LayerStream
 from ..pages.adapter_layout import AdapterLayout
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..host.image import HostImage
-from ..host.layer_stream import LayerStream
+from ..host.image import HostImage, LayerStream
 from ..pages.adapter_layout import AdapterLayout
 from .transfer import check_image, check_pages
 
