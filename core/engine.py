@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.runner import DecodeBuckets
-from ..memory.adapters.reclaim import Reclaimer
-from ..memory.adapters.store import AdapterStore, UnknownAdapter
+from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage

@@ -11,8 +11,7 @@ import numpy as np
 import torch
 
 from ...graphs.device import Device
-from ...memory.adapters.image import read_image
-from ...memory.adapters.row_jobs import RowJobs
+from ...memory.adapters.image import RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
 from ...memory.files.tensor_file import ITEM_BYTES
 from ...memory.host.image import HostImage

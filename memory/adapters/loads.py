@@ -11,8 +11,7 @@ from ..host.images import HostImages
 from ..pages.eviction import RestoreCosts
 from ..pages.pool import OutOfPages, PageKind, PagePool
 from ..transfers.transfer import Transfer
-from .adapter import Adapter
-from .backend import AdapterBackend
+from .adapter import Adapter, AdapterBackend
 
 logger = logging.getLogger(__name__)
 

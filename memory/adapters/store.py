@@ -1,4 +1,5 @@
-"""The adapter store: which adapters exist, where their bytes are, who is using them.
+"""The adapter store: which adapters exist, where their bytes are, who is using them, and what
+makes room for them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
 request computes with. Idle resident adapters stay in the pool until their pages are wanted.
@@ -11,14 +12,13 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..files.format import AdapterFormatError, AdapterManifest
-from ..files.name import check_name
 from ..host.image import HostImage
 from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
-from .adapter import Adapter, AdapterInfo, Tier
-from .backend import AdapterBackend
+from ..pages.prefix import PrefixCache
+from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
 from .loads import AdapterLoads
 
 
@@ -319,3 +319,38 @@ class AdapterStore:
             self.evict(adapter)
         self.images.drop(adapter)
         self.on_gone(adapter.version)
+
+
+class Reclaimer:
+    """Evicts idle adapters and unused prefix blocks by one order."""
+
+    def __init__(self, pool: PagePool, order: EvictionOrder, store: AdapterStore, prefix: PrefixCache) -> None:
+        self._pool = pool
+        self._order = order
+        self._store = store
+        self._prefix = prefix
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or that `make_room` can free."""
+        return self._pool.num_unused + self._store.num_idle_pages
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
+        if self._pool.num_free >= num_pages:
+            return True
+        if self.available < num_pages:
+            return False
+        while self._pool.num_free < num_pages:
+            item = self._order.pop()
+            if isinstance(item, Adapter):
+                self._store.evict(item)
+            else:
+                self._prefix.evict(item)
+        return True
+
+    def reclaim_all(self) -> int:
+        """Evict everything that nobody uses; returns the pages freed."""
+        free = self._pool.num_free
+        self.make_room(self.available)
+        return self._pool.num_free - free

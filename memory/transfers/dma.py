@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from ..host.buffers import HostBuffers
+from ..host.buffers import Buffers, HostBuffers
 from .cuda_copies import GROUP_BYTES, CudaCopies
 from .cuda_driver import CupyDriver, MissingCupy
 from .host_copies import HostCopies
@@ -17,14 +15,6 @@ from .pinned import CupyPinnedMemory, PinnedBuffers, TorchPinnedMemory
 from .transfer import CopyEngine
 
 logger = logging.getLogger(__name__)
-
-
-class Buffers(Protocol):
-    """Host memory to read images into."""
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, with memory of its own while it or a view of it lives."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
