@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.runner import DecodeBuckets
-from ..memory.adapters.reclaim import Reclaimer
-from ..memory.adapters.store import AdapterStore, UnknownAdapter
+from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -263,7 +262,7 @@ class Engine:
             return True
         pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self._pool.num_usable
         fits = 2 * pinned <= usable
-        if fits and not self.store.fetch(adapter):
+        if fits and not self.store.loads.fetch(adapter):
             return False
         if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
             raise InvalidRequest(

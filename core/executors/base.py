@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...memory.adapters.backend import AdapterBackend
+from ...memory.adapters.adapter import AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ..requests.types import StepPlan, StepResult
 

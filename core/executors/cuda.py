@@ -22,8 +22,8 @@ from ..model.sampler import draw, needs_logits, score_prompts
 from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
+from .adapters import CudaAdapters
 from .base import ModelInfo
-from .cuda_adapters import CudaAdapterBackend
 from .cuda_steps import CudaSteps
 from .model_len import max_model_len_of
 
@@ -57,7 +57,7 @@ class CudaExecutor:
                 self.num_pages = self._measure(free)
             self._arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self._steps.use_arena(self._arena)
-            self.adapters = CudaAdapterBackend(
+            self.adapters = CudaAdapters(
                 self.config, self._arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
             )
             with torch.inference_mode():

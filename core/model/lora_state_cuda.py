@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.backend import Transfer
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
@@ -145,9 +144,6 @@ class CudaLoraState(LoraState):
             SgmvTables.scratch_elems(schedule.splits(d_in), tokens, len(group), self.max_rank)
             for d_in, group in self._widths
         )
-
-    def _ready(self, transfer: Transfer) -> int:
-        return 0  # kernels don't watch it: the stream waits
 
 
 class LoraLaunches:

@@ -106,7 +106,7 @@ class Admission:
             has_room = self._has_room(request, blocks, step)
             if not has_room and self._store.give_up_loads():
                 continue
-            if not has_room and (running or self._store.has_transfers):
+            if not has_room and (running or self._store.loads.under_way):
                 break
             self._waiting.remove(request)
             order.go_on()

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.reclaim import Reclaimer
-from ...memory.adapters.store import AdapterStore
+from ...memory.adapters.store import AdapterStore, Reclaimer
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache

@@ -127,7 +127,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
-        if self._loading or self._store.has_transfers:
+        if self._loading or self._store.loads.under_way:
             self._settle_loads()
         if self._waiting or self._admission.late:
             self._admission.settle()

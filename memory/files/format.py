@@ -21,8 +21,7 @@ from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
-from .tensor_file import FileIdentity, TensorFile, TensorInfo
-from .tensor_places import TensorPlaces, digest_of
+from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
 

@@ -17,9 +17,7 @@ from dataclasses import dataclass
 
 from ..files.error import AdapterFormatError
 from .image import HostImage, ReadGivenUp
-from .read_threads import ThreadReads
-from .read_watch import ReadStalled, ReadWatch
-from .reads import InlineReads, Reads
+from .reads import InlineReads, Reads, ReadStalled, ReadWatch, ThreadReads
 
 __all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
 

@@ -222,7 +222,7 @@ def test_steps_are_not_taken_together_past_the_end_of_a_load():
         run.add("aborted", 150, 5, "a")
         run.executor.horizon = run.clock.now
         run.step()
-        assert run.engine.store.has_transfers
+        assert run.engine.store.loads.under_way
         assert run.engine.abort("aborted")
         run.executor.horizon = float("inf")
         run.add("waiting", 12 * 16, 2)
