@@ -129,11 +129,13 @@ class CudaExecutor:
         device.release()
         free, total = device.memory()
         use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)
-        if config.num_pages is None and config.memory_bytes is None:
+        pages = config.num_pages
+        if pages is None and config.memory_bytes is not None:
+            pages = max(2, config.memory_bytes // page_bytes)
+        if pages is None:
             needed = self.layout.pages_for_tokens(self.model.max_model_len) + 1
             pages = cuda_memory.num_pages(use, page_bytes, needed, config.gpu_memory_utilization)
         else:
-            pages = config.num_pages or max(2, config.memory_bytes // page_bytes)
             cuda_memory.check_pages(use, page_bytes, pages)
         logger.info("an arena of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
         return pages

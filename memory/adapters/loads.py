@@ -36,7 +36,7 @@ class AdapterLoads:
         self,
         pool: PagePool,
         backend: AdapterBackend,
-        images: HostImages,
+        images: HostImages[Adapter],
         costs: RestoreCosts,
         page_bytes: int,
         clock: Callable[[], float],

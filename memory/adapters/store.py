@@ -17,7 +17,7 @@ from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
-from ..pages.prefix import PrefixCache
+from ..pages.prefix import Block, PrefixCache
 from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
 from .loads import AdapterLoads
 
@@ -40,7 +40,7 @@ class AdapterStore:
         self,
         pool: PagePool,
         backend: AdapterBackend,
-        images: HostImages,
+        images: HostImages[Adapter],
         order: EvictionOrder,
         costs: RestoreCosts,
         page_bytes: int,
@@ -345,7 +345,7 @@ class Reclaimer:
             item = self._order.pop()
             if isinstance(item, Adapter):
                 self._store.evict(item)
-            else:
+            elif isinstance(item, Block):
                 self._prefix.evict(item)
         return True
 

@@ -54,19 +54,17 @@ class LimitedThreads:
     def _run(self, function: Callable[[], T], future: Future[T]) -> None:
         future.set_running_or_notify_cancel()  # from now on nobody can cancel what it is to tell
         ask_for_short_slices()
-        result, error = None, None
         try:
             result = function()
-        except BaseException as raised:
-            error = raised
-            if isinstance(raised, AdapterFormatError):  # which says all there is to say
-                forget_frames(raised)  # they hold what was read, for as long as anybody has the error
-        self._end()  # before anybody knows, so that whoever waited for it can submit the next
-        if error is None:
-            future.set_result(result)
-        else:
+        except BaseException as error:
+            if isinstance(error, AdapterFormatError):  # which says all there is to say
+                forget_frames(error)  # they hold what was read, for as long as anybody has the error
+            self._end()
             future.set_exception(error)
-        del future, error  # this frame is the error's, too
+            del future  # this frame is the error's, too
+        else:
+            self._end()  # before anybody knows, so that whoever waited for it can submit the next
+            future.set_result(result)
 
     def _end(self) -> None:
         with self._lock:
