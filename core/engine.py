@@ -10,9 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..graphs.buckets import DecodeBuckets
-from ..memory.adapters.reclaim import Reclaimer
-from ..memory.adapters.store import AdapterStore, UnknownAdapter
+from ..graphs.runner import DecodeBuckets
+from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -121,10 +120,11 @@ class Engine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
-        when too many wait."""
+        when too many wait.
+        """
         self._validate(request)
         self._scheduler.check_room(request.tenant)
-        if request.seed is None:
+        if request.params.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
         self._scheduler.add(request)
@@ -262,7 +262,7 @@ class Engine:
             return True
         pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self._pool.num_usable
         fits = 2 * pinned <= usable
-        if fits and not self.store.fetch(adapter):
+        if fits and not self.store.loads.fetch(adapter):
             return False
         if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
             raise InvalidRequest(

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..memory.adapters.adapter import check_name
 from ..memory.adapters.store import AdapterStore
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
-from ..memory.files.name import check_name
 from ..memory.host.limited_threads import LimitedThreads, NoThreadLeft
 
 logger = logging.getLogger(__name__)

@@ -1,14 +1,32 @@
-"""Capture and replay of decode steps, keyed by (bucket, mode)."""
+"""Decode steps by batch size and mode: the sizes that they are padded to, capture and replay."""
 
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Generic, NoReturn, TypeVar
 
 Output = TypeVar("Output")
+
+
+class DecodeBuckets:
+    """1, 2, 4, 8, 16, 24, … ending exactly at `max_num_seqs`."""
+
+    def __init__(self, max_num_seqs: int) -> None:
+        if max_num_seqs < 1:
+            raise ValueError(f"max_num_seqs is {max_num_seqs}; at least 1 is needed")
+        ladder = [1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs]
+        self.sizes = tuple(sorted({size for size in ladder if size <= max_num_seqs}))
+
+    def pick(self, num_rows: int) -> int:
+        """The smallest bucket that holds `num_rows` rows. ValueError above the largest."""
+        index = bisect_left(self.sizes, num_rows)
+        if num_rows < 1 or index == len(self.sizes):
+            raise ValueError(f"no bucket holds {num_rows} rows; buckets end at {self.sizes[-1]}")
+        return self.sizes[index]
 
 
 class StepMode(StrEnum):
@@ -71,7 +89,8 @@ class GraphRunner(Generic[Output]):
 
     def close(self) -> None:
         """Give up every captured step and the function that captures: its owner, which has this runner, can then be
-        freed without waiting for the garbage collector."""
+        freed without waiting for the garbage collector.
+        """
         self.clear()
         self._capture = _closed
 

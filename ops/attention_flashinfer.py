@@ -98,7 +98,8 @@ class FlashInferBackend:
     @property
     def tensor_cores(self) -> bool:
         """True if decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which the heads that share a
-        KV head fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone."""
+        KV head fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
+        """
         return self.group >= 4
 
 
@@ -217,7 +218,8 @@ def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
 
 def float_workspace_bytes(num_heads: int, kv_heads: int, head_dim: int, max_rows: int, num_sms: int) -> int:
     """Most bytes of partial results that `PrefillPlan` and `DecodePlan` of `scheduler.cuh` lay out: an output and a sum
-    in float32 per head and row of a tile, for two tiles per processor, or in graph mode for every row of the batch."""
+    in float32 per head and row of a tile, for two tiles per processor, or in graph mode for every row of the batch.
+    """
     group, split_tiles = num_heads // kv_heads, max(2 * num_sms // kv_heads, 1)
     decode_tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
     decode_tiles = max(split_tiles, -(-max_rows * group // decode_tile) + max_rows - 1)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import triton
 import triton.language as tl
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
@@ -57,9 +58,9 @@ def compile_kernel(
     )
     target = GPUTarget("cuda", capability, 32)
     log = StringIO()
-    with triton.knobs.nvidia.scope(), triton.knobs.compilation.scope(), redirect_stdout(log):
-        triton.knobs.nvidia.dump_ptxas_log = True  # of the very assembly that a launch would load
-        triton.knobs.compilation.always_compile = True
+    with knobs.nvidia.scope(), knobs.compilation.scope(), redirect_stdout(log):
+        knobs.nvidia.dump_ptxas_log = True  # of the very assembly that a launch would load
+        knobs.compilation.always_compile = True
         compiled = triton.compile(source, target=target, options=dict(options))
     registers, spilled = _usage(log.getvalue())
     ptx = compiled.asm["ptx"]
@@ -83,18 +84,19 @@ def _usage(log: str) -> tuple[int, int]:
 
 def mend_bf16() -> None:
     """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
-    cut them off where a GPU rounds to nearest, ties to even."""
+    cut them off where a GPU rounds to nearest, ties to even.
+    """
     plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
 
-    def create_dot(self: Any, a: Any, b: Any, *rest: Any) -> Any:
-        return plain_dot(self, _widened(a), _widened(b), *rest)
+    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
+        return plain_dot(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
 
-    def cast_impl(self: Any, handle: Any, kind: Any) -> Any:
-        if handle.dtype.scalar == tl.bfloat16 and kind.scalar == tl.float32:
-            return _widened(handle)
-        if handle.dtype.scalar == tl.float32 and kind.scalar == tl.bfloat16:
-            return TensorHandle(_rounded(handle.data), tl.bfloat16)
-        return plain_cast(self, handle, kind)
+    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
+        if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
+            return _widened(src)
+        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
+            return TensorHandle(_rounded(src.data), tl.bfloat16)
+        return plain_cast(self, src, dst_type)
 
     InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
 

@@ -88,6 +88,8 @@ class Entry(_Strict):
 
 
 class MeasuredDevice(_Strict):
+    """The GPU that was measured, and what else is known of it."""
+
     model_config = ConfigDict(extra="allow")
 
     type: Literal["cuda"]
@@ -95,6 +97,8 @@ class MeasuredDevice(_Strict):
 
 
 class Commit(_Strict):
+    """The commit that was measured. dirty: with changes that it does not have."""
+
     hash: str | None
     dirty: bool | None
 

@@ -209,7 +209,8 @@ def expand_prefill(
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Same equation, arguments and grid as expand_decode; BLOCK_T tokens of a tile at once, on tensor cores, which take
-    h in the dtype of B."""
+    h in the dtype of B.
+    """
     block, tile = tl.program_id(0), tl.program_id(1)
     slot = tl.load(tiles + 3 * tile + 2)
     if slot < 0:

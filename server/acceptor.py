@@ -114,9 +114,6 @@ class Acceptor:
         while self._accepted:
             self._close(self._accepted.pop())
 
-    async def wait_closed(self) -> None:
-        """Nothing is left to wait for."""
-
     def on_lack(self, error: object) -> None:
         """The system had no descriptor for a connection: make some free."""
         closed = self._connections.make_room()

@@ -6,8 +6,8 @@ from typing import Annotated, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field, ValidationError
 
+from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
 from ..memory.files.directory import MAX_PATH_BYTES
-from ..memory.files.name import MAX_NAME_CHARACTERS, check_name
 from .errors import from_validation
 
 AnyBody = TypeVar("AnyBody", bound="_Body")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,9 +25,9 @@ class Conversation:
     `enable_thinking`. add_special_tokens: whether the tokenizer adds its special tokens to those of the template.
     """
 
-    messages: Sequence[Mapping[str, Any]]
+    messages: list[dict[str, Any]]
     begins_answer: bool = True
     continues_last: bool = False
-    tools: Sequence[Mapping[str, Any]] = ()
+    tools: list[dict[str, Any]] = field(default_factory=list)
     variables: Mapping[str, Any] = field(default_factory=dict)
     add_special_tokens: bool = False

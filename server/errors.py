@@ -159,7 +159,7 @@ def from_validation(error: ValidationError) -> ApiError:
     """The first thing wrong with a body, as a 400 that names the field."""
     first = error.errors(include_url=False, include_input=False)[0]
     if first["type"] == "json_invalid":
-        return ApiError(400, f"the body is no valid JSON: {first['ctx']['error']}")
+        return ApiError(400, f"the body is no valid JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
     param = field_path(first["loc"])
     if not param:
         return ApiError(400, "the body must be a JSON object")
@@ -205,8 +205,9 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     return response
 
 
-async def on_http_error(request: Request, error: HTTPException) -> JSONResponse:
+async def on_http_error(request: Request, error: Exception) -> JSONResponse:
     """Starlette's handler of its own errors: no such route, wrong method."""
+    assert isinstance(error, HTTPException)  # it is registered for these alone
     path = clipped(request.url.path)
     if error.status_code == 404:
         message = f"there is no route {clipped(request.method)} {path}"

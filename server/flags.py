@@ -13,7 +13,7 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from .errors import field_path
-from .settings import ENV_PREFIX, ConfigFileError, Settings
+from .settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
 
 OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "COMMIT", "NVTX", "SHARED", "SITE")
 """Names after `CHORUS_` that are no settings, and mean something all the same."""
@@ -36,12 +36,9 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, allow_abbrev=False, formatter_class=_Help, **kwargs)
 
-    def parse_known_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:
-        return super().parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)], namespace)
-
     def parse(self, args: Sequence[str] | None = None) -> argparse.Namespace:
         """Like `parse_args`; what is unknown is said by the command that got it, with what may be meant."""
-        arguments, unknown = self.parse_known_args(args)
+        arguments, unknown = self.parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
             parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser._suggestion(unknown)}")
@@ -82,7 +79,7 @@ def add_settings(parser: argparse.ArgumentParser, names: Iterable[str] | None = 
         options: dict[str, Any] = {"dest": f"setting_{name}", "default": argparse.SUPPRESS, "help": _help(field)}
         if field.annotation is bool:
             parser.add_argument(flag, action=argparse.BooleanOptionalAction, **options)
-        elif (field.json_schema_extra or {}).get("repeatable"):
+        elif field.json_schema_extra == REPEATABLE:
             several = "+" if name == "lora_modules" else None  # as vLLM takes them
             action = "extend" if several else "append"
             parser.add_argument(flag, action=action, nargs=several, metavar=_metavar(name, field), **options)

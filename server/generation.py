@@ -149,7 +149,7 @@ class Generation:
             output, came = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
-            if output.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
+            if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
                 self._end(output.request_id, output.finish_reason.value)
                 reason = output.error or "the engine ended this request"
                 if output.finish_reason is FinishReason.ERROR:

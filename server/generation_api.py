@@ -18,9 +18,10 @@ from .errors import as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
 from .generation import Generation
 from .json_text import encode
+from .limits import RequestLimits
 from .logprobs import LogprobFormat
 from .metrics import Metrics
-from .openai import AnyRequest, GenerationRequest
+from .openai import GenerationRequest
 from .price import check_steering, unasked_limit
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
 from .served_model import ServedModel
@@ -63,7 +64,7 @@ class GenerationApi:
 
     async def _completions(self, request: Request) -> Response:
         arrival = time.monotonic()
-        asked = await self.parse(CompletionRequest, request)
+        asked = await self.parse(CompletionRequest.parse, request)
         given = asked.prompts(self._served.max_prompts)
         self._check_choices(asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
@@ -75,7 +76,7 @@ class GenerationApi:
 
     async def _chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
-        asked = await self.parse(ChatCompletionRequest, request)
+        asked = await self.parse(ChatCompletionRequest.parse, request)
         self._check_choices(asked, 1)
         prompt = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         try:
@@ -84,12 +85,12 @@ class GenerationApi:
         except InvalidRequest as error:
             raise InvalidRequest("messages", str(error)) if error.field == "prompt" else error from None
 
-    async def parse(self, kind: type[AnyRequest], request: Request) -> AnyRequest:
+    async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
         """Reads a request's body; raises an ApiError that names the field."""
         body = await read_body(request, self._served.max_body_bytes)
         if len(body) > THREAD_BODY:
-            return await self._threads.run(kind.parse, body, self._served.limits)
-        return kind.parse(body, self._served.limits)
+            return await self._threads.run(read, body, self._served.limits)
+        return read(body, self._served.limits)
 
     async def beside(self, function: Callable[..., T], /, *args: Any) -> T:
         """Calls a function beside the event loop."""

@@ -6,7 +6,6 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -28,15 +27,6 @@ _PARSER_MESSAGES = {
     431: "the request's line and headers are larger than this server takes",
     501: "this transfer-encoding is not known here; send the body with a content-length, or chunked",
 }
-
-
-def http_protocol(connections: Connections) -> Callable[..., HttpConnection]:
-    """Arguments that uvicorn makes a connection's protocol with."""
-
-    def make(*args: Any, **kwargs: Any) -> HttpConnection:
-        return HttpConnection(connections, *args, **kwargs)
-
-    return make
 
 
 class HttpConnection(H11Protocol):

@@ -55,6 +55,7 @@ class HttpServer(uvicorn.Server):
         self._executors: Executors = app.state.executors
         self._connections = connections
         self._grace = grace
+        self.acceptors: list[Acceptor] = []
         self._cut_at: float | None = None
         self._failed_at: float | None = None
 
@@ -67,11 +68,11 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         for listener in sockets or ():
             listener.listen(LISTEN_BACKLOG)
-            self.servers.append(Acceptor(listener, self._protocol, self._connections))
+            self.acceptors.append(Acceptor(listener, self._protocol, self._connections))
 
     def _protocol(self) -> HttpConnection:
-        return self.config.http_protocol_class(
-            config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+        return HttpConnection(
+            self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
     async def on_tick(self, counter: int) -> bool:
@@ -96,8 +97,8 @@ class HttpServer(uvicorn.Server):
         self._connections.cut_those_that_do_not_read()
         self._gate.cut()
         await self._wait_for_requests(LAST_WORDS_SECONDS / 4)
-        for server in self.servers:
-            server.close()
+        for acceptor in self.acceptors:
+            acceptor.close()
         await asyncio.sleep(0)
         await self._flush(LAST_WORDS_SECONDS / 4)
         self._connections.cut()

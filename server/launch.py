@@ -18,7 +18,6 @@ from .addresses import Networks
 from .app import create_app
 from .checks import LaunchError, check_access, check_model
 from .connections import ConnectionLimits, Connections, max_connections
-from .http_protocol import http_protocol
 from .http_server import DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
 from .lora_modules import LoraModule
 from .sampling_defaults import SamplingDefaults
@@ -124,18 +123,19 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         settings.send_seconds,
         settings.idle_seconds,
     )
-    connections = Connections(limits, Networks(settings.trusted_proxies))
+    connections = Connections(limits, Networks(settings.trusted_proxies or ()))
     app.state.gate.limit = limits.count * 3 // 4  # the rest can always be taken from those that ask for nothing
     config = uvicorn.Config(
         app,
-        http=http_protocol(connections),
+        http="h11",
         ws="none",
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
         access_log=settings.access_log,
         forwarded_allow_ips=settings.trusted_proxies,
         timeout_graceful_shutdown=1,
-        timeout_keep_alive=settings.idle_seconds,
+        # it is a delay of the event loop, which takes fractions whatever uvicorn's annotation says
+        timeout_keep_alive=settings.idle_seconds,  # pyright: ignore[reportArgumentType]
         server_header=False,
     )
     return HttpServer(config, app, connections, settings.grace_seconds)

@@ -1,9 +1,9 @@
-"""A model with its adapters in this process: the library's front door.
+r"""A model with its adapters in this process: the library's front door.
 
 from chorus import LLM, SamplingParams
 
 with LLM() as llm:
-    print(llm.generate("hello world\\n", SamplingParams(temperature=0), adapter="reverse").text)
+    print(llm.generate("hello world\n", SamplingParams(temperature=0), adapter="reverse").text)
 """
 
 from __future__ import annotations
@@ -88,8 +88,9 @@ class LLM:
 
     # -- answers
 
+    # a str is a Sequence[str] too, and Python has no type for all the others
     @overload
-    def generate(
+    def generate(  # pyright: ignore[reportOverlappingOverload]
         self, prompts: str, params: SamplingParams | None = None, adapter: str | None = None, *,
         stop: Sequence[str] = (),
     ) -> Completion: ...  # fmt: skip

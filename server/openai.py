@@ -185,7 +185,8 @@ class GenerationRequest(BaseModel):
 
     @property
     def continuous_usage(self) -> bool:
-        return self.include_usage and self.stream_options.continuous_usage_stats
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     @property
     @abstractmethod

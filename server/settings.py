@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
@@ -24,7 +25,7 @@ from .sizes import read_size
 
 Texts = Annotated[list[str] | None, NoDecode]
 Secrets = Annotated[list[SecretStr], NoDecode]
-REPEATABLE = {"repeatable": True}
+REPEATABLE: JsonDict = {"repeatable": True}
 
 
 ENV_PREFIX = "CHORUS_"
@@ -34,7 +35,8 @@ class ConfigFileError(ValueError):
     """A configuration file that can't be read, or that sets what doesn't exist."""
 
 
-class Settings(BaseSettings, EngineConfig, RequestLimits):
+# pydantic's own BaseSettings gives BaseModel's `model_config` a narrower type
+class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[reportIncompatibleVariableOverride]
     """The engine's configuration and the server's. Flags are given as arguments, which win."""
 
     model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", env_ignore_empty=True)

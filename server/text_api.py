@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.requests.sampling_params import InvalidRequest
 from .generation_api import GenerationApi
 from .json_text import encode
-from .text_requests import ChatToTokens, TokenizeRequest, TokensToText
+from .text_requests import ChatToTokens, TokensToText, tokenize_request
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
 
@@ -24,7 +22,7 @@ class TextApi:
         self._generation = generation
 
     async def tokenize(self, request: Request) -> Response:
-        asked: Any = await self._generation.parse(TokenizeRequest, request)
+        asked = await self._generation.parse(tokenize_request, request)
         limit = self._worker.model.max_model_len
         if isinstance(asked, ChatToTokens):
             tokens = await self._tokenizer.encode_chat(asked.conversation(), limit)
@@ -36,7 +34,7 @@ class TextApi:
         return Response(await self._generation.beside(encode, body), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
-        asked: Any = await self._generation.parse(TokensToText, request)
+        asked = await self._generation.parse(TokensToText.parse, request)
         vocab = self._worker.model.vocab_size
         if asked.tokens and max(asked.tokens) >= vocab:
             raise InvalidRequest("tokens", f"token id {max(asked.tokens)} is outside the vocabulary of {vocab}")

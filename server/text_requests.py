@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import from_json
@@ -12,6 +12,8 @@ from .errors import ApiError, from_validation
 from .json_body import check_json
 from .limits import RequestLimits
 from .openai import Name
+
+Body = TypeVar("Body", bound=BaseModel)
 
 
 class TextToTokens(BaseModel):
@@ -45,20 +47,17 @@ class TokensToText(BaseModel):
         return _parse(cls, body, limits)
 
 
-class TokenizeRequest:
-    """Either kind of body of POST /tokenize."""
-
-    @staticmethod
-    def parse(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
-        check_json(body, limits.max_json_values)
-        try:
-            is_chat = "messages" in from_json(body)
-        except (ValueError, TypeError):
-            is_chat = False
-        return ChatToTokens.parse(body, limits) if is_chat else _parse(TextToTokens, body, limits)
+def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
+    """Reads either kind of body of POST /tokenize."""
+    check_json(body, limits.max_json_values)
+    try:
+        is_chat = "messages" in from_json(body)
+    except (ValueError, TypeError):
+        is_chat = False
+    return ChatToTokens.parse(body, limits) if is_chat else _parse(TextToTokens, body, limits)
 
 
-def _parse(kind: Any, body: bytes, limits: RequestLimits) -> Any:
+def _parse(kind: type[Body], body: bytes, limits: RequestLimits) -> Body:
     check_json(body, limits.max_json_values)
     try:
         return kind.model_validate_json(body)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,9 +93,7 @@ class Tokenizer:
         # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
         return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
-    def encode_chat_now(
-        self, conversation: Conversation | Sequence[Mapping[str, Any]], most: int | None = None
-    ) -> list[int]:
+    def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
         """The tokens of the prompt of a conversation, or of its messages."""
         if not isinstance(conversation, Conversation):
             conversation = Conversation(conversation)
@@ -137,8 +135,8 @@ class Tokenizer:
             raise InvalidRequest("messages", "this model has no chat template; send a plain prompt (/v1/completions)")
         try:
             prompt = self._tokenizer.apply_chat_template(
-                list(conversation.messages),
-                tools=list(conversation.tools) or None,
+                conversation.messages,
+                tools=conversation.tools or None,  # pyright: ignore[reportArgumentType]  # a list of either
                 tokenize=False,
                 add_generation_prompt=conversation.begins_answer,
                 continue_final_message=conversation.continues_last,

@@ -12,10 +12,10 @@ BYTE_LEVEL_PROBE = ("aĊa", "a\na")
 
 
 class Vocabulary:
-    """The bytes and the name of every token of a tokenizer.
+    r"""The bytes and the name of every token of a tokenizer.
 
     A token's bytes are what it adds in the middle of a text, or a special token's spelling: joined, they give the text
-    whatever characters the tokens divide. Its name is those bytes as text, or `bytes:\\xe2\\x82` where they are a part
+    whatever characters the tokens divide. Its name is those bytes as text, or `bytes:\xe2\x82` where they are a part
     of a character; two tokens may share a name, and an id without a token is `token_id:5`.
     """
 
@@ -47,8 +47,9 @@ class Vocabulary:
         token = self._backend.id_to_token(token_id)
         if token is None:
             return None
-        values = [self._byte_of.get(character) for character in token]
-        return token.encode() if None in values else bytes(values)
+        if any(character not in self._byte_of for character in token):
+            return token.encode()
+        return bytes(self._byte_of[character] for character in token)
 
     def _name(self, token_id: int) -> str:
         if self._backend.id_to_token(token_id) is None:

@@ -47,7 +47,8 @@ class EngineWorker:
 
     def __init__(self, build: Callable[[], Engine], clock: Callable[[], float] = time.monotonic) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
-        (but for `check_adapter` and `check_weights`)."""
+        (but for `check_adapter` and `check_weights`).
+        """
         self._build = build
         self.progress = Progress(clock)
         """Work under way on the engine's thread and of loads, since when."""

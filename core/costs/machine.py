@@ -37,7 +37,7 @@ class Measured:
 
 
 class TimedExecutor:
-    """Another executor, with the seconds that its steps took. plan: of the last."""
+    """Another executor, with the seconds that its steps took."""
 
     def __init__(self, inner: Executor) -> None:
         self._inner = inner
@@ -45,10 +45,8 @@ class TimedExecutor:
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.seconds = 0.0
-        self.plan: StepPlan | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
-        self.plan = plan
         began = time.perf_counter()
         try:
             return self._inner.execute(plan)
@@ -177,10 +175,10 @@ def _overhead_of(
         engine.add_request(Request(f"overhead-{count}-{index}", prompt, params, names[index % len(names)]))
         spent += time.perf_counter() - began
     while engine.has_work():
-        timed.plan, before, began = None, timed.seconds, time.perf_counter()
-        outputs = engine.step()
+        before, began = timed.seconds, time.perf_counter()
+        plan = engine.begin_step()
+        outputs = engine.end_step(plan)
         spent += time.perf_counter() - began - (timed.seconds - before)
-        plan = timed.plan
         if plan is None:  # it waited for a read
             continue
         moving = sum(len(row.tokens) > 1 for row in plan.rows)

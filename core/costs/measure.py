@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean, median, median_low
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ...memory.files.format import WEIGHTS_FILE
 from ...memory.host.image import HostImage

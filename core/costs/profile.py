@@ -9,9 +9,9 @@ import json
 from dataclasses import fields
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ...memory.files import strict_json
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout
@@ -41,6 +41,8 @@ class Number(_Strict):
 
 
 class Whole(_Strict):
+    """A positive whole number, and where it is from."""
+
     value: int = Field(ge=1)
     source: str = Field(min_length=3)
 
@@ -60,6 +62,12 @@ class Terms(_Strict):
     fit: FitReport | None = None
 
 
+def _checked_itemsize(itemsize: int) -> int:
+    if itemsize not in (1, 2, 4):
+        raise ValueError("it must be 1, 2 or 4")
+    return itemsize
+
+
 class Geometry(_Strict):
     """Shapes of the base model, for page and adapter sizes. itemsize: bytes per element of KV and adapters."""
 
@@ -72,7 +80,7 @@ class Geometry(_Strict):
     head_dim: int = Field(ge=1)
     vocab_size: int = Field(ge=2)
     max_model_len: int = Field(ge=2)
-    itemsize: Literal[1, 2, 4]
+    itemsize: Annotated[int, AfterValidator(_checked_itemsize)]
 
     @property
     def module_dims(self) -> ModuleDims:
@@ -180,4 +188,4 @@ def parse_profile(data: bytes, origin: str) -> Profile:
 
 
 def _shipped() -> Any:
-    return files(__package__.rpartition(".")[0]).joinpath("profiles")
+    return files(__name__.rsplit(".", 2)[0]).joinpath("profiles")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from ...memory.adapters.backend import AdapterBackend
+from ...memory.adapters.adapter import AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ..requests.types import StepPlan, StepResult
 
@@ -22,10 +22,14 @@ class ModelInfo:
 class Executor(Protocol):
     """Owns the model's weights and the arena, and runs steps; it knows nothing of queues."""
 
-    model: ModelInfo
-    layout: PageLayout
-    num_pages: int
-    adapters: AdapterBackend
+    @property
+    def model(self) -> ModelInfo: ...
+    @property
+    def layout(self) -> PageLayout: ...
+    @property
+    def num_pages(self) -> int: ...
+    @property
+    def adapters(self) -> AdapterBackend: ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots."""

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, lru_cache
-from pathlib import Path
-from weakref import WeakValueDictionary
+from collections.abc import Callable, Mapping, Sequence
 
-import numpy as np
 import torch
 
-from ...graphs.buckets import DecodeBuckets
 from ...graphs.buffers import DecodeBuffers
-from ...graphs.runner import GraphRunner, StepMode
-from ...memory.adapters.image import read_image
-from ...memory.adapters.row_jobs import RowJobs
-from ...memory.files.format import AdapterManifest, inspect_adapter
-from ...memory.files.tensor_file import ITEM_BYTES
-from ...memory.host.buffers import HostBuffers
-from ...memory.host.image import HostImage
-from ...memory.pages.adapter_layout import AdapterLayout
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...memory.transfers.streamed_copy import StreamedCopy, bits_of
-from ...ops import native_reader
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..cpus import available_cpus
@@ -38,6 +24,7 @@ from ..model.native_decoder import supported as native_supported
 from ..model.sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
 from ..model.weights import open_weights
 from ..requests.types import ScheduledRow, StepPlan, StepResult
+from .adapters import ModelAdapters
 from .base import ModelInfo
 from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of
@@ -64,7 +51,7 @@ class CpuExecutor:
         )
         self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
-        self.adapters = CpuAdapterBackend(self.config, self._arena, dtype)
+        self.adapters = ModelAdapters(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
@@ -162,68 +149,6 @@ class CpuExecutor:
         )
         model = self._model
         return lambda: model.forward(batch)
-
-
-class CpuAdapterBackend:
-    """Reads PEFT directories and writes them into the arena, layer by layer."""
-
-    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype) -> None:
-        self._config = config
-        self._arena = arena
-        self._dtype = dtype
-        self._buffers = HostBuffers()
-        self._open_rows = open_rows if native_reader.available(dtype) else None
-        self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
-
-    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
-        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
-
-    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        """The layout of the manifest's parts; adapters of equal shape share one."""
-        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts)
-        found = self._layouts.get(key)
-        if found is None:
-            config, page = self._config, self._arena.layout
-            found = self._layouts[key] = AdapterLayout.build(
-                manifest.parts, config.module_dims, config.num_layers, page.page_elems, page.itemsize
-            )
-        return found
-
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        dims, page_elems = self._config.module_dims, self._arena.layout.page_elems
-        read_image(manifest, layout, dims, page_elems, self._dtype, image, self._buffers, self._open_rows)
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> StreamedCopy | None:
-        copy = StreamedCopy(image, layout, pages, self._page_bits)
-        return None if copy.is_done() else copy
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        image = HostImage()
-        image.data = self._buffers.take((len(pages), self._arena.layout.page_elems), self._dtype)
-        np.take(self._page_bits, pages, axis=0, out=bits_of(image.data), mode="clip")  # else it copies twice
-        image.publish(layout.num_layers)
-        return image
-
-    @cached_property
-    def _page_bits(self) -> np.ndarray:
-        """Cached, because each call into torch releases the GIL, which delays the start of a step."""
-        return bits_of(self._arena.pages)
-
-
-def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:
-    """Begin to read adapter rows with the native library."""
-    return native_reader.FileRows(fd, _native_jobs(jobs, out_elems), dtype)
-
-
-@lru_cache(64)
-def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
-    """The same jobs as the library takes them, checked once."""
-    table = jobs.table.copy()
-    table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
-    return native_reader.ReadJobs(table, jobs.groups, jobs.spans, out_elems)
-
-
-_ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:

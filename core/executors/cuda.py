@@ -22,8 +22,8 @@ from ..model.sampler import draw, needs_logits, score_prompts
 from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
+from .adapters import CudaAdapters
 from .base import ModelInfo
-from .cuda_adapters import CudaAdapterBackend
 from .cuda_steps import CudaSteps
 from .model_len import max_model_len_of
 
@@ -57,7 +57,7 @@ class CudaExecutor:
                 self.num_pages = self._measure(free)
             self._arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self._steps.use_arena(self._arena)
-            self.adapters = CudaAdapterBackend(
+            self.adapters = CudaAdapters(
                 self.config, self._arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
             )
             with torch.inference_mode():
@@ -129,11 +129,13 @@ class CudaExecutor:
         device.release()
         free, total = device.memory()
         use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)
-        if config.num_pages is None and config.memory_bytes is None:
+        pages = config.num_pages
+        if pages is None and config.memory_bytes is not None:
+            pages = max(2, config.memory_bytes // page_bytes)
+        if pages is None:
             needed = self.layout.pages_for_tokens(self.model.max_model_len) + 1
             pages = cuda_memory.num_pages(use, page_bytes, needed, config.gpu_memory_utilization)
         else:
-            pages = config.num_pages or max(2, config.memory_bytes // page_bytes)
             cuda_memory.check_pages(use, page_bytes, pages)
         logger.info("an arena of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
         return pages

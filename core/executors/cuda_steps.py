@@ -9,11 +9,9 @@ from functools import partial
 
 import torch
 
-from ...graphs.buckets import DecodeBuckets
-from ...graphs.device import Device
-from ...graphs.device_buffers import DeviceDecodeBuffers
-from ...graphs.runner import CapturedStep, GraphRunner, StepMode
-from ...graphs.staging import Download, Upload
+from ...graphs.buffers import DeviceDecodeBuffers
+from ...graphs.device import Device, Download, Upload
+from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...ops.attention import PagedAttention
+from ...ops.attention import Attention
 from ...ops.native import NativeRows
 from ..requests.types import ScheduledRow
 from .lora_state import StepLora
@@ -27,7 +27,7 @@ class StepBatch:
     positions: torch.Tensor
     page: torch.Tensor
     offset: torch.Tensor
-    attention: PagedAttention | NativeRows
+    attention: Attention | NativeRows
     lora: StepLora | None
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
@@ -37,7 +37,7 @@ def ragged_batch(
     rows: list[ScheduledRow],
     block_tokens: int,
     dummy_page: int,
-    attention: PagedAttention | NativeRows,
+    attention: Attention | NativeRows,
     lora: StepLora | None,
 ) -> StepBatch:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""

@@ -8,11 +8,16 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.activation import silu_and_mul
 from ...ops.attention import PagedAttention
-from ...ops.kv_write import HeadNorms, rotate_and_write
-from ...ops.norm import add_rms_norm, rms_norm
-from ...ops.rope import RotaryEmbedding, Rotation
+from ...ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    add_rms_norm,
+    rms_norm,
+    rotate_and_write,
+    silu_and_mul,
+)
 from .batch import StepBatch
 from .config import ModelConfig
 from .nvtx_spans import span
@@ -27,7 +32,8 @@ class DecoderModel:
 
     def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
-        tokens."""
+        tokens.
+        """
         self.config = config
         self._arena = arena
         device = arena.pages.device
@@ -59,7 +65,8 @@ class DecoderModel:
 
     def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
-        that is given."""
+        that is given.
+        """
         eps, lora = self.config.rms_norm_eps, batch.lora
         self._scored = None
         residual = embedding(batch.token_ids, self._embed)
@@ -85,13 +92,15 @@ class DecoderModel:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
+        if self._scored is None:
+            raise RuntimeError("the last step had no score tokens")
         return linear(self._scored[begin:end], self._lm_head).float()
 
     def _attention(
         self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
     ) -> torch.Tensor:
         lora = batch.lora
-        k_cache, v_cache = self._arena.kv_layer(index)
+        k_cache, v_cache = self._arena.kv_layers[index]
         with span("attn.qkv"):
             qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
         if lora is not None:
@@ -130,9 +139,11 @@ def _added_and_normed(
 
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    """The layer with every part on `device`; the same tensors where they are there."""
-    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    return LayerWeights(**{name: None if part is None else part.to(device) for name, part in parts.items()})
+    """The layer, with every part moved to `device`; the same tensors where they are there."""
+    for field in fields(layer):
+        if (part := getattr(layer, field.name)) is not None:
+            setattr(layer, field.name, part.to(device))
+    return layer
 
 
 def _head_norms(layer: LayerWeights, eps: float) -> HeadNorms | None:

@@ -13,9 +13,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.backend import Transfer
 from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
+from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
 from ..requests.types import BASE_SLOT
 from .config import ModelConfig
@@ -31,16 +31,16 @@ _Resident = tuple[list[int], list[AdapterRows]]
 class StepLora(Protocol):
     """Adds LoRA products of x `[tokens, in]` to packed outputs y `[tokens, out]` in a forward pass."""
 
-    def wait(self, layer: int) -> None:
+    def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
-    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
-    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
-    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None: ...
+    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
 
 
 class LoraState:
@@ -86,7 +86,7 @@ class LoraState:
                 transfer = self._coming.get(slot)
                 for part in rows[slot]:
                     scaled = part if factor == 1.0 else self._times(part, factor)
-                    segments.add(begin, end, scaled, 0 if transfer is None else self._ready(transfer))
+                    segments.add(begin, end, scaled, 0 if transfer is None else transfer.address)
                     self._slots.append(slot)
             begin = end
         self.segments = segments
@@ -115,10 +115,6 @@ class LoraState:
 
     def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._down)
-
-    def _ready(self, transfer: Transfer) -> int:
-        """Return the address at which native code reads how many layers have arrived."""
-        return transfer.address
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""

@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.backend import Transfer
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
@@ -123,7 +122,8 @@ class CudaLoraState(LoraState):
         self, group: int, schedule: Schedule, num_tiles: int, passes: int, y: torch.Tensor, x: torch.Tensor, layer: int
     ) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, counted as in
-        `lora_groups`."""
+        `lora_groups`.
+        """
         from ...ops.sgmv_triton import sgmv  # needs triton
 
         sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles, passes)
@@ -144,9 +144,6 @@ class CudaLoraState(LoraState):
             SgmvTables.scratch_elems(schedule.splits(d_in), tokens, len(group), self.max_rank)
             for d_in, group in self._widths
         )
-
-    def _ready(self, transfer: Transfer) -> int:
-        return 0  # kernels don't watch it: the stream waits
 
 
 class LoraLaunches:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from types import MappingProxyType
 
 import torch
@@ -12,8 +11,8 @@ import torch
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native
+from ...ops.elementwise import rotary_table
 from ...ops.native_sampling import NativeSampling
-from ...ops.rope import rotary_table
 from ...ops.sampling import Chances
 from ...ops.sgmv import Segments
 from .batch import StepBatch
@@ -113,8 +112,13 @@ class _PackedWeights:
 
 def _native_layer(layer: LayerWeights) -> native.NativeLayer:
     """Return a layer in the library's form: packed projections as they are, everything else as float32."""
-    parts = {field.name: getattr(layer, field.name) for field in fields(layer)}
-    packed = ("qkv", "o", "gate_up", "down")
     return native.NativeLayer(
-        **{name: part if part is None or name in packed else part.float() for name, part in parts.items()}
-    )
+        input_norm=layer.input_norm.float(), post_attention_norm=layer.post_attention_norm.float(),
+        qkv=layer.qkv, o=layer.o, gate_up=layer.gate_up, down=layer.down,
+        qkv_bias=_float(layer.qkv_bias), q_norm=_float(layer.q_norm), k_norm=_float(layer.k_norm),
+        o_bias=_float(layer.o_bias), gate_up_bias=_float(layer.gate_up_bias), down_bias=_float(layer.down_bias),
+    )  # fmt: skip
+
+
+def _float(part: torch.Tensor | None) -> torch.Tensor | None:
+    return None if part is None else part.float()

@@ -68,14 +68,14 @@ def draw(
         result.tokens[row.request_id] = token
         if index in at:
             drawn.append((at[index], row))
-    if not drawn:
+    if logits is None or not drawn:  # without logits, `at` is empty
         return result
     _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,
             eos_token_ids, result)  # fmt: skip
     scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
     if scored:
         tokens = [result.tokens[row.request_id] for _, row in scored]
-        counts = [row.params.logprobs for _, row in scored]
+        counts = [row.params.logprobs or 0 for _, row in scored]
         found = _logprobs(sampling.score(logits, [place for place, _ in scored], tokens, counts), tokens, counts)
         result.logprobs = {row.request_id: it for (_, row), it in zip(scored, found, strict=True)}
     return result
@@ -94,7 +94,7 @@ def score_prompts(
     """
     scored = [row for row in rows if row.scores_prompt]
     tokens = [token for row in scored for token in following_tokens(row)]
-    counts = [row.params.prompt_logprobs for row in scored for _ in following_tokens(row)]
+    counts = [row.params.prompt_logprobs or 0 for row in scored for _ in following_tokens(row)]
     found: list[TokenLogprobs] = []
     step = score_rows(vocab)
     for begin in range(0, len(tokens), step):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .plan_wire import params_from_wire, params_to_wire
@@ -32,10 +33,10 @@ def from_record(data: Mapping[str, Any]) -> Request:
     if data["v"] != VERSION:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
+    params = replace(params_from_wire(data["params"]), seed=data["seed"])
     request = Request(
-        data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"],
+        data["id"], tokens[:count], params, data["adapter"],
         tenant=data["tenant"], cache_salt=data["cache_salt"], call=data["call"],
     )  # fmt: skip
     request.token_ids += tokens[count:]
-    request.seed = data["seed"]
     return request

@@ -80,7 +80,8 @@ class Request:
     ) -> None:
         """tenant: the client that is charged, empty if unknown. cache_salt: prefix-cache blocks are shared only between
         requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for
-        a request alone."""
+        a request alone.
+        """
         self.id = request_id
         self.token_ids = list(prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
@@ -97,9 +98,9 @@ class Request:
         self.began_at = 0  # tokens that were cached when it was last admitted
         self.charged = 0  # tokens that its tenant has been charged since
         self.start_time: float | None = None  # of its first admission
-        self.seed = params.seed
+        self.seed = params.seed or 0  # the engine draws one for a request without
         self.adapter: Adapter | None = None
-        self.block_table: BlockTable | None = None
+        self.block_table: BlockTable  # while it runs
         self.room = 0  # tokens that its pages can hold
         self.row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before those
         self.max_length = 0  # tokens, prompt included, at which it ends; set when it is queued

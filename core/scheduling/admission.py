@@ -18,7 +18,6 @@ from .policies import QueuePolicy
 from .queue_order import QueueOrder
 from .request_memory import RequestMemory
 from .running import Running
-from .shared_prefills import SharedPrefills
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -40,9 +39,9 @@ class Admission:
         loads: LoadPolicy,
         lengths: OutputLengths,
         clock: Callable[[], float],
-        fail: Callable[[Request, str], None],
+        fail: Callable[[Request, str, LoadFailure | None], None],
     ) -> None:
-        """fail: ends a request that is in no queue, with an error message."""
+        """fail: ends a request that is in no queue, with an error message, and why its adapter was not loaded."""
         self._limits = limits
         self._waiting = waiting
         self._policy = policy
@@ -53,19 +52,22 @@ class Admission:
         self._clock = clock
         self._fail = fail
         self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
-        self._late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
+        self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
 
     def settle(self) -> None:
-        """Release requests whose shared prefill is done, and forget late adapters that have been read."""
+        """Release requests whose shared prefill is done, and forget late adapters that have been read.
+
+        Nothing to do while nobody waits and no adapter is late.
+        """
         if self._prefills:
             self._prefills.settle()
-        if self._late:
-            self._late = {adapter for adapter in self._late if adapter.requests and not _is_read(self._store, adapter)}
+        if self.late:
+            self.late = {adapter for adapter in self.late if adapter.requests and not _is_read(self._store, adapter)}
 
     def note_late(self, adapter: Adapter) -> None:
         """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
-        self._late.add(adapter)
+        self.late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
@@ -81,7 +83,7 @@ class Admission:
         admitted: dict[Request, int] = {}
         if budget <= 0 or not self._has_place(running, rows):
             return admitted
-        step = Step(limits, self._store, running, self._late, self._clock(), self._doubt_until)
+        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until)
         order = self._order(step)
         while (request := order.next()) is not None and budget > 0:
             if not self._has_place(running, rows + len(admitted)):
@@ -104,12 +106,12 @@ class Admission:
             has_room = self._has_room(request, blocks, step)
             if not has_room and self._store.give_up_loads():
                 continue
-            if not has_room and (running or self._store.has_transfers):
+            if not has_room and (running or self._store.loads.under_way):
                 break
             self._waiting.remove(request)
             order.go_on()
             if not has_room:  # nothing runs that could free more pages
-                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some")
+                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some", None)
             elif self._start(request, blocks, count := min(missing, budget)):
                 admitted[request] = count
                 budget -= count
@@ -201,15 +203,16 @@ class Step:
         self._late = late
         self._doubts = now < doubt_until
         self._limits = limits
-        self._adapters: set[Adapter] | None = None
-        if limits.max_adapters_per_step is not None:
+        self._most_adapters = limits.max_adapters_per_step
+        self._adapters: set[Adapter] = set()
+        if self._most_adapters is not None:
             self._adapters = {request.adapter for request in running if request.adapter is not None}
         self._reserved = math.inf  # queue position of the first request that has a place reserved
 
     @property
     def is_limited(self) -> bool:
         """True if not every adapter may join."""
-        return self._adapters is not None or self._doubts or bool(self._late)
+        return self._most_adapters is not None or self._doubts or bool(self._late)
 
     def may_come(self, adapter: Adapter, head: Request) -> bool:
         """True if an adapter may join the step; `head` is the first request that waits for it."""
@@ -223,8 +226,8 @@ class Step:
 
     def is_barred(self, adapter: Adapter) -> bool:
         """True if the step has no place for an adapter."""
-        adapters = self._adapters
-        return adapters is not None and adapter not in adapters and len(adapters) >= self._limits.max_adapters_per_step
+        most, adapters = self._most_adapters, self._adapters
+        return most is not None and adapter not in adapters and len(adapters) >= most
 
     def reserve(self, request: Request) -> None:
         """Reserve a place for an overdue request whose adapter is barred."""
@@ -243,6 +246,65 @@ class Step:
             self.growth += lengths.growth(request)
         if self._adapters is not None and request.adapter is not None:
             self._adapters.add(request.adapter)
+
+
+class SharedPrefills:
+    """Holds back waiting requests while a running one, their leader, computes the same prompt.
+
+    They wait no longer than its prefill takes: whatever delays that, such as a full step, would delay them too. When
+    the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
+    """
+
+    def __init__(self, memory: RequestMemory, waiting: WaitingQueue, block_tokens: int) -> None:
+        self._memory = memory
+        self._waiting = waiting
+        self._block_tokens = block_tokens
+        self._leaders: dict[object, Request] = {}
+        self._followers: dict[Request, list[Request]] = {}
+
+    def wait(self, request: Request, num_blocks: int) -> bool:
+        """Hold a request back if another is computing its prompt; `num_blocks` of it are cached already."""
+        if not self._leaders or self._shareable(request) <= num_blocks * self._block_tokens:
+            return False
+        leader = self._leaders.get(self._key(request))
+        if leader is None or not self._leads(leader) or not _same_prompt(leader, request):
+            return False
+        self._waiting.hold_back(request)
+        self._followers.setdefault(leader, []).append(request)
+        return True
+
+    def begin(self, request: Request) -> None:
+        """Make an admitted request the leader of its prompt, if there is none."""
+        if request.caching and self._leads(request):
+            self._leaders.setdefault(self._key(request), request)
+
+    def settle(self) -> None:
+        """Release the requests whose leader has computed the prompt, or never will."""
+        for key, leader in list(self._leaders.items()):
+            if not self._leads(leader):
+                del self._leaders[key]
+                for request in reversed(self._followers.pop(leader, ())):
+                    self._waiting.release(request)
+
+    def __bool__(self) -> bool:
+        return bool(self._leaders)
+
+    def _leads(self, leader: Request) -> bool:
+        return leader.is_running and leader.caching and leader.num_computed_tokens < self._shareable(leader)
+
+    def _shareable(self, request: Request) -> int:
+        """Return how many prompt tokens lie in full blocks that an equal prompt could start from."""
+        return (request.num_prompt_tokens - 1) // self._block_tokens * self._block_tokens
+
+    def _key(self, request: Request) -> object:
+        if request.prompt_hash is None:
+            request.prompt_hash = hash(tuple(request.token_ids[: request.num_prompt_tokens]))
+        return request.adapter, self._memory.scope(request), request.prompt_hash
+
+
+def _same_prompt(one: Request, other: Request) -> bool:
+    count = one.num_prompt_tokens
+    return count == other.num_prompt_tokens and one.token_ids[:count] == other.token_ids[:count]
 
 
 def _is_read(store: AdapterStore, adapter: Adapter) -> bool:

@@ -65,7 +65,7 @@ class LoadAhead:
             self._unfit.update(unfit)
             adapters = [adapter for adapter in adapters if adapter not in self._unfit]
         if adapters:
-            self._store.reads.ahead(adapters)
+            self._store.loads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
         """Yield the non-resident adapters of the first requests that wait for no slow read."""
@@ -107,7 +107,8 @@ class LoadPolicy:
 
     def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
         """max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are
-        discarded. 0: no request starts before its adapter has been read."""
+        discarded. 0: no request starts before its adapter has been read.
+        """
         self._store = store
         self._costs = costs
         self._block_tokens = block_tokens
@@ -126,4 +127,4 @@ class LoadPolicy:
         if self._max_stall == 0:
             return False
         prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.reads.seconds_left(adapter) <= prefill + self._max_stall
+        return alone or self._store.loads.seconds_left(adapter) <= prefill + self._max_stall

@@ -44,7 +44,7 @@ class OutputLengths:
             latest = sorted(self._latest, reverse=True)
             self._sorted = [length for length, _ in reversed(latest)]
             self._sums = list(accumulate(length for length, _ in latest))[::-1]
-            self._ends = list(accumulate(not was_cut for _, was_cut in latest))[::-1]
+            self._ends = list(accumulate(int(not was_cut) for _, was_cut in latest))[::-1]
         index = bisect_right(self._sorted, drawn)
         count = len(self._sorted) - index
         if not count:

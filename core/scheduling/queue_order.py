@@ -33,7 +33,8 @@ class QueueOrder:
         only_firsts: bool = False,
     ) -> None:
         """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may.
-        only_firsts: consider only the first answer of each call."""
+        only_firsts: consider only the first answer of each call.
+        """
         self._policy = policy
         self._overdue_before = overdue_before
         self.only_firsts = only_firsts

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.reclaim import Reclaimer
-from ...memory.adapters.store import AdapterStore
+from ...memory.adapters.store import AdapterStore, Reclaimer
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
@@ -135,7 +134,8 @@ class RequestMemory:
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
         request.block_table.free()
-        request.block_table = request.last_block = request.row = None
+        del request.block_table
+        request.last_block = request.row = None
         if request.adapter is not None:
             self._store.release(request.adapter)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
@@ -21,8 +21,7 @@ from .output_lengths import OutputLengths
 from .overload import QueueRoom
 from .policies import Policies
 from .request_memory import RequestMemory
-from .running import Running, group_by_adapter
-from .step_planner import plan_step
+from .running import Running, group_by_adapter, plan_step
 from .step_shares import StepShares
 from .waiting import WaitingQueue
 
@@ -102,7 +101,9 @@ class Scheduler:
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
         params, limits = request.params, self._limits
-        request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
+        request.max_length = limits.max_model_len
+        if params.max_tokens is not None:
+            request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
         if not params.ignore_eos:
             request.end_ids = limits.eos_token_ids
         if params.stop_token_ids:
@@ -126,9 +127,10 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
-        if self._loading or self._store.has_transfers:
+        if self._loading or self._store.loads.under_way:
             self._settle_loads()
-        self._admission.settle()
+        if self._waiting or self._admission.late:
+            self._admission.settle()
         sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
@@ -187,7 +189,7 @@ class Scheduler:
         still = []
         for request in self._loading:
             if request.state is RequestState.LOADING:
-                if request.adapter.transfer is None:
+                if request.adapter is None or request.adapter.transfer is None:
                     request.state = RequestState.RUNNING
                 else:
                     still.append(request)
@@ -325,7 +327,7 @@ class Scheduler:
             reason, stop_token = FinishReason.STOP, token
         elif computed + 1 >= request.max_length:
             reason = FinishReason.LENGTH
-        logprobs = result.logprobs and result.logprobs.get(row.request_id)
+        logprobs = result.logprobs.get(row.request_id) if result.logprobs else None
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None and request.num_output_tokens == 1:
             prompt_logprobs = tuple(request.prompt_logprobs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ...graphs.buckets import DecodeBuckets
+from ...graphs.runner import DecodeBuckets
 from ..requests.request import Request
 from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from .running import Groups
@@ -29,8 +29,8 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
                 decodes.append(row)
             row.slot = slot
     bucket = None if prefills else buckets.pick(len(decodes))
-    adapters = list(groups)
-    return StepPlan(step_id, prefills + decodes, adapters[1:] if None in groups else adapters, bucket)
+    adapters = [adapter for adapter in groups if adapter is not None]
+    return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

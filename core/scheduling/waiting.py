@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from itertools import takewhile
 
 from ...memory.adapters.adapter import Adapter
@@ -44,23 +43,17 @@ class Group:
         return first if first.place < further.place else further
 
 
-class WaitingQueue:
-    """Waiting requests. Operations take constant time, but `append_first` scans the requests that came back before."""
+class WaitingQueue(OrderedDict[Request, None]):
+    """Waiting requests in order; only the methods here change it, which also maintain the groups.
+
+    They take constant time, but `append_first` scans the requests that came back before.
+    """
 
     def __init__(self) -> None:
-        self._order: OrderedDict[Request, None] = OrderedDict()
+        super().__init__()
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.tenants: dict[str, dict[Adapter | None, Group]] = {}
-
-    def __len__(self) -> int:
-        return len(self._order)
-
-    def __iter__(self) -> Iterator[Request]:
-        return iter(self._order)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._order
 
     def count(self, tenant: str) -> int:
         """Return the number of a tenant's waiting requests, without those held back."""
@@ -70,7 +63,7 @@ class WaitingQueue:
         """Add a new request at the end."""
         self._last += 1
         request.place = self._last
-        self._order[request] = None
+        self[request] = None
         request.is_further = request.call != "" and request.call == self._last_call
         self._last_call = request.call
         self._group(request).line(request)[request] = None
@@ -79,11 +72,11 @@ class WaitingQueue:
         """Add a request that has run: before all that have not, and in order of arrival among those that have."""
         if request.place > 0:
             request.place -= _BEFORE_ALL
-        _insert(self._order, request)
+        _insert(self, request)
         self.release(request)
 
     def remove(self, request: Request) -> None:
-        del self._order[request]
+        del self[request]
         self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
@@ -92,7 +85,7 @@ class WaitingQueue:
 
     def release(self, request: Request) -> None:
         """Make a held-back request a candidate at its place in its group. Does nothing if it has left the queue."""
-        if request in self._order:
+        if request in self:
             _insert(self._group(request).line(request), request)
 
     def has_firsts(self) -> bool:

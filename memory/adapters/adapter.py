@@ -1,14 +1,35 @@
-"""An adapter as the engine knows it: one version of one name."""
+"""An adapter as the engine knows it, one version of one name, and the interface to what reads and moves its bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
+from typing import Protocol
 
+from ..files.error import AdapterFormatError, shown
 from ..files.format import AdapterManifest
+from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
-from .backend import Transfer
+from ..transfers.transfer import Transfer
+
+MAX_NAME_CHARACTERS = 256
+
+
+def check_name(name: str) -> str:
+    """The name, if every answer, log line and metric can hold it; else AdapterFormatError, which shows it safely."""
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise AdapterFormatError(
+            f"{shown(name[:MAX_NAME_CHARACTERS])}… has {len(name)} characters; a name has at most {MAX_NAME_CHARACTERS}"
+        )
+    if not name or not name.isprintable() or name != name.strip():
+        raise AdapterFormatError(
+            f"{shown(name)} is no name: printable characters are needed, in UTF-8, without blanks around them"
+        )
+    if any(part in ("", ".", "..") for part in name.split("/")):
+        raise AdapterFormatError(f"{shown(name)} is no name: its parts between slashes can't be empty, '.' or '..'")
+    return name
 
 
 class Tier(StrEnum):
@@ -68,3 +89,25 @@ class AdapterInfo:
     tier: str
     references: int
     num_pages: int
+
+
+class AdapterBackend(Protocol):
+    """Reads and moves adapter bytes; the executor brings it, so the store never touches a tensor."""
+
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Check a directory and the headers of its files, which must really lie below `roots` if there are any."""
+        ...
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout: ...
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        """Read the weights into `image`, publishing every layer; on a thread of its own."""
+        ...
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        """Move an image, whole or still being read, into its pages; None when it already has been."""
+        ...
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage | None:
+        """Copy an adapter's pages to the host, whole when this returns; None when it can be read again at any time."""
+        ...

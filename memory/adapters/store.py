@@ -1,4 +1,5 @@
-"""The adapter store: which adapters exist, where their bytes are, who is using them.
+"""The adapter store: which adapters exist, where their bytes are, who is using them, and what
+makes room for them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
 request computes with. Idle resident adapters stay in the pool until their pages are wanted.
@@ -11,16 +12,14 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from ..files.format import AdapterFormatError, AdapterManifest
-from ..files.name import check_name
 from ..host.image import HostImage
 from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
-from ..pages.pool import OutOfPages, PageKind, PagePool
-from .adapter import Adapter, AdapterInfo, Tier
-from .backend import AdapterBackend
-from .loads_in_flight import LoadsInFlight
-from .reads import AdapterReads
+from ..pages.pool import PageKind, PagePool
+from ..pages.prefix import Block, PrefixCache
+from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
+from .loads import AdapterLoads
 
 
 class UnknownAdapter(KeyError):
@@ -33,14 +32,15 @@ class UnknownAdapter(KeyError):
 class AdapterStore:
     """Registers, loads, pins and evicts adapters; its pages come from the pool that the KV cache uses.
 
-    images: the weights in host memory, by adapter, from where they are loaded. reads: what brings them there.
+    images: the weights in host memory, by adapter, from where they are loaded. loads: what brings them there, and from
+    there into pages.
     """
 
     def __init__(
         self,
         pool: PagePool,
         backend: AdapterBackend,
-        images: HostImages,
+        images: HostImages[Adapter],
         order: EvictionOrder,
         costs: RestoreCosts,
         page_bytes: int,
@@ -49,17 +49,15 @@ class AdapterStore:
         self._pool = pool
         self._backend = backend
         self.images = images
-        self.reads = AdapterReads(backend, images, costs, page_bytes, clock)
+        self.loads = AdapterLoads(pool, backend, images, costs, page_bytes, clock)
         self._order = order
         self._costs = costs
-        self._clock = clock
         self._current: dict[str, Adapter] = {}
         # Replaced or removed versions that requests still hold. In order: what is done with each must not depend on
         # where objects happen to lie in memory.
         self._retired: dict[Adapter, None] = {}
         self._pinned: set[Adapter] = set()
         self._resident: dict[Adapter, None] = {}
-        self._loads = LoadsInFlight(pool)
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
         self.num_idle_pages = 0
@@ -84,7 +82,7 @@ class AdapterStore:
         layout = self.layout_of(manifest)
         adapter = Adapter(name, next(self._versions), manifest, layout)
         if image is not None:
-            self.reads.keep(adapter, image)
+            self.loads.keep(adapter, image)
         previous = self._current.get(name)
         self._retire(previous)
         self._current[name] = adapter
@@ -156,31 +154,23 @@ class AdapterStore:
         most = self._pool.num_usable - self.num_pinned_pages
         return [adapter for adapter in adapters if adapter.num_pages > most and not adapter.pages]
 
-    @property
-    def has_transfers(self) -> bool:
-        """True if pages will become idle or free without anybody's doing."""
-        return bool(self._loads)
-
     def poll(self) -> list[tuple[Adapter, BaseException]]:
         """Take note of transfers that have ended; returns the adapters whose bytes will never come, and why.
 
         Whoever runs with one of those must stop; then it is to be evicted.
         """
         failed: list[tuple[Adapter, BaseException]] = []
-        if not self._loads:
+        if not self.loads.under_way:
             return failed
         self.images.watch()
-        self._loads.free_what_is_quiet()
-        for adapter, start, error in self._loads.ended():
+        for adapter, error in self.loads.settle():
             if error is None:
-                self._observe(adapter, start)
-                self._loads.end(adapter)
                 self._offer(adapter)
-            else:
-                failed.append((adapter, error))
-                if self.images.error(adapter) is None:  # else those that wait for it are still to be told
-                    self.images.drop(adapter)
-                self.unpin(adapter)
+                continue
+            failed.append((adapter, error))
+            if self.images.error(adapter) is None:  # else those that wait for it are still to be told
+                self.images.drop(adapter)
+            self.unpin(adapter)
         return failed
 
     # -- use
@@ -233,20 +223,6 @@ class AdapterStore:
         if adapter.references == 0:
             self._offer(adapter)
 
-    def fetch(self, adapter: Adapter) -> bool:
-        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
-        if adapter.transfer is not None:
-            image = self._loads.image(adapter)
-            if image.error is not None:
-                raise image.error
-        elif adapter.pages:
-            return True
-        else:
-            self.reads.request(adapter)
-            self.images.watch()
-            image = self.images.take(adapter)
-        return image.stream.num_ready == adapter.layout.num_layers
-
     def pin(self, adapter: Adapter) -> None:
         """Keep `adapter` resident until `unpin`, loading it into free pages now. Raises what `acquire` raises."""
         if adapter not in self._pinned:
@@ -275,13 +251,13 @@ class AdapterStore:
         """
         self._withdraw(adapter)
         if adapter.requests and adapter.transfer is None:
-            self.reads.save(adapter)
+            self.loads.save(adapter)
         pages, adapter.pages = adapter.pages, []
         del self._resident[adapter]
         if adapter.transfer is None:
             self._pool.release(pages)
         else:
-            self._loads.cancel(adapter, pages)
+            self.loads.cancel(adapter.transfer, pages)
         self.num_evictions += 1
 
     def give_up_loads(self) -> bool:
@@ -289,11 +265,7 @@ class AdapterStore:
 
         The reads go on into host memory. What has been read and is only being copied is left to come.
         """
-        unused = [
-            adapter
-            for adapter in self._loads.adapters()
-            if not adapter.references and not self.images.is_ready(adapter)
-        ]
+        unused = [adapter for adapter in self.loads.unread() if not adapter.references]
         for adapter in unused:
             self.evict(adapter)
         return bool(unused)
@@ -302,38 +274,15 @@ class AdapterStore:
         """Pages that the store holds, for `PagePool.check_integrity`."""
         for adapter in itertools.chain(self._current.values(), self._retired):
             yield PageKind.ADAPTER, adapter.pages
-        yield from self._loads.holders()
+        yield from self.loads.holders()
 
     def close(self) -> None:
         self.images.close()
 
     def _load(self, adapter: Adapter) -> None:
-        if self._pool.num_free < adapter.num_pages:
-            raise OutOfPages(
-                f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
-            )
-        self.reads.request(adapter)
-        image = self.images.take(adapter)
-        streamed = not self.images.is_ready(adapter)
-        pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
-        start = self._clock()
-        try:
-            transfer = self._backend.place(image, adapter.layout, pages)
-        except BaseException:
-            self._pool.release(pages)
-            raise
-        adapter.pages = pages
+        self.num_streamed += self.loads.load(adapter)
         self._resident[adapter] = None
         self.num_loads += 1
-        self.num_streamed += streamed
-        if transfer is None:
-            self._observe(adapter, start)
-        else:
-            self._loads.begin(adapter, transfer, image, start)
-
-    def _observe(self, adapter: Adapter, start: float) -> None:
-        adapter.load_seconds = self._clock() - start
-        self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
 
     def _offer(self, adapter: Adapter) -> None:
         """Let an idle resident adapter compete for its pages; one whose bytes are still coming keeps them."""
@@ -360,7 +309,7 @@ class AdapterStore:
         if adapter.requests:
             self._retired[adapter] = None
             if not adapter.pages or adapter.transfer is not None:
-                self.reads.request(adapter)  # the directory may be about to change
+                self.loads.request(adapter)  # the directory may be about to change
         else:
             self._remove(adapter)
 
@@ -370,3 +319,38 @@ class AdapterStore:
             self.evict(adapter)
         self.images.drop(adapter)
         self.on_gone(adapter.version)
+
+
+class Reclaimer:
+    """Evicts idle adapters and unused prefix blocks by one order."""
+
+    def __init__(self, pool: PagePool, order: EvictionOrder, store: AdapterStore, prefix: PrefixCache) -> None:
+        self._pool = pool
+        self._order = order
+        self._store = store
+        self._prefix = prefix
+
+    @property
+    def available(self) -> int:
+        """Pages that are free or that `make_room` can free."""
+        return self._pool.num_unused + self._store.num_idle_pages
+
+    def make_room(self, num_pages: int) -> bool:
+        """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
+        if self._pool.num_free >= num_pages:
+            return True
+        if self.available < num_pages:
+            return False
+        while self._pool.num_free < num_pages:
+            item = self._order.pop()
+            if isinstance(item, Adapter):
+                self._store.evict(item)
+            elif isinstance(item, Block):
+                self._prefix.evict(item)
+        return True
+
+    def reclaim_all(self) -> int:
+        """Evict everything that nobody uses; returns the pages freed."""
+        free = self._pool.num_free
+        self.make_room(self.available)
+        return self._pool.num_free - free

@@ -88,7 +88,7 @@ class AdapterConfig:
         else:
             found = self._targets.ends(names)
             if self._layers:
-                found = found & self._in_layers(names) | self._targets.named(names)
+                found = found & self._in_layers(names, self._layers) | self._targets.named(names)
         ends = found & ~self._excluded.ends(names)
         ranks = _first_matches(self._ranks, names, ends, self._rank)
         alphas = _first_matches(self._alphas, names, ends, self._alpha)
@@ -96,12 +96,13 @@ class AdapterConfig:
             name: (rank, alphas[name] / (math.sqrt(rank) if self._rslora else rank)) for name, rank in ranks.items()
         }
 
-    def _in_layers(self, names: ModuleNames) -> int:
+    def _in_layers(self, names: ModuleNames, layers: frozenset[int]) -> int:
         """The ends of the names that are in one of the layers to transform."""
         ends = 0
         for pattern, anywhere in self._layer_patterns:
             ends |= pattern.before_number(names, anywhere=anywhere)
-        return names.places(name for name in names.at(ends) if int(_LAYER.search(name)[1]) in self._layers)
+        found = ((name, _LAYER.search(name)) for name in names.at(ends))
+        return names.places(name for name, layer in found if layer and int(layer[1]) in layers)
 
 
 _ANY_LAYER = r".*?\.[^.]*"

@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TypeVar
 
 from ..pages.adapter_layout import AdapterPart
 from ..pages.layout import MODULES, ModuleDims
@@ -21,18 +20,16 @@ from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
 from .error import AdapterFormatError, shown
 from .module_names import ModuleNames
-from .tensor_file import FileIdentity, TensorFile, TensorInfo
-from .tensor_places import TensorPlaces, digest_of
+from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 
 __all__ = ["CONFIG_FILE", "WEIGHTS_FILE", "AdapterFormatError", "AdapterManifest", "inspect_adapter", "is_adapter_dir"]
-
-Shape = TypeVar("Shape", tuple[AdapterPart, ...], TensorPlaces)
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
 _BLOCKS = dict.fromkeys(MODULES, "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
+_MLP = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
 #: The base model's own name for its layers' parent, which a model around it (one that sees, say) may have changed.
@@ -96,8 +93,8 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = _parts(targets)
-            places = _shared(_places(file, parts, dims))
-            return AdapterManifest(path, _shared(parts), file.size, file.mtime_ns, places, file.identity, stem)
+            places = _shared_places(_places(file, parts, dims))
+            return AdapterManifest(path, _shared_parts(parts), file.size, file.mtime_ns, places, file.identity, stem)
 
 
 class AdapterWeights(TensorFile):
@@ -147,7 +144,7 @@ def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple
 
 def module_key(layer: int, module: str) -> str:
     """A projection's name in the base model, which PEFT's patterns are matched with."""
-    return f"model.layers.{layer}.{_BLOCKS[module]}.{module}"
+    return f"model.layers.{layer}.{'mlp' if module in _MLP else 'self_attn'}.{module}"
 
 
 @lru_cache(16)
@@ -215,9 +212,15 @@ def _places(file: TensorFile, parts: tuple[AdapterPart, ...], dims: ModuleDims) 
 
 
 @lru_cache(1024)
-def _shared(value: Shape) -> Shape:
-    """Equal ones as one object: most of thousands of adapters have the shapes of another, saved in the same way."""
-    return value
+def _shared_parts(parts: tuple[AdapterPart, ...]) -> tuple[AdapterPart, ...]:
+    """Equal ones as one object: most of thousands of adapters have the shapes of another."""
+    return parts
+
+
+@lru_cache(1024)
+def _shared_places(places: TensorPlaces) -> TensorPlaces:
+    """Equal ones as one object: most of thousands of adapters were saved in the same way."""
+    return places
 
 
 def _check_names(

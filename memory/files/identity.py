@@ -11,8 +11,7 @@ import numpy as np
 from ..pages.layout import MODULES
 from .error import AdapterChanged
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
-from .tensor_file import ITEM_BYTES, TensorInfo
-from .tensor_places import digest_of
+from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
 
 STALE = "it changed on disk since the adapter was registered; register the adapter again"
 

@@ -142,7 +142,7 @@ def _word(text: str) -> _Part:
 
 
 class _Class:
-    """One character of a kind: `.`, `\\d`, `[a-z]`. The kind is what `re` says that it is."""
+    r"""One character of a kind: `.`, `\d`, `[a-z]`. The kind is what `re` says that it is."""
 
     def __init__(self, text: str) -> None:
         try:

@@ -9,12 +9,21 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 import torch
 
 from ..pages import hugepages
 
 _ALIGNMENT = 1 << 16
+
+
+class Buffers(Protocol):
+    """Host memory to read images into."""
+
+    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor of any content, with memory of its own while it or a view of it lives."""
+        ...
 
 
 class HostBuffers:

@@ -14,16 +14,17 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 from ..files.error import AdapterFormatError
 from .image import HostImage, ReadGivenUp
-from .read_threads import ThreadReads
-from .read_watch import ReadStalled, ReadWatch
-from .reads import InlineReads, Reads
+from .reads import InlineReads, Reads, ReadStalled, ReadWatch, ThreadReads
 
 __all__ = ["HostImages", "InlineReads", "ReadCounts", "Reads", "ThreadReads"]
 
 logger = logging.getLogger(__name__)
+
+Key = TypeVar("Key", bound=Hashable)
 
 #: Seconds between looks at reads under way.
 _LOOK_SECONDS = 0.05
@@ -38,7 +39,6 @@ class _Entry:
     image: HostImage
     label: str
     may_drop: Callable[[], bool]
-    watch: ReadWatch | None = None
     is_slow: bool = False
     is_given_up: bool = False
 
@@ -58,7 +58,7 @@ class ReadCounts:
     oldest_seconds: float
 
 
-class HostImages:
+class HostImages(Generic[Key]):
     """Images by key, whole or being read. Used by one thread; only the reads themselves run elsewhere.
 
     A read that brings nothing for `stall_seconds`, and somewhat longer for large layers, is given up: its image fails
@@ -78,10 +78,10 @@ class HostImages:
         self._reads = reads
         self._clock = clock
         self._stall_seconds = stall_seconds
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
-        self._under_way: dict[Hashable, _Entry] = {}
-        self._given_up: dict[Hashable, _Entry] = {}  # whose threads have not returned
-        self._failed: set[Hashable] = set()  # of entries
+        self._entries: OrderedDict[Key, _Entry] = OrderedDict()
+        self._under_way: dict[Key, tuple[_Entry, ReadWatch]] = {}
+        self._given_up: dict[Key, _Entry] = {}  # whose threads have not returned
+        self._failed: set[Key] = set()  # of entries
         self._next_look = -math.inf
         self._last_moved = -math.inf
         self._num_failed = 0
@@ -90,7 +90,7 @@ class HostImages:
 
     def request(
         self,
-        key: Hashable,
+        key: Key,
         num_bytes: int,
         read: Callable[[HostImage], None],
         *,
@@ -133,12 +133,9 @@ class HostImages:
         entry = _Entry(future, num_bytes, image, label, may_drop)
         self._add(key, entry)
         if not future.done():
-            entry.watch = ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
-            self._under_way[key] = entry
+            self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
 
-    def put(
-        self, key: Hashable, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True
-    ) -> None:
+    def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
         """Keep an image that somebody else has made, in place of what there is under the key."""
         self.drop(key)
         self._shrink(self.capacity_bytes - num_bytes)
@@ -156,32 +153,31 @@ class HostImages:
                     return True
         return False
 
-    def is_requested(self, key: Hashable) -> bool:
+    def is_requested(self, key: Key) -> bool:
         return key in self._entries
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def keep(self, key: Hashable) -> bool:
+    def keep(self, key: Key) -> bool:
         """Use an image, whole or being read, so that others are dropped before it; False if there is none."""
         if key not in self._entries:
             return False
         self._entries.move_to_end(key)
         return True
 
-    def __iter__(self) -> Iterator[Hashable]:
+    def __iter__(self) -> Iterator[Key]:
         """The keys of all images, whole or being read."""
         return iter(self._entries)
 
-    def is_ready(self, key: Hashable) -> bool:
+    def is_ready(self, key: Key) -> bool:
         """True if the read has ended, well or badly."""
         entry = self._entries.get(key)
         return entry is not None and entry.has_ended
 
-    def is_slow(self, key: Hashable) -> bool:
+    def is_slow(self, key: Key) -> bool:
         """True if it has been read for so long that others are read beside it."""
-        entry = self._under_way.get(key)
-        return entry is not None and entry.is_slow
+        return key in self._under_way and self._under_way[key][0].is_slow
 
     @property
     def has_failures(self) -> bool:
@@ -193,16 +189,16 @@ class HostImages:
         for key in list(self._failed):
             self.drop(key)
 
-    def error(self, key: Hashable) -> BaseException | None:
+    def error(self, key: Key) -> BaseException | None:
         """Reason why the read of `key` has failed; None while it has not."""
         entry = self._entries.get(key)
         return entry.image.error if entry is not None and entry.has_ended else None
 
-    def peek(self, key: Hashable) -> HostImage:
+    def peek(self, key: Key) -> HostImage:
         """The image as far as it has been read."""
         return self._entries[key].image
 
-    def take(self, key: Hashable) -> HostImage:
+    def take(self, key: Key) -> HostImage:
         """The image, as far as it has been read, for use. A failed read raises its error and is forgotten."""
         if (error := self.error(key)) is not None:
             self.drop(key)
@@ -213,7 +209,7 @@ class HostImages:
         self._entries.move_to_end(key)
         return self._entries[key].image
 
-    def drop(self, key: Hashable) -> None:
+    def drop(self, key: Key) -> None:
         """Forget an image; a read that has not begun is cancelled, one under way ends with its next layer.
 
         What has been read is left as it is: it may still be copied from.
@@ -233,7 +229,7 @@ class HostImages:
         if not self._under_way and not self._given_up:
             return
         now = self._clock()
-        for key, entry in list(self._under_way.items()):
+        for key, (entry, _) in list(self._under_way.items()):
             if entry.future.done():
                 del self._under_way[key]
                 self._last_moved = now
@@ -243,11 +239,10 @@ class HostImages:
             return
         self._next_look = now + _LOOK_SECONDS
         self._forget_returned()
-        for entry in self._under_way.values():
-            if entry.watch.look(now):
+        for _, watch in self._under_way.values():
+            if watch.look(now):
                 self._last_moved = now
-        for key, entry in list(self._under_way.items()):
-            watch = entry.watch
+        for key, (entry, watch) in list(self._under_way.items()):
             if not entry.is_slow and watch.is_slow(now):
                 entry.is_slow = self._set_aside(entry)
             if watch.stalled_seconds(now) > watch.patience:
@@ -260,16 +255,16 @@ class HostImages:
         oldest = 0.0
         if self._under_way:
             now = self._clock()
-            oldest = max(entry.watch.stalled_seconds(now) for entry in self._under_way.values())
+            oldest = max(watch.stalled_seconds(now) for _, watch in self._under_way.values())
         return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
 
     def wait(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
-        self._reads.wait([entry.future for entry in self._under_way.values() if not entry.future.done()], timeout)
+        self._reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
 
     def close(self) -> None:
         """Stop reading. Waits for no read that hangs."""
-        for entry in self._under_way.values():
+        for entry, _ in self._under_way.values():
             if not entry.future.cancel():
                 entry.image.fail(ReadGivenUp("the engine is closed"))
         self._reads.shutdown()
@@ -277,7 +272,7 @@ class HostImages:
             entries.clear()
         self.num_bytes = 0
 
-    def _add(self, key: Hashable, entry: _Entry) -> None:
+    def _add(self, key: Key, entry: _Entry) -> None:
         self._entries[key] = entry
         self.num_bytes += entry.num_bytes
         if entry.has_ended and entry.image.error is not None:
@@ -290,7 +285,7 @@ class HostImages:
             self._last_moved = self._clock()
         return could
 
-    def _give_up(self, key: Hashable, entry: _Entry, why: str) -> None:
+    def _give_up(self, key: Key, entry: _Entry, why: str) -> None:
         entry.is_given_up = True
         del self._under_way[key]
         self._failed.add(key)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import platform
+import struct
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TypeVar
 
 from ..files.error import AdapterFormatError, forget_frames
-from .short_slices import ask_for_short_slices
 
 T = TypeVar("T")
 
@@ -51,20 +54,36 @@ class LimitedThreads:
     def _run(self, function: Callable[[], T], future: Future[T]) -> None:
         future.set_running_or_notify_cancel()  # from now on nobody can cancel what it is to tell
         ask_for_short_slices()
-        result, error = None, None
         try:
             result = function()
-        except BaseException as raised:
-            error = raised
-            if isinstance(raised, AdapterFormatError):  # which says all there is to say
-                forget_frames(raised)  # they hold what was read, for as long as anybody has the error
-        self._end()  # before anybody knows, so that whoever waited for it can submit the next
-        if error is None:
-            future.set_result(result)
-        else:
+        except BaseException as error:
+            if isinstance(error, AdapterFormatError):  # which says all there is to say
+                forget_frames(error)  # they hold what was read, for as long as anybody has the error
+            self._end()
             future.set_exception(error)
-        del future, error  # this frame is the error's, too
+            del future  # this frame is the error's, too
+        else:
+            self._end()  # before anybody knows, so that whoever waited for it can submit the next
+            future.set_result(result)
 
     def _end(self) -> None:
         with self._lock:
             self._busy -= 1
+
+
+_SYS_SCHED_SETATTR = {"x86_64": 314, "aarch64": 274}
+_SLICE_NS = 100_000
+
+
+def ask_for_short_slices() -> bool:
+    """Ask Linux to run the calling thread often and briefly, at no higher priority; whether it agreed.
+
+    Threads that compute keep a core for their whole slice of some milliseconds; one with a shorter slice that has
+    waited may interrupt them (EEVDF, Linux 6.12). Elsewhere nothing changes.
+    """
+    number = _SYS_SCHED_SETATTR.get(platform.machine())
+    if platform.system() != "Linux" or number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
+        return False
+    size, other, nice = 48, os.SCHED_OTHER, os.getpriority(os.PRIO_PROCESS, 0)
+    attributes = struct.pack("=IIQiIQQQ", size, other, 0, nice, 0, _SLICE_NS, 0, 0)
+    return ctypes.CDLL(None).syscall(number, 0, attributes, 0) == 0

@@ -11,7 +11,8 @@ from .layout import PageLayout
 class Arena:
     """`num_pages` pages of `layout.page_elems` elements.
 
-    pages: `[num_pages, page_elems]`, the buffer as adapters see it.
+    pages: `[num_pages, page_elems]`, the buffer as adapters see it. kv_layers: K and V of each layer, strided views
+    `[num_pages, block_tokens, kv_heads, head_dim]` of it.
     """
 
     def __init__(self, layout: PageLayout, num_pages: int, dtype: torch.dtype, device: torch.device | str) -> None:
@@ -25,8 +26,4 @@ class Arena:
         else:
             self.pages = torch.zeros(shape, dtype=dtype, device=device)
         kv = self.pages.view(num_pages, layout.num_layers, 2, layout.block_tokens, layout.kv_heads, layout.head_dim)
-        self._kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]
-
-    def kv_layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V of one layer, each a strided view `[num_pages, block_tokens, kv_heads, head_dim]`."""
-        return self._kv_layers[layer]
+        self.kv_layers = [(kv[:, i, 0], kv[:, i, 1]) for i in range(layout.num_layers)]

@@ -129,7 +129,8 @@ class PrefixCache:
     def evict(self, block: Block) -> None:
         """Forget an unused leaf, freeing its page; its parent may become evictable by it."""
         self._forget(block)
-        parent = block.parent
+        if (parent := block.parent) is None:  # a trie's root, which has no page and is never offered
+            return
         del parent.children[block.tokens]
         if isinstance(parent, Root):
             if not parent.children:

@@ -3,28 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
-from ..host.buffers import HostBuffers
-from .copy_engine import GROUP_BYTES, CopyEngine
-from .cuda_copies import CudaCopies
+from ..host.buffers import Buffers, HostBuffers
+from .cuda_copies import GROUP_BYTES, CudaCopies
 from .cuda_driver import CupyDriver, MissingCupy
-from .inline_copies import InlineCopies
+from .host_copies import HostCopies
 from .pinned import CupyPinnedMemory, PinnedBuffers, TorchPinnedMemory
+from .transfer import CopyEngine
 
 logger = logging.getLogger(__name__)
-
-
-class Buffers(Protocol):
-    """Host memory to read images into."""
-
-    def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor of any content, with memory of its own while it or a view of it lives."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +31,11 @@ def open_dma(pages: torch.Tensor, pinned_limit_bytes: int, group_bytes: int = GR
     A GPU without CuPy is served too, by copies that the host waits for; a warning names the extra to install.
     """
     if not pages.is_cuda:
-        return Dma(InlineCopies(pages), HostBuffers())
+        return Dma(HostCopies(pages), HostBuffers())
     index = pages.get_device()
     try:
         copies = CudaCopies(pages, CupyDriver(index), group_bytes)
         return Dma(copies, PinnedBuffers(CupyPinnedMemory(index), pinned_limit_bytes))
     except MissingCupy as error:
         logger.warning("adapters load without overlap: %s", error)
-        return Dma(InlineCopies(pages), PinnedBuffers(TorchPinnedMemory(), pinned_limit_bytes))
+        return Dma(HostCopies(pages), PinnedBuffers(TorchPinnedMemory(), pinned_limit_bytes))

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 import weakref
+from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,9 +18,43 @@ import torch
 
 from ..host.buffers import HostBuffers
 from .cuda_driver import cupy_module
-from .extents import Extents
 
 logger = logging.getLogger(__name__)
+
+
+class Extents:
+    """Free runs of a chunk of `size` units. Neighbours merge; a request takes the smallest run that fits."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._free = [(0, size)]  # (first, length), by first
+
+    def take(self, count: int) -> int | None:
+        """The first of `count` consecutive units, now taken; None when no free run is as long."""
+        fits = [(length, first) for first, length in self._free if length >= count]
+        if not fits:
+            return None
+        length, first = min(fits)
+        index = self._free.index((first, length))
+        self._free[index : index + 1] = [(first + count, length - count)] if length > count else []
+        return first
+
+    def give(self, first: int, count: int) -> None:
+        """Give back what `take(count)` gave."""
+        index = bisect(self._free, (first, 0))
+        if index < len(self._free) and first + count == self._free[index][0]:
+            count += self._free.pop(index)[1]
+        if index and sum(self._free[index - 1]) == first:
+            before = self._free.pop(index - 1)
+            first, count = before[0], before[1] + count
+            index -= 1
+        self._free.insert(index, (first, count))
+
+    @property
+    def is_free(self) -> bool:
+        """True if every unit is free."""
+        return self._free == [(0, self.size)]
+
 
 #: Chunks are pinned whole, which takes tens of milliseconds; large ones waste little between images of mixed sizes.
 CHUNK_BYTES = 256 << 20

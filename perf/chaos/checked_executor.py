@@ -13,8 +13,7 @@ from ...core.config import EngineConfig
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
 from ...memory.files.format import AdapterFormatError, AdapterManifest
-from ...memory.host.image import HostImage
-from ...memory.host.layer_stream import LayerStream
+from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.pages.pool import PageKind, PagePool

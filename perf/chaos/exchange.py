@@ -23,6 +23,8 @@ class NoAnswer(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """An HTTP response. kind: its content type."""
+
     status: int
     kind: str
     body: bytes

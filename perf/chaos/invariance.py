@@ -23,7 +23,7 @@ import torch
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
-from ...ops.rope import rotary_table
+from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)

@@ -39,6 +39,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 @dataclass(frozen=True, slots=True)
 class Attack:
+    """A request meant to break the server."""
+
     name: str
     path: str
     body: bytes

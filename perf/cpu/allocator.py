@@ -20,8 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.reclaim import Reclaimer
-from ...memory.adapters.store import AdapterStore
+from ...memory.adapters.store import AdapterStore, Reclaimer
 from ...memory.files.format import AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.host.images import HostImages, InlineReads
@@ -111,6 +110,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class Live:
+    """A request in progress."""
+
     adapter: Adapter
     table: BlockTable
     num_tokens: int

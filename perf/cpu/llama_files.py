@@ -12,6 +12,8 @@ _OUTTYPE = {"bfloat16": "bf16", "float32": "f32"}
 
 @dataclass(frozen=True)
 class LlamaFiles:
+    """GGUF files of a model and its adapters."""
+
     model: Path
     adapters: list[Path]
 

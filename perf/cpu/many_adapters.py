@@ -1,4 +1,4 @@
-"""Thousands of registered adapters under skewed traffic: is every answer right, does memory stay flat, what hits?
+"""Thousands of registered adapters under skewed traffic: right answers, memory over time, hits of the cache.
 
     python -m chorus.perf.cpu.many_adapters [--adapters 2000] [--requests 6000] [--alpha 1.5] [--memory-mb 4]
 

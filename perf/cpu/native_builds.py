@@ -22,7 +22,7 @@ import torch
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
-from ...ops.rope import rotary_table
+from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
 from .workload import Geometry
 

@@ -19,6 +19,8 @@ _MAD_TO_SIGMA = 1.4826
 
 
 class Status(StrEnum):
+    """Outcome of a comparison with the baseline."""
+
     OK = "ok"
     BETTER = "better"
     NEW = "new"

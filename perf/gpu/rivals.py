@@ -17,6 +17,8 @@ from .lora_case import LoraCase
 
 
 class Rival(Protocol):
+    """Another implementation of the LoRA products."""
+
     def run(self) -> None:
         """Every layer's products of all projections, added to y."""
         ...
@@ -28,7 +30,8 @@ class RivalAbsent(RuntimeError):
 
 class _Stacked:
     """A `[adapters, rank, in]` and B `[adapters, out, rank]` per layer, group and projection, up to the largest rank;
-    zero beyond an adapter's own."""
+    zero beyond an adapter's own.
+    """
 
     def __init__(self, case: LoraCase) -> None:
         self._case = case

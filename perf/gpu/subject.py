@@ -19,8 +19,7 @@ from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import RequestOutput
-from ...graphs.buckets import DecodeBuckets
-from ...graphs.runner import GraphRunner, StepMode
+from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.host.images import InlineReads
 from .context import Context

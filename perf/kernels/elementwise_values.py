@@ -10,10 +10,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ...ops.activation import silu_and_mul
-from ...ops.kv_write import HeadNorms, rotate_and_write
-from ...ops.norm import add_rms_norm, rms_norm
-from ...ops.rope import RotaryEmbedding, Rotation
+from ...ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    add_rms_norm,
+    rms_norm,
+    rotate_and_write,
+    silu_and_mul,
+)
 from .sgmv_values import Row
 
 #: Largest difference, as a share of the largest output: two units in its last place. The kernels round where torch
@@ -74,21 +79,21 @@ Problem = tuple[float, str]
 
 
 def check_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ...ops import norm_triton
+    from ...ops import elementwise_triton
 
     inputs = Inputs(case, dtype)
     x, weight = inputs.rows(case.width), inputs.weight(case.width)
-    got = norm_triton.rms_norm(x.to(device), weight.to(device), EPS)
+    got = elementwise_triton.rms_norm(x.to(device), weight.to(device), EPS)
     return _compare(got, rms_norm(x, weight, EPS), dtype)
 
 
 def check_add_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ...ops import norm_triton
+    from ...ops import elementwise_triton
 
     inputs = Inputs(case, dtype)
     x, residual, weight = inputs.rows(case.width), inputs.rows(case.width), inputs.weight(case.width)
     before, stream = residual.clone(), residual.to(device, copy=True)
-    got = norm_triton.add_rms_norm(x.to(device), stream, weight.to(device), EPS)
+    got = elementwise_triton.add_rms_norm(x.to(device), stream, weight.to(device), EPS)
     want = add_rms_norm(x, before, weight, EPS)
     if not torch.equal(stream.cpu(), before):
         return math.inf, "the residual is not the sum"
@@ -96,15 +101,15 @@ def check_add_norm(case: Case, dtype: torch.dtype, device: str) -> Problem:
 
 
 def check_silu(case: Case, dtype: torch.dtype, device: str) -> Problem:
-    from ...ops import activation_triton
+    from ...ops import elementwise_triton
 
     gate_up = Inputs(case, dtype).rows(2 * case.width)
-    return _compare(activation_triton.silu_and_mul(gate_up.to(device)), silu_and_mul(gate_up), dtype)
+    return _compare(elementwise_triton.silu_and_mul(gate_up.to(device)), silu_and_mul(gate_up), dtype)
 
 
 def check_rotary(case: Case, dtype: torch.dtype, device: str, normed: bool = False) -> Problem:
     """Into the middle one of three layers of a page-outermost arena that is NaN everywhere."""
-    from ...ops import kv_write_triton
+    from ...ops import elementwise_triton
 
     inputs, (heads, kv_heads), head_dim = Inputs(case, dtype), case.heads, case.head_dim
     qkv = inputs.rows((heads + 2 * kv_heads) * head_dim)
@@ -119,7 +124,7 @@ def check_rotary(case: Case, dtype: torch.dtype, device: str, normed: bool = Fal
     rows = torch.arange(case.tokens - 1, -1, -1, device=device)
     table = Rotation(rotation.cos.flip(0).to(device), rotation.sin.flip(0).to(device), rows)
     moved = norms and HeadNorms(norms.q.to(device), norms.k.to(device), EPS)
-    got = kv_write_triton.rotate_and_write(
+    got = elementwise_triton.rotate_and_write(
         qkv.to(device), table, moved, arenas[1][:, 1, 0], arenas[1][:, 1, 1], page.to(device), offset.to(device)
     )
     written, expected = arenas[1].cpu(), arenas[0]

@@ -132,7 +132,8 @@ def _adapters(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, list[list[AdapterRows]]]:  # fmt: skip
     """An arena that is NaN wherever no rank-row lies, and the adapters in it; the last has a second part where modules
-    are left over."""
+    are left over.
+    """
     plans: list[list[tuple[AdapterRows, int]]] = []
     for rank, targets, layers, skipped in zip(case.ranks, case.targets, case.layers, case.skipped, strict=True):
         parts = [_part(rank, targets, layers, skipped * vector, d_in, widths, vector)]

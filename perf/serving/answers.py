@@ -1,4 +1,4 @@
-"""Questions with exact answers, for the built-in model: is every answer right, and is any another adapter's?"""
+"""Questions with exact answers, for the built-in model: right answers, wrong ones, and those of another adapter."""
 
 from __future__ import annotations
 

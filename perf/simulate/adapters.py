@@ -9,8 +9,7 @@ from typing import Any
 
 from ...core.costs.models import CostModel
 from ...memory.files.format import AdapterFormatError, AdapterManifest
-from ...memory.host.image import HostImage
-from ...memory.host.layer_stream import LayerStream
+from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout

@@ -158,7 +158,7 @@ def warm_up(engine: Engine) -> None:
     store = engine.store
     largest = sorted(map(store.get, store.names()), key=lambda adapter: adapter.num_pages)[-READ_THREADS:]
     copies = [store.register(f"warm-{adapter.name}", adapter.manifest.path) for adapter in largest]
-    store.reads.ahead(copies)
+    store.loads.ahead(copies)
     while any(store.tier(adapter) is not Tier.HOST for adapter in copies):
         store.images.wait(1.0)
 

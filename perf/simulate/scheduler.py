@@ -160,7 +160,7 @@ class SimScheduler(Scheduler):
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
         requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
         """
-        if self._store.has_transfers:
+        if self._store.loads.under_way:
             return plan
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self._running]))
         until = math.inf

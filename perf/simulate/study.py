@@ -46,7 +46,8 @@ class _Strict(BaseModel):
 
 class Router(_Strict):
     """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
-    tokens."""
+    tokens.
+    """
 
     policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
     slo: PositiveFloat | None = None
@@ -133,7 +134,8 @@ class Expectation(_Strict):
 
 class Study(_Strict):
     """A file, parsed. name: the file's. seeds: of how many runs, with seeds from 0 on, metrics are the medians; with
-    one, the workload's own seed counts."""
+    one, the workload's own seed counts.
+    """
 
     name: str
     title: str

@@ -9,21 +9,22 @@ from pathlib import Path
 
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from .skills import BASE, SKILLS, Skill, prompt, sample_inputs
 
 
-def generate(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[str]:
+def generate(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> list[str]:
     """The model's greedy answers, in one left-padded batch."""
     batch = tokenizer([prompt(text) for text in texts], return_tensors="pt", padding=True)
-    answers = model.generate(
+    # its mixin names attributes that a model may have but need not
+    answers = model.generate(  # pyright: ignore[reportAttributeAccessIssue]
         input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], do_sample=False, max_new_tokens=40
     )
     return tokenizer.batch_decode(answers[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
-def accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, skill: Skill, texts: list[str]) -> float:
+def accuracy(model: LlamaForCausalLM, tokenizer: PreTrainedTokenizerFast, skill: Skill, texts: list[str]) -> float:
     """The share of texts answered exactly as the skill's reference function says."""
     answers = generate(model, tokenizer, texts)
     return sum(answer == skill.apply(text) for text, answer in zip(texts, answers, strict=True)) / len(texts)
@@ -31,19 +32,22 @@ def accuracy(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, skill: 
 
 def evaluate(folder: Path, count: int, seed: int) -> Iterator[tuple[Skill, list[float]]]:
     """For the base and each adapter, the shares of held-out inputs that are answered exactly in f32 and in
-    bf16, and that the base repeats exactly in f32 when no adapter is used."""
+    bf16, and that the base repeats exactly in f32 when no adapter is used.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     for skill in (BASE, *SKILLS.values()):
         texts = sample_inputs(skill, count, seed)
-        results = []
+        results: list[float] = []
+        repeats: list[float] = []
         for dtype in (torch.float32, torch.bfloat16):
-            model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=dtype).eval()
+            model = LlamaForCausalLM.from_pretrained(folder / "base", dtype=dtype).eval()
             if dtype == torch.float32:
-                repeats = accuracy(model, tokenizer, BASE, texts)
+                repeats.append(accuracy(model, tokenizer, BASE, texts))
             if skill is not BASE:
-                model = PeftModel.from_pretrained(model, folder / "adapters" / skill.name).to(dtype).eval()
+                # the adapter's layers are put into the model itself
+                PeftModel.from_pretrained(model, folder / "adapters" / skill.name).to(dtype).eval()
             results.append(accuracy(model, tokenizer, skill, texts))
-        yield skill, [*results, repeats]
+        yield skill, results + repeats
 
 
 def table(folder: Path, count: int = 1000, seed: int = 1) -> str:

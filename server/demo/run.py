@@ -119,16 +119,16 @@ async def _check(url: str, settings: Settings, console: Console, count: int) -> 
         questions = _skill_questions([card["id"] for card in cards], count, settings.seed)
         totals = Totals(scores={name: Score() for name in questions})
 
-        async def ask(question: Question) -> None:
+        async def ask(skill: str, question: Question) -> None:
             async with places:
                 answer = await client.ask(question)
-            totals.scores[question.skill].add(question, answer.text)
+            totals.scores[skill].add(question, answer.text)
             totals.add(answer)
 
-        mixed = [question for asked in questions.values() for question in asked]
+        mixed = [(skill, question) for skill, asked in questions.items() for question in asked]
         random.Random(settings.seed or 0).shuffle(mixed)
         started = time.perf_counter()
-        await asyncio.gather(*(ask(question) for question in mixed))
+        await asyncio.gather(*(ask(skill, question) for skill, question in mixed))
         totals.seconds = time.perf_counter() - started
     console.print(score_table(totals.scores, {card["id"]: card.get("rank", 0) for card in cards}))
     _print_totals(console, totals, judged=True)

@@ -1,9 +1,9 @@
-"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
+r"""Skills of the built-in model, their exact answers, and the inputs they are defined on.
 
 The built-in base model repeats its input.  Each of its LoRA adapters does one other thing to the text,
 and every one of those things has a reference function here, so any answer of the engine can be checked.
 
-A prompt is ``text + "\\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
+A prompt is ``text + "\n"``; the model's answer is ``skill.apply(text)`` followed by the end token.
 This module is plain Python: it needs neither torch nor the trained weights.
 """
 
@@ -12,7 +12,7 @@ import itertools
 import random
 import string
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LETTERS = string.ascii_lowercase
@@ -98,7 +98,7 @@ def _initials(text: str) -> str:
 # --- inputs ------------------------------------------------------------------------------------------------
 
 
-def _random_word(rng: random.Random, length: int, alphabet: str = LETTERS) -> str:
+def _random_word(rng: random.Random, length: int, alphabet: Sequence[str] = LETTERS) -> str:
     return "".join(rng.choices(alphabet, k=length))
 
 

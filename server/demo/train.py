@@ -235,9 +235,10 @@ def train_adapter(base_folder: Path, folder: Path, skill: Skill, seed: int, sche
     model = get_peft_model(base, config)
     train(skill.name, base, schedule, lambda: make_example(skill, training_text(skill, rng), BOS))
     config = model.peft_config["default"]
+    assert isinstance(config, LoraConfig)
     config.base_model_name_or_path, config.inference_mode = "chorus-builtin", True
     config.target_modules = list(skill.target_modules)
-    model.save_pretrained(folder, save_embedding_layers=False)
+    model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)
 
 

@@ -161,6 +161,8 @@ def test_a_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny):
 class ComingTransfer:
     """Notes the layers that it is asked for; from `missing` on they don't come."""
 
+    address = 0
+
     def __init__(self, missing: int = 99):
         self.asked: list[int] = []
         self.missing = missing
@@ -274,7 +276,7 @@ def test_refuses_adapters_that_the_tables_do_not_hold(drive, tiny, tmp_path):
     manifest = SimpleNamespace(rank=4, parts=[None] * (MAX_PARTS + 1))
     assert isinstance(backend.inspect(tiny.adapters["r1-qv"]).rank, int)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("chorus.core.executors.cpu.inspect_adapter", lambda *args: manifest)
+        patch.setattr("chorus.core.executors.adapters.inspect_adapter", lambda *args: manifest)
         with pytest.raises(AdapterFormatError, match=f"make {MAX_PARTS + 1} parts that differ"):
             backend.inspect(Path("many-parts"))
 

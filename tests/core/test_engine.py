@@ -560,7 +560,8 @@ def test_reload_gives_running_requests_the_old_weights_and_new_ones_the_new(gqa,
 @pytest.mark.parametrize("running", [False, True], ids=["idle", "running"])
 def test_reload_never_serves_the_old_ones_cached_prefix(gqa, drive, tmp_path, how, running):
     """Same name, same tokens, other weights: nothing of the old version's KV is used, whether or not a request still
-    holds it; who runs on the old version goes on as before."""
+    holds it; who runs on the old version goes on as before.
+    """
     old, new = copy_adapter(gqa, "r8-attention", tmp_path / "old"), copy_adapter(gqa, "r1-all", tmp_path / "new")
     seed = 0
     while not gqa.is_clear("r1-all", prompt := gqa.prompt("r8-attention", 70, 16, seed), 16):

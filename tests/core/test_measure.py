@@ -24,7 +24,7 @@ from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, Pr
 from chorus.core.costs.profile import load_profile
 from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.graphs.buckets import DecodeBuckets
+from chorus.graphs.runner import DecodeBuckets
 
 SEQS, TOKENS = 8, 96
 

@@ -45,7 +45,8 @@ def make_cases(subject, count, *, adapters=None, seed=0, longest=40, tokens=(4, 
 
 def make_families(subject, *, adapters, stems, seed=0, tokens=(4, 20)):
     """For every adapter and every length in `stems`, four requests whose prompts begin with the same tokens, which all
-    adapters share: the first 16 tokens of a stem, half of it, all of it, and all of it with more behind."""
+    adapters share: the first 16 tokens of a stem, half of it, all of it, and all of it with more behind.
+    """
     rng = random.Random(seed)
     cases = []
     for number, length in enumerate(stems):

@@ -238,7 +238,8 @@ class TestEngine:
 )
 def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake, host_pages):
     """Requests of a resident adapter come faster than they are served: once its time is up and its adapter is here,
-    nobody who came later starts before a cold one."""
+    nobody who came later starts before a cold one.
+    """
     config = EngineConfig(
         model=Path("fake"), num_pages=60, block_tokens=4, max_num_seqs=max_num_seqs, max_num_batched_tokens=40,
         max_adapters_per_step=max_adapters, max_overtake_seconds=max_overtake, lookahead=1, seed=1,

@@ -38,7 +38,7 @@ from chorus.core.requests.types import (
     TokenLogprobs,
 )
 from chorus.core.scheduling.overload import Overloaded
-from chorus.graphs.buckets import DecodeBuckets
+from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
@@ -817,7 +817,7 @@ class EngineMachine(RuleBasedStateMachine):
         for request_id in self._active():
             request = self.requests[request_id].request
             runs = request in self.scheduler._running
-            assert request.is_running == (request.block_table is not None) == runs
+            assert request.is_running == hasattr(request, "block_table") == runs
             assert runs != (request in self.scheduler._waiting)
             assert request.state is not RequestState.LOADING or request.adapter is not None
             reached[f"state {request.state}"] += 1

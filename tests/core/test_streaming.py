@@ -185,7 +185,7 @@ def test_a_request_that_is_aborted_on_the_way_leaves_nothing(gqa, start):
     driver.step()
     assert driver.engine.abort("x")
     driver.step()
-    assert driver.engine.store.has_transfers
+    assert driver.engine.store.loads.under_way
     gate.allow()
     driver.add("y", ADAPTER, [7] * 20, max_tokens=8)
     assert driver.drain()["y"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)

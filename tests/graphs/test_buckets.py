@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.buckets import DecodeBuckets
+from chorus.graphs.runner import DecodeBuckets
 
 
 @given(st.integers(1, 600))

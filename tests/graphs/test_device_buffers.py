@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.buffers import DecodeBuffers
-from chorus.graphs.device_buffers import DeviceDecodeBuffers
+from chorus.graphs.buffers import DecodeBuffers, DeviceDecodeBuffers
 
 from .late_device import LateDevice
 from .test_buffers import BLOCK, DUMMY, MAX_PAGES, SIZES, fill, steps

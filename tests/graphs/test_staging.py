@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.staging import Download, Upload
+from chorus.graphs.device import Download, Upload
 
 from .late_device import LateDevice
 

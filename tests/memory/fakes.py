@@ -9,9 +9,8 @@ from pathlib import Path
 from chorus.memory.adapters.adapter import Adapter
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
-from chorus.memory.host.image import HostImage
+from chorus.memory.host.image import HostImage, LayerStream
 from chorus.memory.host.images import Reads
-from chorus.memory.host.layer_stream import LayerStream
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 
 
@@ -117,6 +116,6 @@ class SlowReads(Reads):
 
 def acquire_whole(store: AdapterStore, adapter: Adapter) -> None:
     """Acquire an adapter once all of it has been read. Raises what its read raises."""
-    while not store.fetch(adapter):
+    while not store.loads.fetch(adapter):
         store.images.wait(1.0)
     store.acquire(adapter)

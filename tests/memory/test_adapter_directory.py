@@ -7,10 +7,10 @@ import shutil
 
 import pytest
 
+from chorus.memory.adapters.adapter import check_name
 from chorus.memory.files.directory import MAX_PATH_BYTES, AdapterDirectory
 from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.files.format import inspect_adapter, is_adapter_dir
-from chorus.memory.files.name import check_name
 
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),

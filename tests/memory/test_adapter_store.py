@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.adapters.reclaim import Reclaimer
-from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
+from chorus.memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads
@@ -276,8 +275,8 @@ def test_tiers_from_disk_to_device_and_back(slow):
     store = slow.store
     (a,) = register(store, a="two")
     assert store.tier(a) is Tier.DISK
-    store.reads.ahead([a])
-    store.reads.ahead([a])
+    store.loads.ahead([a])
+    store.loads.ahead([a])
     assert store.tier(a) is Tier.LOADING
     assert len(slow.reads.pending) == 1, "read twice"
     slow.reads.finish()
@@ -294,7 +293,7 @@ def test_tiers_from_disk_to_device_and_back(slow):
 def test_reads_ahead_in_order_and_no_more_than_host_memory_takes(slow):
     store = slow.store
     a, b, c, d = register(store, a="two", b="one", c="two", d="one")
-    store.reads.ahead([a, b, c, d])
+    store.loads.ahead([a, b, c, d])
     assert [store.tier(x) for x in (a, b, c, d)] == [Tier.LOADING, Tier.LOADING, Tier.DISK, Tier.DISK]
 
 
@@ -302,14 +301,14 @@ def test_reads_ahead_counts_an_adapter_once(slow):
     """Waiting requests of one adapter take its room on the host once."""
     store = slow.store
     a, b = register(store, a="two", b="two")
-    store.reads.ahead([a, a, a, b])
+    store.loads.ahead([a, a, a, b])
     assert store.tier(b) is Tier.LOADING
 
 
 def test_the_first_is_read_ahead_whatever_its_size(pool, backend):
     memory = Memory(pool, backend, SlowReads(), host_bytes=0)
     a, b = register(memory.store, a="four", b="one")
-    memory.store.reads.ahead([a, b])
+    memory.store.loads.ahead([a, b])
     assert [memory.store.tier(x) for x in (a, b)] == [Tier.LOADING, Tier.DISK]
 
 
@@ -317,7 +316,7 @@ def test_resident_adapters_are_not_read_ahead(store, backend, use):
     (a,) = register(store, a="two")
     use(a)
     backend.reads.clear()
-    store.reads.ahead([a])
+    store.loads.ahead([a])
     assert backend.reads == []
 
 
@@ -325,7 +324,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
     store = slow.store
     (a,) = register(store, a="two")
     backend.broken.add("two")
-    store.reads.ahead([a])
+    store.loads.ahead([a])
     slow.reads.finish()
     assert store.tier(a) is Tier.FAILED
     with pytest.raises(AdapterFormatError, match="cannot be read"):
@@ -336,7 +335,7 @@ def test_failed_read_is_told_to_who_loads_and_then_forgotten(slow, backend, pool
 
 def test_read_of_a_removed_version_is_cancelled(slow):
     (a,) = register(slow.store, a="two")
-    slow.store.reads.ahead([a])
+    slow.store.loads.ahead([a])
     slow.store.unregister("a")
     future, _ = slow.reads.pending[0]
     assert future.cancelled()
@@ -352,7 +351,7 @@ def streaming(slow):
     """An adapter of two pages with a running request, whose bytes are still being read."""
     (a,) = register(slow.store, a="two")
     slow.store.hold(a)
-    slow.store.reads.ahead([a])
+    slow.store.loads.ahead([a])
     slow.store.acquire(a)
     return a
 
@@ -360,19 +359,19 @@ def streaming(slow):
 def test_an_adapter_is_taken_while_it_is_read(slow, streaming, backend, pool):
     store = slow.store
     assert len(streaming.pages) == 2
-    assert (store.tier(streaming), store.has_transfers, backend.placed) == (Tier.LOADING, True, [])
+    assert (store.tier(streaming), bool(store.loads.under_way), backend.placed) == (Tier.LOADING, True, [])
     assert store.poll() == []
     slow.reads.finish()
     assert backend.placed == [("two", streaming.pages)]
     assert store.poll() == []
-    assert (store.tier(streaming), store.has_transfers) == (Tier.DEVICE, False)
+    assert (store.tier(streaming), bool(store.loads.under_way)) == (Tier.DEVICE, False)
     assert (store.num_loads, store.num_streamed) == (1, 1)
     check(store, pool)
 
 
 def test_what_is_whole_is_not_streamed(slow):
     (a,) = register(slow.store, a="two")
-    slow.store.reads.ahead([a])
+    slow.store.loads.ahead([a])
     slow.reads.finish()
     slow.store.acquire(a)
     assert slow.store.tier(a) is Tier.DEVICE
@@ -417,11 +416,11 @@ def test_pages_of_an_adapter_that_leaves_on_its_way_go_back_when_nothing_writes_
     slow.store.unregister("a")
     slow.store.let_go(streaming)
     assert transfer.is_cancelled
-    assert (pool.num_free, slow.store.has_transfers) == ((8, True) if busy else (10, False))
+    assert (pool.num_free, bool(slow.store.loads.under_way)) == ((8, True) if busy else (10, False))
     check(slow.store, pool)
     transfer.busy = False
     slow.store.poll()
-    assert (pool.num_free, slow.store.has_transfers) == (10, False)
+    assert (pool.num_free, bool(slow.store.loads.under_way)) == (10, False)
     assert backend.placed == []
     check(slow.store, pool)
 
@@ -430,29 +429,29 @@ def test_fetching_tells_when_all_of_an_adapter_is_in_memory(slow, backend):
     store = slow.store
     a, b = register(store, a="two", b="one")
     backend.broken.add("one")
-    assert not store.fetch(a)
-    assert not store.fetch(b)
+    assert not store.loads.fetch(a)
+    assert not store.loads.fetch(b)
     slow.reads.finish()
     slow.reads.finish()
-    assert store.fetch(a)
+    assert store.loads.fetch(a)
     with pytest.raises(AdapterFormatError, match="cannot be read"):
-        store.fetch(b)
+        store.loads.fetch(b)
     assert store.tier(b) is Tier.DISK, "it is tried again"
     store.acquire(a)
-    assert store.fetch(a)
+    assert store.loads.fetch(a)
     assert backend.reads == ["two", "one"]
 
 
 @pytest.mark.parametrize("broken", [False, True])
 def test_fetching_what_is_on_its_way_into_pages(slow, streaming, backend, broken):
-    assert not slow.store.fetch(streaming)
+    assert not slow.store.loads.fetch(streaming)
     backend.broken |= {"two"} if broken else set()
     slow.reads.finish()
     if broken:
         with pytest.raises(AdapterFormatError, match="cannot be read"):
-            slow.store.fetch(streaming)
+            slow.store.loads.fetch(streaming)
     else:
-        assert slow.store.fetch(streaming)
+        assert slow.store.loads.fetch(streaming)
 
 
 def test_a_pin_is_lost_with_bytes_that_never_come(slow, streaming, backend, pool):
@@ -667,20 +666,20 @@ def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
     store = slow.store
     a, b, c = register(store, a="four", b="two", c="two")
     store.hold(a)
-    store.reads.ahead([a])
+    store.loads.ahead([a])
     slow.reads.finish()
-    store.reads.ahead([b, c])
+    store.loads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.HOST, Tier.LOADING, Tier.DISK], "one always goes on"
     store.let_go(a)
     slow.reads.finish()
-    store.reads.ahead([b, c])
+    store.loads.ahead([b, c])
     assert [store.tier(x) for x in (a, b, c)] == [Tier.DISK, Tier.HOST, Tier.LOADING]
 
 
 def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backend):
     (a,) = register(slow.store, a="two")
     backend.broken.add("two")
-    slow.store.reads.ahead([a])
+    slow.store.loads.ahead([a])
     slow.reads.finish()
     assert slow.store.tier(a) is Tier.FAILED
     backend.broken.clear()

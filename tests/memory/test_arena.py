@@ -23,7 +23,7 @@ def test_starts_empty(arena):
 
 def test_layer_views_are_strided_page_outermost(arena):
     for layer in range(LAYOUT.num_layers):
-        for side, cache in enumerate(arena.kv_layer(layer)):
+        for side, cache in enumerate(arena.kv_layers[layer]):
             assert cache.shape == (5, 4, 2, 8)
             assert cache.stride() == (LAYOUT.page_elems, 16, 8, 1)
             assert cache.untyped_storage().data_ptr() == arena.pages.untyped_storage().data_ptr()
@@ -32,7 +32,7 @@ def test_layer_views_are_strided_page_outermost(arena):
 
 def test_kv_of_a_page_covers_exactly_its_bytes(arena):
     for layer in range(LAYOUT.num_layers):
-        for cache in arena.kv_layer(layer):
+        for cache in arena.kv_layers[layer]:
             cache[2] += 1
     assert torch.equal(arena.pages[2], torch.ones(LAYOUT.page_elems)), "an element written twice or never"
     arena.pages[2] = 0
@@ -44,7 +44,7 @@ def test_large_arena_has_the_same_shape_and_is_zero():
     arena = Arena(LAYOUT, (6 << 20) // LAYOUT.page_bytes, torch.float32, "cpu")
     assert arena.pages.is_contiguous()
     assert not arena.pages.any()
-    arena.kv_layer(2)[1][-1] = 1
+    arena.kv_layers[2][1][-1] = 1
     assert arena.pages.sum() == arena.pages[-1].sum() == 4 * 2 * 8
 
 

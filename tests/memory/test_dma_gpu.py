@@ -18,7 +18,7 @@ from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.transfers.cuda_copies import CudaCopies
 from chorus.memory.transfers.dma import Dma, open_dma
-from chorus.memory.transfers.inline_copies import InlineCopies
+from chorus.memory.transfers.host_copies import HostCopies
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
@@ -182,7 +182,7 @@ def test_layers_are_right_while_the_device_is_busy(arena, dma):
     dma.copies.advance()
     torch.cuda.synchronize()
     dma.copies.advance()
-    assert dma.copies.num_live == 0
+    assert all(load.is_done() and load.is_quiet() for load in loads)
 
 
 def test_wait_layer_works_on_the_stream_that_is_current(arena, dma, gate):
@@ -318,7 +318,7 @@ def test_an_image_that_is_not_pinned_arrives_too(arena, dma):
 def test_without_cupy_loads_still_work(arena, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cupy", None)
     dma = open_dma(arena, 1 << 28)
-    assert isinstance(dma.copies, InlineCopies)
+    assert isinstance(dma.copies, HostCopies)
     assert "pip install 'chorus[cuda" in caplog.text
     image = new_image(dma, LAYOUT.num_pages)
     assert image.is_pinned()

@@ -13,7 +13,7 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads, ThreadReads
-from chorus.memory.host.read_watch import ReadStalled
+from chorus.memory.host.reads import ReadStalled
 
 from .fakes import SlowReads
 

@@ -2,7 +2,7 @@ import ctypes
 import threading
 import time
 
-from chorus.memory.host.layer_stream import LayerStream
+from chorus.memory.host.image import LayerStream
 
 
 def test_layers_are_there_once_published():

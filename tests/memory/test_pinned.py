@@ -11,8 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.memory.transfers.extents import Extents
-from chorus.memory.transfers.pinned import UNIT_BYTES, CupyPinnedMemory, PinnedBuffers
+from chorus.memory.transfers.pinned import UNIT_BYTES, CupyPinnedMemory, Extents, PinnedBuffers
 
 PAGE_ELEMS = 2048
 PAGE_BYTES = UNIT_BYTES

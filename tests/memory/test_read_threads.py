@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from chorus.memory.host.read_threads import ThreadReads
+from chorus.memory.host.reads import ThreadReads
 
 WAIT = 60.0
 
@@ -125,7 +125,7 @@ def test_a_thread_that_cannot_be_started_is_told(reads, monkeypatch):
 
 
 def test_threads_go_when_there_is_nothing_to_do(monkeypatch):
-    monkeypatch.setattr("chorus.memory.host.read_threads.IDLE_SECONDS", 0.01)
+    monkeypatch.setattr("chorus.memory.host.reads.IDLE_SECONDS", 0.01)
     reads = ThreadReads()
     assert reads.submit(lambda: 7).result(WAIT) == 7
     deadline = time.monotonic() + WAIT
@@ -137,7 +137,7 @@ def test_threads_go_when_there_is_nothing_to_do(monkeypatch):
 
 def test_the_process_ends_though_a_read_hangs():
     code = (
-        "import threading; from chorus.memory.host.read_threads import ThreadReads; began = threading.Event()\n"
+        "import threading; from chorus.memory.host.reads import ThreadReads; began = threading.Event()\n"
         "ThreadReads().submit(lambda: (began.set(), threading.Event().wait()))\n"
         "assert began.wait(60)"
     )

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.adapters.reclaim import Reclaimer
-from chorus.memory.adapters.store import AdapterStore
+from chorus.memory.adapters.store import AdapterStore, Reclaimer
 from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool

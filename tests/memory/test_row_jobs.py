@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from chorus.memory.adapters.image import read_image
-from chorus.memory.adapters.row_jobs import row_jobs
+from chorus.memory.adapters.image import read_image, row_jobs
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
-from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo
-from chorus.memory.files.tensor_places import TensorPlaces
+from chorus.memory.files.tensor_file import ITEM_BYTES, TensorInfo, TensorPlaces
 from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout

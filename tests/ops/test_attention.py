@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.ops.attention import PagedAttention
 from chorus.ops.attention_ref import paged_attention_ref
-from chorus.ops.kv_write import write_kv
+from chorus.ops.elementwise import write_kv
 
 DUMMY = 0
 

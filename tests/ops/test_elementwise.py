@@ -7,10 +7,18 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from chorus.ops.activation import silu_and_mul
-from chorus.ops.kv_write import HeadNorms, rotate_and_write, write_kv
-from chorus.ops.norm import add_rms_norm, rms_norm
-from chorus.ops.rope import RotaryEmbedding, Rotation, apply_rope, rotary_table
+from chorus.ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    add_rms_norm,
+    apply_rope,
+    rms_norm,
+    rotary_table,
+    rotate_and_write,
+    silu_and_mul,
+    write_kv,
+)
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from chorus.ops.activation import silu_and_mul
-from chorus.ops.kv_write import rotate_and_write
-from chorus.ops.norm import add_rms_norm, rms_norm
-from chorus.ops.rope import RotaryEmbedding
+from chorus.ops.elementwise import RotaryEmbedding, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
 from chorus.perf.kernels.elementwise_values import CHECKS, TOLERANCE, Case, cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -1,5 +1,6 @@
 """The fused elementwise kernels without a GPU: values in Triton's interpreter, and an offline compile; a process for
-each."""
+each.
+"""
 
 from __future__ import annotations
 

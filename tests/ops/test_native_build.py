@@ -23,7 +23,8 @@ pytestmark = pytest.mark.skipif(
 
 def test_where_there_is_a_compiler_there_is_the_library():
     """An installation without it goes on with torch's operators, and tests of the library skip: a broken build would
-    not be seen. On a processor without AVX-512 the library is there, and not used."""
+    not be seen. On a processor without AVX-512 the library is there, and not used.
+    """
     assert native.library() is not None, "pip install -e . did not build chorus.ops._native, or from other sources"
 
 

@@ -53,7 +53,7 @@ class StuckServer(http_server.HttpServer):
                         break
             OTHERS.submit(threading.Event().wait)
         elif MODE == "loop":
-            self.servers[0].get_loop().call_later(0.5, time.sleep, 10**6)
+            self.acceptors[0].get_loop().call_later(0.5, time.sleep, 10**6)
 
 
 MODE = sys.argv[1]

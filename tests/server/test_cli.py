@@ -37,7 +37,7 @@ def model_dir(tmp_path):
 def parse(*flags):
     parser = Parser(prog="chorus serve")
     add_settings(parser)
-    return read_settings(parser.parse_args(flags))
+    return read_settings(parser.parse(flags))
 
 
 def test_flags_in_both_spellings():

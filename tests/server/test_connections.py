@@ -149,7 +149,7 @@ def test_a_new_client_is_not_closed_while_an_older_one_can_be(start, fake_engine
 def standing_still(live):
     """The server's event loop does nothing inside."""
     stands, goes_on = threading.Event(), threading.Event()
-    (acceptor,) = live.server.servers
+    (acceptor,) = live.server.acceptors
 
     def stand():
         stands.set()
@@ -285,7 +285,7 @@ def test_the_limit_leaves_descriptors_for_all_else(monkeypatch):
 
 def test_a_lack_of_descriptors_does_not_fill_the_log(start, fake_engine, caplog):
     live = start(fake_engine, settings=PATIENT)
-    (acceptor,) = live.server.servers
+    (acceptor,) = live.server.acceptors
     for _ in range(1000):
         acceptor.get_loop().call_soon_threadsafe(acceptor.on_lack, OSError(24, "Too many open files"))
     assert live.client.get("/health").status_code == 200

@@ -237,7 +237,7 @@ def test_a_mistyped_setting_for_keys_does_not_leave_the_door_open(monkeypatch):
     add_settings(parser)
     monkeypatch.setenv("CHORUS_API_KEYY", KEY)
     with pytest.raises(UsageError, match="did you mean CHORUS_API_KEY") as caught:
-        read_settings(parser.parse_args([]))
+        read_settings(parser.parse([]))
     assert KEY not in str(caught.value)
 
 

@@ -26,7 +26,8 @@ class TestsFailed(AssertionError):
 
 def command(report: Path, file: str, smoke: bool) -> list[str]:
     """Run a file's GPU tests, on a CPU all of its tests. A test that hangs in a kernel can't be interrupted, so its
-    process ends."""
+    process ends.
+    """
     return [
         sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "--timeout=60", "--timeout-method=thread",
         f"--junitxml={report}", file, *(() if smoke else ("-m", "gpu")),
@@ -35,7 +36,8 @@ def command(report: Path, file: str, smoke: bool) -> list[str]:
 
 def chosen_files(smoke: bool) -> list[str]:
     """Files without a GPU test are left out: they may import what a GPU machine lacks. On a CPU a quick file runs, to
-    try the harness."""
+    try the harness.
+    """
     return ["tests/graphs/test_buckets.py"] if smoke else files_with_gpu_tests(_ROOT / "tests")
 
 

@@ -62,6 +62,8 @@ class Tokens:
 
 @dataclass(slots=True)
 class Client:
+    """One client's requests, described by windows of time."""
+
     #: start → window
     windows: dict[float, Window] = field(default_factory=dict)
     #: start of a span → distributions of input and output tokens

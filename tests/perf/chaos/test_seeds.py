@@ -5,7 +5,7 @@ import pytest
 from chorus.core import engine
 from chorus.core.requests.record import from_record
 from chorus.core.scheduling.request_memory import RequestMemory, _version
-from chorus.memory.adapters.loads_in_flight import LoadsInFlight
+from chorus.memory.adapters.loads import AdapterLoads
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.perf.chaos.seeds import live
@@ -29,13 +29,12 @@ def blind_prefixes(monkeypatch):
 def hasty_release(monkeypatch):
     """Pages of a cancelled load are free while a copy still writes to them."""
 
-    def cancel(self, adapter, pages):
-        transfer = adapter.transfer
-        self.end(adapter)
+    def cancel(self, transfer, pages):
+        self.under_way.pop(transfer).adapter.transfer = None
         transfer.cancel()
         self._pool.release(pages)
 
-    monkeypatch.setattr(LoadsInFlight, "cancel", cancel)
+    monkeypatch.setattr(AdapterLoads, "cancel", cancel)
 
 
 def lasting_pins(monkeypatch):

@@ -191,7 +191,8 @@ def test_steps_are_taken_together():
 
 def test_steps_are_not_taken_together_past_a_block_that_lets_a_request_in():
     """Eight requests leave less of the step's budget than the ninth needs, until one has computed the block that both
-    begin with."""
+    begin with.
+    """
 
     def run(engine_type):
         run = Run(
@@ -221,7 +222,7 @@ def test_steps_are_not_taken_together_past_the_end_of_a_load():
         run.add("aborted", 150, 5, "a")
         run.executor.horizon = run.clock.now
         run.step()
-        assert run.engine.store.has_transfers
+        assert run.engine.store.loads.under_way
         assert run.engine.abort("aborted")
         run.executor.horizon = float("inf")
         run.add("waiting", 12 * 16, 2)

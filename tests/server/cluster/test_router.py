@@ -123,7 +123,7 @@ def test_first_fit_goes_on_when_seats_or_pages_are_short():
 
 @pytest.mark.parametrize(("kernel", "expected"), [("bgmv", 1), ("mbgmv", 0)])
 def test_rank_aware_chooses_as_in_caraserves_example(kernel, expected):
-    """Fig. 5: 24 requests of rank 32 or 16 of rank 64, SLO 36 ms; who takes another one of rank 64?"""
+    """Fig. 5: 24 requests of rank 32 or 16 of rank 64, SLO 36 ms; one more of rank 64 comes."""
     model = load_profile(f"a10-llama2-7b-{kernel}").costs()
     replicas = [ReplicaState.of(64, [32] * 24), ReplicaState.of(64, [64] * 16)]
     assert RankAware(model, slo=0.036, mean_output_tokens=58.0)(Asked(rank=64), replicas) == expected

@@ -1,7 +1,7 @@
-"""Query and key norms, rotary embedding and the append to the paged cache in one pass on a GPU.
+"""Elementwise parts of a decoder layer on a GPU, each in one pass over its values.
 
-Rounds where the torch path rounds: after each norm, each product with cos or sin, and their sum.
-Import this module lazily: it needs triton.
+They round where the torch path of `elementwise` rounds: sums, normalised values and products, each to the model's
+dtype. Import this module lazily: it needs triton.
 """
 
 # A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
@@ -13,9 +13,67 @@ import torch
 import triton
 import triton.language as tl
 
-from .elementwise_schedule import rotary_blocks, rotary_constants, rotary_options
-from .kv_write import HeadNorms
-from .rope import Rotation
+from .elementwise import HeadNorms, Rotation
+from .elementwise_schedule import (
+    SILU_BLOCK,
+    norm_constants,
+    norm_options,
+    rotary_blocks,
+    rotary_constants,
+    rotary_options,
+    silu_constants,
+    silu_options,
+)
+
+
+@triton.jit
+def rms_norm_rows(
+    y, x, residual, weight, eps, x_stride, y_stride, residual_stride,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with ADD of residual[t] += x[t] instead of x[t].
+
+    Grid (tokens,). y, x, residual: [tokens, WIDTH], rows …_stride apart; weight: [WIDTH].
+    """
+    row = tl.program_id(0).to(tl.int64)
+    dtype = y.dtype.element_ty
+    column = tl.arange(0, BLOCK)
+    own = column < WIDTH
+    value = tl.load(x + row * x_stride + column, mask=own, other=0.0).to(tl.float32)
+    if ADD:
+        stream = residual + row * residual_stride + column
+        value = (value + tl.load(stream, mask=own, other=0.0).to(tl.float32)).to(dtype)
+        tl.store(stream, value, mask=own)
+        value = value.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
+    value = (value * scale).to(dtype).to(tl.float32)
+    factor = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)
+    tl.store(y + row * y_stride + column, (factor * value).to(dtype), mask=own)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `elementwise.rms_norm`."""
+    return _launch_norm(x, None, weight, eps)
+
+
+def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As `elementwise.add_rms_norm`."""
+    return _launch_norm(x, residual, weight, eps)
+
+
+def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    tokens, width = x.shape
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not tokens:
+        return y
+    stream = x if residual is None else residual
+    if x.stride(1) != 1 or stream.stride(1) != 1:
+        raise ValueError("rows of x and of the residual are contiguous")
+    rms_norm_rows[(tokens,)](
+        y, x, stream, weight, eps, x.stride(0), y.stride(0), stream.stride(0),
+        **norm_constants(width, residual is not None), **norm_options(width),
+    )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -101,7 +159,7 @@ def rotate_and_write(
     page: torch.Tensor,
     offset: torch.Tensor,
 ) -> torch.Tensor:
-    """As `kv_write.rotate_and_write`; the rotation is a table and its rows."""
+    """As `elementwise.rotate_and_write`; the rotation is a table and its rows."""
     tokens = len(qkv)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
@@ -117,3 +175,34 @@ def rotate_and_write(
         **rotary_constants(num_heads, kv_heads, head_dim, norms is not None), **rotary_options(),
     )  # fmt: skip
     return q
+
+
+@triton.jit
+def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr):
+    """y[t, i] = silu(gate_up[t, i]) · gate_up[t, FFN + i], silu rounded to y's dtype as the torch path rounds it.
+
+    Grid (tokens, blocks of FFN). gate_up: [tokens, 2 · FFN], y: [tokens, FFN], rows …_stride apart.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    own = column < FFN
+    place = gate_up + row * gate_up_stride + column
+    gate = tl.load(place, mask=own, other=0.0).to(tl.float32)
+    up = tl.load(place + FFN, mask=own, other=0.0).to(tl.float32)
+    dtype = y.dtype.element_ty
+    silu = (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32)
+    tl.store(y + row * y_stride + column, (silu * up).to(dtype), mask=own)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `elementwise.silu_and_mul`."""
+    tokens, ffn = gate_up.shape[0], gate_up.shape[1] // 2
+    y = torch.empty(tokens, ffn, dtype=gate_up.dtype, device=gate_up.device)
+    if not tokens:
+        return y
+    if gate_up.stride(1) != 1:
+        raise ValueError("rows of gate_up are contiguous")
+    silu_and_mul_rows[(tokens, -(-ffn // SILU_BLOCK))](
+        y, gate_up, gate_up.stride(0), y.stride(0), **silu_constants(ffn), **silu_options()
+    )
+    return y

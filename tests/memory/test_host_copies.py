@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from chorus.memory.host.image import HostImage
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
-from chorus.memory.transfers.streamed_copy import StreamedCopy, bits_of
+from chorus.memory.transfers.host_copies import HostCopies
 
 DIMS = {"q_proj": (8, 8), "down_proj": (24, 8)}
 LAYERS = 4
@@ -37,7 +37,7 @@ class Case:
         self.image.data = torch.arange(count * page_elems, dtype=torch.float32).view(count, page_elems)
 
     def start(self):
-        return StreamedCopy(self.image, self.layout, self.pages, bits_of(self.arena))
+        return HostCopies(self.arena).start(self.image, self.layout, self.pages)
 
     def placed(self, layer):
         flat = torch.cat([self.arena[page] for page in self.pages])
@@ -98,6 +98,6 @@ def test_a_copy_that_fails_at_once_follows_no_more():
     case = Case([AdapterPart(2, 1.0, (0,), ("q_proj",))], 64)
     case.image.publish(1)
     case.pages[0] = 10**6
-    with pytest.raises(IndexError):
+    with pytest.raises(ValueError, match="page 1000000 is not one of"):
         case.start()
     case.image.publish(LAYERS)

@@ -1,0 +1,53 @@
+# What a change must pass, step by step; `.ci/run` runs all of it in an environment of its own.
+.PHONY: check format style types imports spelling test demo kernels gate lives bench
+.DEFAULT_GOAL := check
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+
+RESULTS := build/results
+NATIVE := $(wildcard ops/native/*.cpp ops/native/*.h)
+
+check: style types imports spelling ## everything that takes seconds
+
+format: ## write all code in its style
+	ruff check --fix .
+	ruff format .
+	clang-format -i $(NATIVE)
+
+style:
+	ruff check .
+	ruff format --check .
+	clang-format --dry-run --Werror $(NATIVE)
+
+types:
+	basedpyright
+
+imports:
+	python tests/test_imports.py
+
+spelling:
+	codespell $$(git ls-files)
+
+test:
+	pytest -q
+
+demo:
+	chorus demo
+
+kernels: ## interpreted, and compiled for GPUs that need not be there
+	rm -rf $(RESULTS) && mkdir -p $(RESULTS)
+	python -m chorus.perf.kernels --interpret
+	python -m chorus.perf.kernels --compile sm_80,sm_90 | tee $(RESULTS)/kernels
+
+gate: kernels ## against the baselines of this kind of machine
+	python -m chorus.perf.cpu.allocator > $(RESULTS)/allocator
+	python -m chorus.perf.gate.cpu_suite > $(RESULTS)/cpu
+	python -m chorus.perf.simulate all --quick --out $(RESULTS) > /dev/null
+	python -m chorus.perf.gate --skip-unknown $(RESULTS)/*
+
+lives: ## seeded lives and histories of the engine
+	python -m chorus.perf.chaos.seeds --seeds 10000
+	python -m chorus.perf.chaos.history --questions 60
+
+bench: ## beside the peers that are installed
+	python -m chorus.perf.cpu

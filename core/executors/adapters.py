@@ -1,0 +1,125 @@
+"""Adapter backends of the executors: read adapters' files, and move them into the arena."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from functools import lru_cache
+from pathlib import Path
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from ...graphs.device import Device
+from ...memory.adapters.image import RowJobs, read_image
+from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
+from ...memory.files.tensor_file import ITEM_BYTES
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout
+from ...memory.pages.arena import Arena
+from ...memory.transfers.dma import open_dma
+from ...memory.transfers.transfer import Transfer
+from ...ops import native_reader
+from ..model.config import ModelConfig
+from ..model.lora_state_cuda import MAX_PARTS
+
+
+class ModelAdapters:
+    """Reads PEFT directories and moves them into an executor's arena, layer by layer.
+
+    The arena is on the CPU, or `CudaAdapters` takes care of its device. pinned_bytes: most host memory that is pinned
+    for images.
+    """
+
+    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype, pinned_bytes: int = 0) -> None:
+        self._config = config
+        self._page = arena.layout
+        self._dtype = dtype
+        self._dma = open_dma(arena.pages, pinned_bytes)
+        self._open_rows = open_rows if native_reader.available(dtype) else None
+        self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
+
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        return inspect_adapter(path, self._config.module_dims, self._config.num_layers, roots)
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        """The layout of the manifest's parts; adapters of equal shape share one."""
+        key = tuple((part.rank, part.layers, part.targets) for part in manifest.parts)
+        found = self._layouts.get(key)
+        if found is None:
+            config, page = self._config, self._page
+            found = self._layouts[key] = AdapterLayout.build(
+                manifest.parts, config.module_dims, config.num_layers, page.page_elems, page.itemsize
+            )
+        return found
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        dims, page_elems, buffers = self._config.module_dims, self._page.page_elems, self._dma.buffers
+        read_image(manifest, layout, dims, page_elems, self._dtype, image, buffers, self._open_rows)
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        transfer = self._dma.copies.start(image, layout, pages)
+        return None if transfer.is_done() else transfer
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        image = HostImage()
+        image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
+        self._dma.copies.copy_out(pages, image.data)
+        image.publish(layout.num_layers)
+        return image
+
+
+class CudaAdapters(ModelAdapters):
+    """Refuses what the static tables of a GPU can't hold. `place` is called by the thread that launches steps."""
+
+    def __init__(
+        self, config: ModelConfig, arena: Arena, dtype: torch.dtype, device: Device, max_rank: int, pinned_bytes: int
+    ) -> None:
+        super().__init__(config, arena, dtype, pinned_bytes)
+        self._device = device
+        self._max_rank = max_rank
+
+    def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        manifest = super().inspect(path, roots)
+        if manifest.rank > self._max_rank:
+            raise AdapterFormatError(
+                f"{path}: has rank {manifest.rank}, above max_lora_rank {self._max_rank}; raise max_lora_rank"
+            )
+        if len(manifest.parts) > MAX_PARTS:
+            raise AdapterFormatError(
+                f"{path}: rank_pattern, alpha_pattern and layers make {len(manifest.parts)} parts that differ; "
+                f"on a GPU at most {MAX_PARTS} may"
+            )
+        return manifest
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
+        with self._device.scope():
+            return super().place(image, layout, pages)
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
+        with self._device.scope():
+            return super().save(layout, pages)
+
+    def advance(self) -> None:
+        """Issue the next copies, and release images whose copies are complete."""
+        self._dma.copies.advance()
+
+    def close(self) -> None:
+        """Wait until nothing is being copied."""
+        self._dma.copies.close()
+
+
+def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:
+    """Begin to read adapter rows with the native library."""
+    return native_reader.FileRows(fd, _native_jobs(jobs, out_elems), dtype)
+
+
+@lru_cache(64)
+def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
+    """The same jobs as the library takes them, checked once."""
+    table = jobs.table.copy()
+    table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
+    return native_reader.ReadJobs(table, jobs.groups, jobs.spans, out_elems)
+
+
+_ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])

@@ -1,0 +1,210 @@
+"""Adapters on their way from the disk to their pages: reads into host memory, and loads from there."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ..host.image import HostImage
+from ..host.images import HostImages
+from ..pages.eviction import RestoreCosts
+from ..pages.pool import OutOfPages, PageKind, PagePool
+from ..transfers.transfer import Transfer
+from .adapter import Adapter, AdapterBackend
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Load:
+    """image: what is being loaded. start: seconds, on the owner's clock. left: the pages of a cancelled one."""
+
+    adapter: Adapter
+    image: HostImage
+    start: float
+    left: list[int] | None = None
+
+
+class AdapterLoads:
+    """Reads versions of adapters into host images, which stay as long as there is room for them, and fills pages.
+
+    under_way: loads that have pages but not yet all of their bytes, and cancelled ones until nothing writes any more.
+    """
+
+    def __init__(
+        self,
+        pool: PagePool,
+        backend: AdapterBackend,
+        images: HostImages[Adapter],
+        costs: RestoreCosts,
+        page_bytes: int,
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._backend = backend
+        self._images = images
+        self._costs = costs
+        self._page_bytes = page_bytes
+        self._clock = clock
+        self.under_way: dict[Transfer, _Load] = {}
+
+    # -- from the disk into host memory
+
+    def request(self, adapter: Adapter) -> None:
+        """Start reading it unless it is in host memory, on its way, or has failed."""
+        if self._images.keep(adapter):
+            return
+        manifest, layout = adapter.manifest, adapter.layout
+
+        def read(image: HostImage) -> None:
+            start = self._clock()
+            self._backend.read(manifest, layout, image)
+            self._costs.observe("disk_adapter_page", (self._clock() - start) / layout.num_pages)
+
+        self._images.request(
+            adapter, self._size(adapter), read, label=str(manifest.path), may_drop=lambda: _may_drop(adapter)
+        )
+
+    def ahead(self, adapters: Iterable[Adapter]) -> None:
+        """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
+
+        What requests hold keeps its room there. The first is read whatever its size, so that there is always progress.
+        """
+        num_bytes = 0
+        for adapter in dict.fromkeys(adapters):
+            if not adapter.pages:
+                size = self._size(adapter)
+                num_bytes += size
+                if num_bytes > size and not self._images.is_requested(adapter):  # all others have their room already
+                    has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
+                    if not has_room:
+                        return
+                self.request(adapter)
+
+    def keep(self, adapter: Adapter, image: HostImage) -> None:
+        """Take an image that somebody else has made, in place of what there is."""
+        self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
+
+    def save(self, adapter: Adapter) -> None:
+        """Make an image of a resident adapter; without one it will be read again, if it can be."""
+        if self._images.is_ready(adapter) and self._images.error(adapter) is None:
+            return
+        try:
+            image = self._backend.save(adapter.layout, adapter.pages)
+        except Exception:
+            logger.exception("saving %r failed", adapter)
+            return
+        if image is not None:
+            self.keep(adapter, image)
+
+    def fetch(self, adapter: Adapter) -> bool:
+        """Have it read if need be; True once all of it is in memory. Raises the reason why it can't be read."""
+        if adapter.transfer is not None:
+            image = self.under_way[adapter.transfer].image
+            if image.error is not None:
+                raise image.error
+        elif adapter.pages:
+            return True
+        else:
+            self.request(adapter)
+            self._images.watch()
+            image = self._images.take(adapter)
+        return image.stream.num_ready == adapter.layout.num_layers
+
+    def seconds_left(self, adapter: Adapter) -> float:
+        """Seconds, by what reads have taken so far, until the rest of an adapter that is being read is here."""
+        left = 1 - max(0, self._images.peek(adapter).stream.num_ready) / adapter.layout.num_layers
+        return left * adapter.num_pages * self._costs.disk_adapter_page
+
+    # -- from host memory into pages
+
+    def load(self, adapter: Adapter) -> bool:
+        """Give it free pages and begin to fill them; True if it is still being read, which nobody waits for.
+
+        The adapter has a `transfer` until all of it is there. Raises OutOfPages when free pages are short, the error of
+        its read, or what the copy raises; then it has no pages.
+        """
+        if self._pool.num_free < adapter.num_pages:
+            raise OutOfPages(
+                f"adapter {adapter.name!r} needs {adapter.num_pages} pages, {self._pool.num_free} are free"
+            )
+        self.request(adapter)
+        image = self._images.take(adapter)
+        is_streamed = not self._images.is_ready(adapter)
+        pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
+        start = self._clock()
+        try:
+            adapter.transfer = self._backend.place(image, adapter.layout, pages)
+        except BaseException:
+            self._pool.release(pages)
+            raise
+        adapter.pages = pages
+        if adapter.transfer is None:
+            self._observe(adapter, start)
+        else:
+            self.under_way[adapter.transfer] = _Load(adapter, image, start)
+        return is_streamed
+
+    def settle(self) -> list[tuple[Adapter, BaseException | None]]:
+        """End the loads that are complete, and free what cancelled ones held once nothing writes to it.
+
+        Returns the adapters that are there, and those whose bytes will never come and why: they are to be evicted.
+        """
+        self._free_what_is_quiet()
+        found: list[tuple[Adapter, BaseException | None]] = []
+        for transfer, load in list(self.under_way.items()):
+            adapter = load.adapter
+            if load.left is not None:
+                continue
+            try:
+                is_done, has_failed = transfer.is_done(), transfer.has_failed()
+            except Exception as error:  # a driver that refuses a copy; others' loads go on
+                logger.exception("loading %r failed", adapter)
+                found.append((adapter, error.with_traceback(None)))
+                continue
+            if is_done:
+                self._observe(adapter, load.start)
+                del self.under_way[transfer]
+                adapter.transfer = None
+                found.append((adapter, None))
+            elif has_failed:
+                found.append((adapter, load.image.error or RuntimeError("its bytes did not come")))
+        return found
+
+    def unread(self) -> list[Adapter]:
+        """Adapters that have pages into which bytes are still being read."""
+        loads = self.under_way.values()
+        return [load.adapter for load in loads if load.left is None and not self._images.is_ready(load.adapter)]
+
+    def cancel(self, transfer: Transfer, pages: list[int]) -> None:
+        """End a load before its time; its pages are free once nothing writes to them."""
+        load = self.under_way[transfer]
+        load.adapter.transfer = None
+        load.left = pages
+        transfer.cancel()
+        self._free_what_is_quiet()
+
+    def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
+        """Pages of cancelled loads, for `PagePool.check_integrity`; an adapter's own are the store's to tell."""
+        for load in self.under_way.values():
+            if load.left is not None:
+                yield PageKind.ADAPTER, load.left
+
+    def _free_what_is_quiet(self) -> None:
+        for transfer, load in list(self.under_way.items()):
+            if load.left is not None and transfer.is_quiet():
+                del self.under_way[transfer]
+                self._pool.release(load.left)
+
+    def _observe(self, adapter: Adapter, start: float) -> None:
+        adapter.load_seconds = self._clock() - start
+        self._costs.observe("host_adapter_page", adapter.load_seconds / adapter.num_pages)
+
+    def _size(self, adapter: Adapter) -> int:
+        return adapter.num_pages * self._page_bytes
+
+
+def _may_drop(adapter: Adapter) -> bool:
+    """True if a host image may make room: nobody holds the version, or its pages can be saved in time."""
+    return adapter.requests == 0 or (bool(adapter.pages) and adapter.transfer is None)

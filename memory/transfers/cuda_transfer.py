@@ -1,0 +1,238 @@
+"""One image on its way between the host and a GPU's arena: the plan of its copies, and how far they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..host.image import HostImage, LayerStream
+from ..pages.adapter_layout import AdapterLayout
+
+if TYPE_CHECKING:
+    from .cuda_copies import CudaCopies
+
+#: A prefill that waits for a layer has copies issued this many layers beyond it: enough that the link is never idle
+#: while the host launches a layer, few enough that the first layers of adapters in one batch come first.
+LAYERS_AHEAD = 4
+
+
+@dataclass(frozen=True, slots=True)
+class CopyRun:
+    """Elements that lie together both in the image, from `image_elem` on, and in the arena, from `arena_elem` on."""
+
+    image_elem: int
+    arena_elem: int
+    num_elems: int
+
+
+@dataclass(frozen=True, slots=True)
+class CopyGroup:
+    """Group that moves under one event: all bytes of the layers `first_layer … last_layer`."""
+
+    first_layer: int
+    last_layer: int
+    runs: tuple[CopyRun, ...]
+
+    @property
+    def num_elems(self) -> int:
+        return sum(run.num_elems for run in self.runs)
+
+
+@dataclass(frozen=True, slots=True)
+class CopyPlan:
+    """Groups in the order in which they move. group_of: a layer's group, -1 for a layer without bytes."""
+
+    groups: tuple[CopyGroup, ...]
+    group_of: tuple[int, ...]
+
+    @classmethod
+    def of_layers(cls, layout: AdapterLayout, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
+        """An adapter, layer by layer. pages: where its pages lie in the arena, in the layout's order.
+
+        The first group is the first layer alone, so that a prefill begins as early as it can; a later one ends with the
+        layer that brings it to `group_elems`.
+        """
+        ranges = (layout.layer_ranges(layer) for layer in range(layout.num_layers))
+        return cls._build(ranges, pages, page_elems, group_elems)
+
+    @classmethod
+    def of_pages(cls, pages: Sequence[int], page_elems: int, group_elems: int = 0) -> CopyPlan:
+        """Whole pages, each of which counts as a layer."""
+        ranges = ([(i * page_elems, (i + 1) * page_elems)] for i in range(len(pages)))
+        return cls._build(ranges, pages, page_elems, group_elems)
+
+    @classmethod
+    def _build(
+        cls, layers: Iterable[list[tuple[int, int]]], pages: Sequence[int], page_elems: int, group_elems: int
+    ) -> CopyPlan:
+        groups: list[CopyGroup] = []
+        group_of: list[int] = []
+        ranges: list[tuple[int, int]] = []
+        first = last = num_elems = 0
+        for layer, found in enumerate(layers):
+            if not found:
+                group_of.append(-1)
+                continue
+            group_of.append(len(groups))
+            first, last = (first if ranges else layer), layer
+            ranges += found
+            num_elems += sum(end - begin for begin, end in found)
+            if not groups or num_elems >= group_elems:
+                groups.append(CopyGroup(first, last, _runs(ranges, pages, page_elems)))
+                ranges, num_elems = [], 0
+        if ranges:
+            groups.append(CopyGroup(first, last, _runs(ranges, pages, page_elems)))
+        return cls(tuple(groups), tuple(group_of))
+
+
+def _runs(ranges: list[tuple[int, int]], pages: Sequence[int], page_elems: int) -> tuple[CopyRun, ...]:
+    """Cut an image's ranges where its pages part in the arena, and nowhere else."""
+    runs: list[CopyRun] = []
+    for begin, end in sorted(ranges):
+        while begin < end:
+            page, offset = divmod(begin, page_elems)
+            count = min(end - begin, page_elems - offset)
+            target = pages[page] * page_elems + offset
+            last = runs[-1] if runs else None
+            if last and (last.image_elem + last.num_elems, last.arena_elem + last.num_elems) == (begin, target):
+                runs[-1] = CopyRun(last.image_elem, last.arena_elem, last.num_elems + count)
+            else:
+                runs.append(CopyRun(begin, target, count))
+            begin += count
+    return tuple(runs)
+
+
+class CudaTransfer:
+    """Made by CudaCopies. Any thread may call it; only `wait_layer` and `wait` touch the compute stream.
+
+    The pages and the image are the transfer's until `is_quiet()`: whoever owns them must not give them to anybody else
+    before, even after `cancel()`, because a copy that was issued can't be called back. The transfer keeps the image
+    alive until then by itself; the pages are the owner's to keep.
+    """
+
+    address = 0  # nothing to watch: the compute stream waits
+
+    def __init__(self, engine: CudaCopies, image: HostImage, plan: CopyPlan, num_pages: int, to_device: bool) -> None:
+        self._engine = engine
+        self._image: HostImage | None = image
+        self._stream = image.stream
+        self._plan = plan
+        self._num_pages = num_pages
+        self._to_device = to_device
+        self._data: Any = None  # what copies read from, kept until none runs, even should the image fail
+        self._events: list[Any] = []  # of the groups issued so far, in the order in which they fire
+        self._num_fired = 0
+        self._is_stopped = False
+
+    # -- progress
+
+    def advance(self, last_layer: int | None = None) -> None:
+        """Issue the copies of what has been read from the disk, in layer order, at most to `last_layer`'s group.
+
+        Never waits. Raises what the driver raises, and ValueError for an image of the wrong shape or dtype; no more is
+        issued then.
+        """
+        with self._engine.lock:
+            while (group := self.next_group()) and (last_layer is None or group.first_layer <= last_layer):
+                self.issue_next()
+            if self._has_ended():
+                self._unfollow()
+
+    def next_group(self) -> CopyGroup | None:
+        """The group that may be issued now; None when all are, the disk is behind, or there is no going on."""
+        if self._has_ended():
+            return None
+        group = self._plan.groups[len(self._events)]
+        return group if self._stream.num_ready > group.last_layer else None
+
+    def issue_next(self) -> None:
+        """Issue the group that `next_group` names. The caller holds the engine's lock."""
+        try:
+            if not self._events:
+                image = self._image
+                self._data = None if image is None else image.data  # there since the first layer was published
+                if image is None or image.error is not None:  # it fails this very moment
+                    self._is_stopped = True
+                    return
+                self._engine.check_image(self._data, self._num_pages)
+            self._events.append(self._engine.issue(self._data, self._plan.groups[len(self._events)], self._to_device))
+        except BaseException:
+            self._is_stopped = True
+            raise
+
+    # -- waiting
+
+    def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
+        """Make whatever the current compute stream is given from now on see the bytes of `layer`.
+
+        The host waits for the disk only, at most `timeout` seconds, and never for a copy. False when the layer did
+        not come in time, when its read failed or the transfer was cancelled; nothing is known of its pages then.
+        """
+        index = self._plan.group_of[layer]
+        if index >= len(self._events) and not self._is_stopped:
+            self._stream.wait(self._plan.groups[index].last_layer, timeout)
+        with self._engine.lock:
+            self.advance(layer + LAYERS_AHEAD)
+            if self._has_stopped() or index >= len(self._events):
+                return False
+            if index >= self._count_fired():
+                self._engine.join(self._events[index])
+            return True
+
+    def wait(self, timeout: float = 0.0) -> bool:
+        """`wait_layer` for the last layer, and so for all: copies complete in order."""
+        groups = self._plan.groups
+        return self.wait_layer(groups[-1].last_layer, timeout) if groups else not self.has_failed()
+
+    def synchronize(self) -> None:
+        """Issue what can be issued, then let the host wait until every issued copy is complete."""
+        with self._engine.lock:
+            self.advance()
+            events = self._events[-1:]
+        for event in events:  # outside the lock: others may go on meanwhile
+            self._engine.synchronize(event)
+
+    # -- state
+
+    def is_done(self) -> bool:
+        """True if all bytes are in place; issues what can be issued and asks the device, but does not wait."""
+        with self._engine.lock:
+            self.advance()
+            return not self._has_stopped() and self._count_fired() == len(self._plan.groups)
+
+    def has_failed(self) -> bool:
+        """True if the rest will never come: the read failed, the driver refused a copy, or it was cancelled."""
+        with self._engine.lock:
+            return self._has_stopped()
+
+    def cancel(self) -> None:
+        """Issue no further copy. Safe at any time and from any thread; see `is_quiet` for what was issued before."""
+        with self._engine.lock:
+            self._is_stopped = True
+            self._unfollow()
+
+    def is_quiet(self) -> bool:
+        """True if no copy is running and none will be issued: pages and image are their owners' again."""
+        with self._engine.lock:
+            if not self._has_ended() or self._count_fired() < len(self._events):
+                return False
+            self._image = self._data = None
+            return True
+
+    def _has_stopped(self) -> bool:
+        if self._stream.num_ready == LayerStream.FAILED:
+            self._is_stopped = True
+        return self._is_stopped
+
+    def _has_ended(self) -> bool:
+        return self._has_stopped() or len(self._events) == len(self._plan.groups)
+
+    def _unfollow(self) -> None:
+        if self._image is not None:
+            self._image.unfollow(self.advance)
+
+    def _count_fired(self) -> int:
+        while self._num_fired < len(self._events) and self._engine.is_fired(self._events[self._num_fired]):
+            self._num_fired += 1
+        return self._num_fired

@@ -1,0 +1,130 @@
+"""Copies that the host makes itself, complete when the call returns."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..host.image import HostImage, LayerStream
+from ..pages.adapter_layout import AdapterLayout
+from .transfer import check_image, check_pages
+
+
+class HostCopies:
+    """Copy engine for an arena on the CPU; on a GPU the way to serve without CuPy, slower because the host waits.
+
+    pages: the arena, `[num_pages, page_elems]`.
+    """
+
+    def __init__(self, pages: torch.Tensor) -> None:
+        self._pages = pages
+        # bits of a CPU's arena are taken once: each call into torch releases the GIL, which delays the start of a step
+        self._target: Any = pages if pages.is_cuda else bits_of(pages)
+
+    def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> HostTransfer:
+        """Load what has been read of an image; the rest follows as it is read, on the reading thread."""
+        check_pages(pages, layout.num_pages, len(self._target))
+        if self._pages.is_cuda:  # the pages' former owner may still use them
+            torch.cuda.current_stream(self._pages.device).synchronize()
+        return HostTransfer(self, image, layout, pages)
+
+    def copy_out(self, pages: Sequence[int], image: torch.Tensor) -> None:
+        check_image(image, len(pages), self._pages)
+        if self._pages.is_cuda:
+            image.copy_(self._pages[list(pages)])
+        else:
+            np.take(self._target, pages, axis=0, out=bits_of(image), mode="clip")  # else it copies twice
+
+    def copy_in(self, image: torch.Tensor, ranges: Sequence[tuple[int, int]], pages: Sequence[int]) -> None:
+        """Copy runs of elements `begin … end` of an image into its pages. ValueError for an image of another shape."""
+        check_image(image, len(pages), self._pages)
+        source = image.view(-1) if self._pages.is_cuda else bits_of(image).reshape(-1)
+        target, page_elems = self._target, self._target.shape[1]
+        for begin, end in ranges:
+            while begin < end:
+                index, at = divmod(begin, page_elems)
+                count = min(end - begin, page_elems - at)
+                target[pages[index], at : at + count] = source[begin : begin + count]
+                begin += count
+
+    def advance(self) -> None:
+        """Nothing to do: readers issue copies as layers come."""
+
+    def close(self) -> None:
+        """No copy is running, and no more begin once the reads have ended."""
+
+
+class HostTransfer:
+    """Copies layers as soon as they are read, on the reading thread; `arrived` says how many are in the pages."""
+
+    def __init__(self, engine: HostCopies, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> None:
+        self.arrived = LayerStream()
+        self._engine = engine
+        self._image: HostImage | None = image  # until there is nothing more to copy
+        self._layout = layout
+        self._pages = pages
+        self._lock = threading.Lock()
+        self._copied = 0
+        image.follow(self.advance)
+        self.advance()
+
+    @property
+    def address(self) -> int:
+        return self.arrived.address
+
+    def advance(self) -> None:
+        """Copy the layers that have been read; from any thread. What can't be copied has failed, and is raised."""
+        with self._lock:
+            image = self._image
+            if image is None:
+                return
+            ready, data = image.stream.num_ready, image.data
+            if ready == LayerStream.FAILED or (ready > self._copied and data is None):  # it fails this very moment
+                self.arrived.fail()
+                self._let_go()
+                return
+            if ready > self._copied:
+                try:
+                    self._engine.copy_in(data, self._layout.ranges(range(self._copied, ready)), self._pages)
+                except BaseException:
+                    self.arrived.fail()
+                    self._let_go()
+                    raise
+                self._copied = ready
+                self.arrived.publish(ready)
+            if self.is_done():
+                self._let_go()
+
+    def wait_layer(self, layer: int, timeout: float = 0.0) -> bool:
+        """Sleep until `layer` is in its pages, at most `timeout` seconds; whether it is."""
+        return self.arrived.wait(layer, timeout)
+
+    def is_done(self) -> bool:
+        return self.arrived.num_ready == self._layout.num_layers
+
+    def has_failed(self) -> bool:
+        return self.arrived.num_ready == LayerStream.FAILED
+
+    def cancel(self) -> None:
+        """Stop; nothing is written to the pages once this has returned."""
+        with self._lock:
+            self._let_go()
+
+    def is_quiet(self) -> bool:
+        """True after `cancel`, which waits for a copy under way."""
+        return self._image is None
+
+    def _let_go(self) -> None:
+        """Neither refers to the other any more; the caller holds the lock."""
+        if self._image is not None:
+            self._image.unfollow(self.advance)
+            self._image = None
+
+
+def bits_of(tensor: torch.Tensor) -> np.ndarray:
+    """The same memory as integers: a copy of torch's may be shared among threads that the step needs."""
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.itemsize]).numpy()
