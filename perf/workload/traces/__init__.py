@@ -17,6 +17,5 @@ from .source import Source, TraceRow
 __all__ = ["Source", "TraceRow", "TraceSource"]
 
 TraceSource = Annotated[
-    AzureLLM | AzureFunctions | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl,
-    Field(discriminator="format"),
+    AzureLLM | AzureFunctions | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl, Field(discriminator="format")
 ]
