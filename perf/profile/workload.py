@@ -12,7 +12,7 @@ from typing import Any
 
 from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv_schedule import Schedule
+from ...ops.sgmv_schedule import Schedule, decode
 from ..gpu.adapter_files import adapter_dirs
 from ..gpu.context import Context
 from ..gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
@@ -89,7 +89,7 @@ def _launches(recipe: Recipe, context: Context, lengths: list[int]) -> list[Laun
 
 
 def _schedule(recipe: Recipe, context: Context) -> Schedule:
-    return context.schedules().decode(recipe.rows, MAX_RANK, context.dtype.itemsize)
+    return decode(recipe.rows, MAX_RANK)
 
 
 def _sgmv(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]:

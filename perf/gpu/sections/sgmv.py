@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ....ops.sgmv_schedule import decode, prefill
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
@@ -62,7 +63,7 @@ def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer (all seven projections, and per group of them), shares, and other ways beside them."""
     cache = context.l2_bytes()
     grid = list(cells(context))
-    itemsize, schedules = context.dtype.itemsize, context.schedules()
+    itemsize = context.dtype.itemsize
     pages = max(num_pages(context.size, cell.adapter_ranks(), _layers(context, cell), itemsize) for cell in grid)
     pages = max(pages, num_pages(context.size, [MAX_RANK] * _PREFILL_SEGMENTS, _PREFILL_LAYERS, itemsize))
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
@@ -71,7 +72,6 @@ def run(context: Context) -> dict[str, Any]:
         "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
         "per": "one layer, all seven projections, unless a group is named",
         "max_rank": MAX_RANK,
-        "schedules": schedules.name,
         "bandwidth_bytes_per_s": context.bandwidth(),
         "cells": [],
         "groups": [],
@@ -81,7 +81,7 @@ def run(context: Context) -> dict[str, Any]:
         context.say(f"sgmv {cell}")
         case = LoraCase(
             context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
-            schedules.decode(cell.tokens, MAX_RANK, itemsize), MAX_RANK, context.seed,
+            decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
         )  # fmt: skip
         row = _measure(context, cell, case)
         row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
@@ -153,14 +153,14 @@ def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]
 def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
     """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
     rows = []
-    itemsize, schedules = context.dtype.itemsize, context.schedules()
+    itemsize = context.dtype.itemsize
     matmul = context.limits()["matmul"]["flops_per_s"]
     for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
         for segments in context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)):
             for rank in context.pick((8,), (16, 64), (8, 16, 32, 64)):
                 ranks = [rank] * segments
                 layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
-                schedule = schedules.prefill(tokens, MAX_RANK, itemsize)
+                schedule = prefill(tokens, MAX_RANK, itemsize)
                 lengths = [tokens // segments] * segments
                 case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
                 name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
