@@ -9,7 +9,8 @@ from chorus.ops.activation import silu_and_mul
 from chorus.ops.kv_write import rotate_and_write
 from chorus.ops.norm import add_rms_norm, rms_norm
 from chorus.ops.rope import RotaryEmbedding
-from chorus.perf.kernels.elementwise_values import CHECKS, TOLERANCE, Case, cases
+
+from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 
