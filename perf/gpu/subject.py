@@ -59,7 +59,7 @@ class Subject:
         self._serial = 0
         self._buckets = DecodeBuckets(max_seqs)
         self._vocab = context.size.geometry.vocab
-        page = context.size.page_layout(context.dtype.itemsize)
+        page = context.size.geometry.page_layout(context.dtype.itemsize)
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
         files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
         adapter_pages = sum(size // page.page_bytes + 1 for size in files.values())

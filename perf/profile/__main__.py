@@ -22,8 +22,8 @@ from ..gpu.context import Context
 from ..gpu.popularity import POPULARITIES
 from ..gpu.sizes import SIZES
 from ..gpu.store import ResultStore
-from ..gpu.table import Table
 from ..gpu.timer import CudaTimer, WallTimer
+from ..report.table import Table
 from . import commands, tables
 from . import workload as profile_workload
 

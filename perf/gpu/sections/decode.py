@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..floors import floors, stated
 from ..subject import Subject
-from ..table import Table
 
 RANK = 16
 

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.sgmv_schedule import decode, prefill
+from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
 from ..rivals import RIVALS, RivalAbsent
-from ..table import Table
 
 #: Adapters of a case by its name: all of one rank, or these in turn.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}

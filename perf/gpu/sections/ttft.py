@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
-from ..table import Table
 
 RANKS = (16, 64)
 
