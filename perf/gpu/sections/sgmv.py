@@ -111,15 +111,10 @@ def _measure(context: Context, cell: Cell, case: LoraCase, name: str | None = No
     sample = context.timer.time(lambda: case.run(groups))
     seconds, cost = sample.seconds / case.layers, case.cost(groups)
     return row | {
-        "adapters": len(case.ranks),
-        "layers": case.layers,
-        "us": seconds * 1e6,
-        "bytes": cost.bytes,
-        "flops": cost.flops,
-        "bytes_per_s": cost.bytes / seconds,
+        "adapters": len(case.ranks), "layers": case.layers, "us": seconds * 1e6, "bytes": cost.bytes,
+        "flops": cost.flops, "bytes_per_s": cost.bytes / seconds, "captured": sample.captured,
         "share": cost.bytes / seconds / context.bandwidth(),
-        "captured": sample.captured,
-    }
+    }  # fmt: skip
 
 
 def _checked(context: Context, name: str, case: LoraCase) -> float:
@@ -179,45 +174,23 @@ def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
 def tables(values: dict[str, Any]) -> list[Table]:
     cells = values["cells"]
     batches = sorted({row["tokens"] for row in cells})
-    shapes = list(dict.fromkeys((row["popularity"], row["ranks"]) for row in cells))
     by_cell = {(row["popularity"], row["ranks"], row["tokens"]): row for row in cells}
-    titles = {
-        "us": "(b) SGMV, µs per layer, all projections, by batch",
-        "share": "(b) SGMV, % of measured bandwidth, by batch",
-    }
     found = []
-    for key, title in titles.items():
-        table = Table(title, ["popularity", "rank", *map(str, batches)])
-        for popularity, ranks in shapes:
-            rows = (by_cell.get((popularity, ranks, tokens)) for tokens in batches)
-            table.add(popularity, ranks, *(row and _cell(row[key], key) for row in rows))
-        found.append(table)
-    return [*found, _rival_table(values), _group_table(values), _prefill_table(values)]
-
-
-def _cell(value: float, key: str) -> float:
-    return 100 * value if key == "share" else value
-
-
-def _rival_table(values: dict[str, Any]) -> Table:
+    for key, unit, scale in (("us", "µs per layer, all projections", 1), ("share", "% of measured bandwidth", 100)):
+        found.append(Table(f"(b) SGMV, {unit}, by batch", ["popularity", "rank", *map(str, batches)]))
+        for shape in dict.fromkeys((row["popularity"], row["ranks"]) for row in cells):
+            rows = (by_cell.get((*shape, tokens)) for tokens in batches)
+            found[-1].add(*shape, *(row and scale * row[key] for row in rows))
     names = [name for name in RIVALS if name not in values["rivals_absent"]]
-    table = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
-    for row in values["cells"]:
+    rivals = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
+    for row in cells:
         if row["rivals"]:
             others = (row["rivals"].get(name, {}).get("us") for name in names)
-            table.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
-    return table
-
-
-def _group_table(values: dict[str, Any]) -> Table:
-    table = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
+            rivals.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
+    groups = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
     for row in values["groups"]:
-        table.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
-    return table
-
-
-def _prefill_table(values: dict[str, Any]) -> Table:
-    table = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
+        groups.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
+    prefill = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
     for row in values["prefill"]:
-        table.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
-    return table
+        prefill.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
+    return [*found, rivals, groups, prefill]
