@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
-from .native_sampling import NativeSampling
-from .sampling import Chances, inverse_temperature
+from .native_sampling import NativeSampling, draws_of
+from .sampling import Chances
 from .sgmv import AdapterRows, Segments
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
         ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "draw_inverse", "draw_u")),
+        *((name, c_void_p) for name in ("segment_level", "draws")),
     ]  # fmt: skip
 
 
@@ -238,7 +239,7 @@ class NativeDecoder:
         to give logits for; `kept` says which of these, None all. score_tokens: `[scores]` int64, whose logits
         `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
         `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf; of
-        those in `chances` a token drawn from the whole vocabulary, whose logits need not be kept for that.
+        those in `chances` a drawn token; what it needs of their logits is computed again where they are not kept.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:
@@ -263,11 +264,12 @@ class NativeDecoder:
         step.logits = logits.data_ptr() if len(logits) else None
         step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
-        inverse, u = array("d", bytes(8 * wanted)), array("d", bytes(8 * wanted))
-        for index, chances in self.chances.items():
-            inverse[index], u[index] = inverse_temperature(chances.temperature), chances.u
-        step.draw_inverse = inverse.buffer_info()[0] if self.chances else None
-        step.draw_u = u.buffer_info()[0]
+        draws = None
+        if self.chances:
+            drawn = draws_of(self.chances.values())
+            draws = np.zeros(wanted, drawn.dtype)
+            draws[list(self.chances)] = drawn
+        step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if step.segment_ready:

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 import torch
 
 from .sampling import Chances, Scores, inverse_temperature
 
-#: Mirror the structures of ops/native/sampling.h.
+#: Mirror the structures of ops/native/panels.h and sampling.h.
 _DRAW = np.dtype(
-    [("logits", "i8"), ("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"),
-     ("likeliest", "i8"), ("token", "i8")]
+    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
+     ("token", "i8")]
 )  # fmt: skip
 _SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
@@ -28,22 +28,8 @@ class NativeSampling:
     def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
         first, stride = _rows_of(logits)
-        draws = np.array(
-            [
-                (
-                    first + row * stride,
-                    inverse_temperature(it.temperature),
-                    it.u,
-                    it.top_p,
-                    it.min_p,
-                    it.top_k,
-                    it.likeliest,
-                    -1,
-                )
-                for row, it in zip(rows, chances, strict=True)
-            ],
-            _DRAW,
-        )
+        draws = draws_of(chances)
+        draws["logits"] = first + np.asarray(rows) * stride
         self._run(self._decoder, draws.ctypes.data, len(draws), None, 0)
         return draws["token"].tolist()
 
@@ -59,6 +45,14 @@ class NativeSampling:
         scores["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
         self._run(self._decoder, None, 0, scores.ctypes.data, len(scores))
         return Scores(scores["own"].tolist(), ids.tolist(), values.tolist())
+
+
+def draws_of(chances: Collection[Chances]) -> np.ndarray:
+    """Descriptors of draws, without logits."""
+    draws = np.zeros(len(chances), _DRAW)
+    temperature, draws["u"], draws["top_k"], draws["top_p"], draws["min_p"] = zip(*chances, strict=True)
+    draws["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
+    return draws
 
 
 def _rows_of(logits: torch.Tensor) -> tuple[int, int]:

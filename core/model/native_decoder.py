@@ -66,7 +66,7 @@ class NativeDecoderModel:
     def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
         """Of which tokens steps from now on give logits, None: of all; `best` is always there.
 
-        chances: of which tokens `best` is drawn from the whole vocabulary; their logits need not be kept for that.
+        chances: of which tokens `best` is drawn.
         """
         self._decoder.kept, self._decoder.chances = rows, chances
 
