@@ -208,7 +208,7 @@ def test_decoding_waits_for_an_adapter_too(gqa, start):
 class FakeStore:
     def __init__(self, tier, seconds=0.0):
         self.tier = lambda adapter: tier
-        self.reads = SimpleNamespace(seconds_left=lambda adapter: seconds)
+        self.loads = SimpleNamespace(seconds_left=lambda adapter: seconds)
 
 
 class FakeAdapter:
