@@ -10,6 +10,7 @@ import torch
 
 from ...ops.sampling import Chances, Scores, score_rows, uniform
 from ..requests.logit_edits import edited
+from ..requests.sampling_params import SamplingParams
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -28,15 +29,23 @@ class Sampling(Protocol):
     ) -> Scores: ...
 
 
+def _reshapes_logits(params: SamplingParams) -> bool:
+    """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
+        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None
+    )  # fmt: skip
+
+
 def needs_logits(row: ScheduledRow) -> bool:
     """True if more than the largest of the row's logits is asked for."""
     params = row.params
-    return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
+    return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
 
 
 def plain_chances(row: ScheduledRow) -> Chances | None:
     """Chances of a row whose token is drawn from the model's logits as they are; else None."""
-    if not row.samples or not row.params.temperature or row.params.reshapes_logits:
+    if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
     return _chances(row)
 
@@ -69,7 +78,7 @@ def draw(
         result.tokens[row.request_id] = token
         if index in at:
             drawn.append((at[index], row))
-            if index not in chosen and (row.params.temperature or row.params.reshapes_logits):
+            if index not in chosen and (row.params.temperature or _reshapes_logits(row.params)):
                 left.append(drawn[-1])
     if not drawn:
         return result
@@ -132,7 +141,7 @@ def _choose(
         return
     places = [place for place, _ in drawn]
     chances = [_chances(row) for _, row in drawn]
-    reshaped = [it for it in drawn if it[1].params.reshapes_logits]
+    reshaped = [it for it in drawn if _reshapes_logits(it[1].params)]
     if reshaped:
         with edited(logits, reshaped, eos_token_ids):
             tokens = sampling.sample(logits, places, chances)
