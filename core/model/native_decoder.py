@@ -13,7 +13,6 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native
 from ...ops.elementwise import rotary_table
-from ...ops.native_sampling import NativeSampling
 from ...ops.sampling import Chances
 from ...ops.sgmv import Segments
 from .batch import StepBatch
@@ -59,7 +58,7 @@ class NativeDecoderModel:
         return self._decoder.best
 
     @property
-    def sampling(self) -> NativeSampling:
+    def sampling(self) -> native.NativeSampling:
         """Draws from logits with the decoder's threads."""
         return self._decoder.sampling
 

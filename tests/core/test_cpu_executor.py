@@ -9,7 +9,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
-from chorus.ops.native_sampling import NativeSampling
+from chorus.ops.native import NativeSampling
 
 from .conftest import KERNELS
 
