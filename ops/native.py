@@ -9,7 +9,7 @@ from __future__ import annotations
 import ctypes
 import logging
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import numpy as np
 import torch
 
-from .native_sampling import NativeSampling
-from .sampling import Chances, inverse_temperature
+from .sampling import Chances, Scores, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
 logger = logging.getLogger(__name__)
@@ -63,9 +63,16 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
         ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "draw_inverse", "draw_u")),
+        *((name, c_void_p) for name in ("segment_level", "draws")),
     ]  # fmt: skip
 
+
+# They mirror the structures of ops/native/panels.h and sampling.h.
+_DRAW = np.dtype(
+    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
+     ("token", "i8")]
+)  # fmt: skip
+_SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
 _DESCRIPTORS = (sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)  # chorus_descriptors() in decoder.cpp
 
@@ -238,7 +245,7 @@ class NativeDecoder:
         to give logits for; `kept` says which of these, None all. score_tokens: `[scores]` int64, whose logits
         `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
         `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf; of
-        those in `chances` a token drawn from the whole vocabulary, whose logits need not be kept for that.
+        those in `chances` a drawn token; what it needs of their logits is computed again where they are not kept.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:
@@ -263,11 +270,12 @@ class NativeDecoder:
         step.logits = logits.data_ptr() if len(logits) else None
         step.logit_rows = None if rows_kept is None else rows_kept.buffer_info()[0]
         step.best = best.buffer_info()[0]
-        inverse, u = array("d", bytes(8 * wanted)), array("d", bytes(8 * wanted))
-        for index, chances in self.chances.items():
-            inverse[index], u[index] = inverse_temperature(chances.temperature), chances.u
-        step.draw_inverse = inverse.buffer_info()[0] if self.chances else None
-        step.draw_u = u.buffer_info()[0]
+        draws = None
+        if self.chances:
+            drawn = _draws_of(self.chances.values())
+            draws = np.zeros(wanted, drawn.dtype)
+            draws[list(self.chances)] = drawn
+        step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if step.segment_ready:
@@ -331,6 +339,50 @@ class NativeDecoder:
             )  # fmt: skip
             found = self._adapters[rows] = (descriptor, (pages, first_elem))
         return found[0]
+
+
+class NativeSampling:
+    """Draws and log-probabilities from rows of logits, on a decoder's threads, between its steps: as `sampling`'s."""
+
+    def __init__(self, library: ctypes.CDLL, decoder: int) -> None:
+        self._run = library.chorus_decoder_sample
+        self._decoder = decoder
+
+    def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
+        """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
+        first, stride = _rows_of(logits)
+        draws = _draws_of(chances)
+        draws["logits"] = first + np.asarray(rows) * stride
+        self._run(self._decoder, draws.ctypes.data, len(draws), None, 0)
+        return draws["token"].tolist()
+
+    def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
+        """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
+        most = min(max(counts), logits.shape[1])
+        scores = np.empty(len(rows), _SCORE)
+        ids, values = np.empty((len(rows), most), np.int64), np.empty((len(rows), most))
+        first, stride = _rows_of(logits)
+        scores["logits"] = first + np.asarray(rows) * stride
+        scores["token"], scores["count"] = tokens, counts
+        scores["ids"] = ids.ctypes.data + 8 * most * np.arange(len(rows))
+        scores["values"] = values.ctypes.data + 8 * most * np.arange(len(rows))
+        self._run(self._decoder, None, 0, scores.ctypes.data, len(scores))
+        return Scores(scores["own"].tolist(), ids.tolist(), values.tolist())
+
+
+def _draws_of(chances: Collection[Chances]) -> np.ndarray:
+    """Descriptors of draws, without logits."""
+    draws = np.zeros(len(chances), _DRAW)
+    temperature, draws["u"], draws["top_k"], draws["top_p"], draws["min_p"] = zip(*chances, strict=True)
+    draws["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
+    return draws
+
+
+def _rows_of(logits: torch.Tensor) -> tuple[int, int]:
+    """Address of the first row, and bytes from row to row."""
+    if logits.dtype != torch.float32 or logits.stride(1) != 1:
+        raise ValueError("the native library takes rows of float32")
+    return logits.data_ptr(), 4 * logits.stride(0)
 
 
 def _pointer(tensor: torch.Tensor) -> int:

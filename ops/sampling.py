@@ -30,17 +30,18 @@ def uniform(seed: int, position: int) -> float:
 
 
 class Chances(NamedTuple):
-    """Sampling of one row's token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens.
-
-    likeliest: a token whose logit is the row's largest, and finite, so that it need not be looked for; -1: not known.
-    """
+    """Sampling of one row's token. temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 keep all tokens."""
 
     temperature: float
     u: float
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
-    likeliest: int = -1
+
+    @property
+    def cuts(self) -> bool:
+        """True if some tokens may be kept out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
 
 class Scores(NamedTuple):
@@ -83,7 +84,7 @@ class TorchSampling:
     def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
         fields = [torch.tensor(values, dtype=torch.float64) for values in zip(*chances, strict=True)]
-        temperature, u, top_k, top_p, min_p, _ = fields
+        temperature, u, top_k, top_p, min_p = fields
         return sample(_pick(logits, rows), temperature, top_k.long(), top_p, u, min_p).tolist()
 
     def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:

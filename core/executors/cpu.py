@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -21,7 +21,7 @@ from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel
 from ..model.native_decoder import supported as native_supported
-from ..model.sampler import Sampling, draw, needs_logits, score_prompts, whole_chances
+from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
 from ..model.weights import open_weights
 from ..requests.types import ScheduledRow, StepPlan, StepResult
 from .adapters import ModelAdapters
@@ -82,11 +82,15 @@ class CpuExecutor:
         model, rows = self._model, plan.rows
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
-            drawn = {index: chances for index in asking if (chances := whole_chances(rows[index]))}
-            asking = [index for index in asking if index not in drawn]
-            model.keep_logits(asking, drawn)
+            drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
+            kept = [
+                index
+                for index in asking
+                if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
+            ]
+            model.keep_logits(kept, drawn)
             logits = self._forward(plan)
-            result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(asking)})
+            result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
         else:
             with torch.inference_mode():
                 logits = self._forward(plan)
@@ -94,9 +98,14 @@ class CpuExecutor:
         return self._without_late(plan, result)
 
     def _draw(
-        self, rows: list[ScheduledRow], likeliest: Sequence[int], logits: torch.Tensor, at: Mapping[int, int]
+        self,
+        rows: list[ScheduledRow],
+        likeliest: Sequence[int],
+        logits: torch.Tensor,
+        at: Mapping[int, int],
+        chosen: Collection[int] = (),
     ) -> StepResult:
-        result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids)
+        result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids, chosen)
         if any(row.scores_prompt for row in rows):
             score_prompts(rows, self._model.score_logits, self._sampling, self.model.vocab_size, result)
         return result

@@ -12,7 +12,6 @@ from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
 from ...ops import native
 from ...ops.elementwise import rotary_table
-from ...ops.native_sampling import NativeSampling
 from ...ops.sampling import Chances
 from ...ops.sgmv import Segments
 from .batch import StepBatch
@@ -58,14 +57,14 @@ class NativeDecoderModel:
         return self._decoder.best
 
     @property
-    def sampling(self) -> NativeSampling:
+    def sampling(self) -> native.NativeSampling:
         """Draws from logits with the decoder's threads."""
         return self._decoder.sampling
 
     def keep_logits(self, rows: Sequence[int] | None, chances: Mapping[int, Chances] = MappingProxyType({})) -> None:
         """Of which tokens steps from now on give logits, None: of all; `best` is always there.
 
-        chances: of which tokens `best` is drawn from the whole vocabulary; their logits need not be kept for that.
+        chances: of which tokens `best` is drawn.
         """
         self._decoder.kept, self._decoder.chances = rows, chances
 

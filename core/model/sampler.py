@@ -10,6 +10,7 @@ import torch
 
 from ...ops.sampling import Chances, Scores, score_rows, uniform
 from ..requests.logit_edits import edited
+from ..requests.sampling_params import SamplingParams
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -28,19 +29,25 @@ class Sampling(Protocol):
     ) -> Scores: ...
 
 
+def _reshapes_logits(params: SamplingParams) -> bool:
+    """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
+    return bool(
+        params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1.0 or params.logit_bias
+        or params.min_tokens or params.bad_words or params.allowed_token_ids is not None
+    )  # fmt: skip
+
+
 def needs_logits(row: ScheduledRow) -> bool:
     """True if more than the largest of the row's logits is asked for."""
     params = row.params
-    return row.samples and (params.temperature != 0 or params.reshapes_logits or params.logprobs is not None)
+    return row.samples and (params.temperature != 0 or _reshapes_logits(params) or params.logprobs is not None)
 
 
-def whole_chances(row: ScheduledRow) -> Chances | None:
-    """Chances of a row that only asks for a token drawn from all of the model's logits as they are; else None."""
-    params = row.params
-    cuts = params.top_k or params.top_p < 1.0 or params.min_p
-    if not row.samples or not params.temperature or cuts or params.reshapes_logits or params.logprobs is not None:
+def plain_chances(row: ScheduledRow) -> Chances | None:
+    """Chances of a row whose token is drawn from the model's logits as they are; else None."""
+    if not row.samples or not row.params.temperature or _reshapes_logits(row.params):
         return None
-    return Chances(params.temperature, uniform(row.seed, row.kv_len))
+    return _chances(row)
 
 
 def draw(
@@ -50,15 +57,18 @@ def draw(
     at: Mapping[int, int],
     sampling: Sampling,
     eos_token_ids: Collection[int],
+    chosen: Collection[int] = (),
 ) -> StepResult:
     """Draw a token for every row that asks for one.
 
     likeliest: each row's most likely token, -1 where its logits are not finite: that row gets an error instead of a
     token; the others are not touched by it. logits: `[…, vocab]` float32; at: by its index each row that has one of
-    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here.
+    them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; so have
+    those in `chosen`, whose logits are only scored.
     """
     result = StepResult()
     drawn: list[tuple[int, ScheduledRow]] = []
+    left: list[tuple[int, ScheduledRow]] = []
     for index, (row, token) in enumerate(zip(rows, likeliest, strict=False)):
         if not row.samples:
             continue
@@ -68,10 +78,11 @@ def draw(
         result.tokens[row.request_id] = token
         if index in at:
             drawn.append((at[index], row))
+            if index not in chosen and (row.params.temperature or _reshapes_logits(row.params)):
+                left.append(drawn[-1])
     if logits is None or not drawn:  # without logits, `at` is empty
         return result
-    _choose([it for it in drawn if it[1].params.temperature or it[1].params.reshapes_logits], logits, sampling,
-            eos_token_ids, result)  # fmt: skip
+    _choose(left, logits, sampling, eos_token_ids, result)
     scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
     if scored:
         tokens = [result.tokens[row.request_id] for _, row in scored]
@@ -129,8 +140,8 @@ def _choose(
     if not drawn:
         return
     places = [place for place, _ in drawn]
-    chances = [_chances(row, logits.shape[1], result.tokens[row.request_id]) for _, row in drawn]
-    reshaped = [it for it in drawn if it[1].params.reshapes_logits]
+    chances = [_chances(row) for _, row in drawn]
+    reshaped = [it for it in drawn if _reshapes_logits(it[1].params)]
     if reshaped:
         with edited(logits, reshaped, eos_token_ids):
             tokens = sampling.sample(logits, places, chances)
@@ -144,17 +155,16 @@ def _choose(
             result.errors[row.request_id] = ALL_BANNED
 
 
-def _chances(row: ScheduledRow, vocab: int, likeliest: int) -> Chances:
+def _chances(row: ScheduledRow) -> Chances:
     params = row.params
-    if params.reshapes_logits:
-        likeliest = -1  # of other logits
     if params.temperature == 0:
         return _GREEDY
-    top_k = min(params.top_k, vocab)
-    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p, likeliest)
+    top_k = min(params.top_k, _MOST_TOP_K)
+    return Chances(params.temperature, uniform(row.seed, row.kv_len), top_k, params.top_p, params.min_p)
 
 
 _GREEDY = Chances(0.0, 0.0)
+_MOST_TOP_K = 1 << 40  # more than any vocabulary has, and a native integer
 
 
 def _logprobs(scores: Scores, tokens: Sequence[int], counts: Sequence[int]) -> list[TokenLogprobs]:

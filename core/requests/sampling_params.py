@@ -85,14 +85,6 @@ class SamplingParams:
             value = getattr(self, name)
             _require(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
 
-    @property
-    def reshapes_logits(self) -> bool:
-        """True if anything but temperature, min_p, top_k and top_p changes the distribution."""
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0 or self.logit_bias
-            or self.min_tokens or self.bad_words or self.allowed_token_ids is not None
-        )  # fmt: skip
-
 
 def _at_most(name: str, count: int, most: int, what: str) -> None:
     if count > most:

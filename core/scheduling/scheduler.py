@@ -313,7 +313,7 @@ class Scheduler:
     def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
         """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
         computed = request.num_computed_tokens = row.start + len(row.tokens)
-        if request.caching:
+        if request.caching and computed >= (request.num_known_blocks + 1) * self._limits.block_tokens:
             self._memory.remember(request)
         if not row.samples:
             return None

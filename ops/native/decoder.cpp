@@ -13,7 +13,6 @@
 #include "elementwise.h"
 #include "file_rows.h"
 #include "gemm.h"
-#include "head_draws.h"
 #include "pool.h"
 #include "prefill_attention.h"
 #include "sampling.h"
@@ -47,7 +46,7 @@ class Decoder {
         grow_heads(count);
         team_.run([&](int thread) {
             int phase = 0;
-            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr, false);
+            run_head(thread, phase, logits_wanted_ + first, count, logits, nullptr, nullptr);
         });
     }
 
@@ -60,15 +59,13 @@ class Decoder {
             else sampling_.score(i, scores[i - num_draws], thread);
         };
         if (few) {
-            for (int i = 0; i < sampling_.units(); i++) sampling_.find_most(i);
-            for (int i = 0; i < sampling_.units(); i++) sampling_.weigh(i);
+            for (int i = 0; i < sampling_.units(); i++) sampling_.see(i);
             for (int i = 0; i < sampling_.rows(); i++) finish(i, 0);
             return;
         }
         team_.run([&](int thread) {
             int phase = 0;
-            team_.each(phase, sampling_.units(), [&](int i) { sampling_.find_most(i); });
-            team_.each(phase, sampling_.units(), [&](int i) { sampling_.weigh(i); });
+            team_.each(phase, sampling_.units(), [&](int i) { sampling_.see(i); });
             team_.each(phase, sampling_.rows(), [&](int i) { finish(i, thread); });
         });
     }
@@ -81,6 +78,7 @@ class Decoder {
         std::vector<const T*> rows;
         std::vector<T> panel, spare;
         std::vector<float> logits;  // of one panel
+        Candidates candidates;
         std::vector<float> gated;   // a tile of the gate and one of up, side by side
     };
 
@@ -135,7 +133,7 @@ class Decoder {
             });
         }
         grow_heads(step.logits_wanted);
-        draws_.plan(step.draw_inverse, step.logits_wanted, m_.vocab);
+        if (step.draws) panels_.plan(step.logits_wanted, m_.vocab);
         for (auto& s : scratch_) {
             if (gated_) grow(s.gated, 2 * kPanel * kSegmentChunk);
             grow(s.rows, rank);
@@ -225,8 +223,8 @@ class Decoder {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
         });
         const int rows = step.logits_wanted;
-        run_head(thread, phase, 0, rows, step.logits, step.logit_rows, draws_.any());
-        if (draws_.any()) {
+        run_head(thread, phase, 0, rows, step.logits, step.logit_rows, step.draws);
+        if (step.draws) {
             team_.each(phase, rows, [&](int r) { choose(step, thread, r); });
         } else if (!thread) {
             for (int r = 0; r < rows; r++) choose(step, thread, r);
@@ -239,21 +237,22 @@ class Decoder {
         Best all = best_[row];
         for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + row]);
         step.best[row] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
-        if (step.best[row] < 0 || !draws_.any() || !(step.draw_inverse[row] > 0)) return;
-        step.best[row] = draws_.draw(row, all.value, step.draw_u[row], [&](int panel) {
-            const int columns = std::min(kPanel, m_.vocab - panel * kPanel);
+        if (step.best[row] < 0 || !step.draws || !(step.draws[row].inverse_temperature > 0)) return;
+        const int kept = !step.logits ? -1 : step.logit_rows ? step.logit_rows[row] : row;
+        step.best[row] = panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
+            if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
             const long ldn = spread<T>(m_.hidden);
             float* y = scratch_[thread].logits.data();
             panel_product<T>(normed_.data() + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden), m_.hidden, y,
-                             kPanel, columns, false, nullptr);
-            return std::pair(y, columns);
+                             kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
+            return y;
         });
     }
 
     // The head's product with normalised rows, and the best of each while they are in the cache. logits: null when none are
     // kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the other.
-    // draws: whether some are drawn from.
-    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept, bool draws) {
+    // draws: null when none are drawn from.
+    void run_head(int thread, int& phase, int first, int rows, float* logits, const int32_t* kept, const Draw* draws) {
         const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
@@ -269,7 +268,8 @@ class Decoder {
             for (int r = 0; r < t.rows; r++) {
                 const float* row = y + (long)r * ldy;
                 best[t.row + r].see(row, t.columns, t.column);
-                if (draws) draws_.see(t.row + r, row, t.columns, t.column);
+                if (draws && draws[t.row + r].inverse_temperature > 0)
+                    panels_.see(t.row + r, row, t.columns, t.column, draws[t.row + r].weighed(vocab));
                 if (kept && kept[t.row + r] >= 0) convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
             }
         }, [](const LoraUnit&) {});
@@ -481,7 +481,7 @@ class Decoder {
     std::vector<DecodeUnit> decodes_;
     std::vector<Best> best_;
     Sampling sampling_;
-    HeadDraws draws_;
+    Panels panels_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
     Buffer<T> normed_, q_, attended_, act_, h_;

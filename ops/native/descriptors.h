@@ -1,6 +1,7 @@
 // Descriptors that ops/native.py hands over: a model once, a step every time.
 #pragma once
 #include <atomic>
+#include "panels.h"
 #include "sgmv.h"
 
 namespace chorus {
@@ -43,8 +44,7 @@ struct StepDesc {
     int64_t* best;                                // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     int64_t scores_wanted;                        // tokens whose logits are asked for in slices once the step is done
     const int32_t* segment_level;                 // [segments]: see Segments; null where all are 0
-    // [logits_wanted]: where the first is above 0, `best` is a draw by the second at that inverse temperature; null: nowhere
-    const double *draw_inverse, *draw_u;
+    const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
 };
 
 }  // namespace chorus

@@ -9,6 +9,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from chorus.ops.native import NativeSampling
+
+from .conftest import KERNELS
 
 
 def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
@@ -27,3 +30,34 @@ def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
         assert arena() is None
     finally:
         gc.enable()
+
+
+def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(subject, monkeypatch):
+    """The native head's own draws: what torch draws from the same step's logits, without a second pass over them."""
+    ways = [
+        {"temperature": 1.0},
+        {"temperature": 0.9, "top_p": 0.7},
+        {"temperature": 1.3, "top_k": 5, "top_p": 0.9},
+        {"temperature": 1.0, "min_p": 0.2, "logprobs": 3},
+        {"temperature": 2.0, "top_k": 10**30, "logprobs": 0},
+        {"temperature": 0.0, "logprobs": 2},
+    ]
+    rows = [
+        ScheduledRow(f"r{i}", BASE_SLOT, [3 + i], 0, [1 + i], SamplingParams(**ways[i % 6]), i, True, [3 + i], 1)
+        for i in range(12)
+    ]
+    monkeypatch.setattr(NativeSampling, "sample", None)
+    results = []
+    for kernels in KERNELS:
+        settings = EngineConfig(
+            model=subject("wide_heads").model, dtype="float32", memory_bytes=8 << 20, cpu_kernels=kernels, threads=2
+        )
+        executor = CpuExecutor(settings)
+        results.append(executor.execute(StepPlan(1, rows, [], bucket=None)))
+        executor.close()
+    assert len(results[0].tokens) == 12
+    assert not results[0].errors
+    assert [it.tokens for it in results[1:]] == [results[0].tokens] * (len(KERNELS) - 1)
+    for result in results:
+        assert result.logprobs.keys() == {row.request_id for row in rows if row.params.logprobs is not None}
+        assert all(result.logprobs[name].token_id == result.tokens[name] for name in result.logprobs)

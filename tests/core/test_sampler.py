@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from chorus.core.model import sampler
-from chorus.core.model.sampler import ALL_BANNED, needs_logits, score_prompts
+from chorus.core.model.sampler import ALL_BANNED, needs_logits, plain_chances, score_prompts
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
 from chorus.ops.sampling import TorchSampling, greedy
@@ -146,21 +146,28 @@ def test_rows_do_not_touch_each_other():
     assert together == [tokens_of([one], logits[i : i + 1])[0] for i, one in enumerate(rows)]
 
 
-def test_only_rows_whose_logits_are_as_the_model_gave_them_are_told_their_likeliest_token():
-    """Raising, lowering or banning a token may make another the likeliest."""
-    told = []
-
-    class Watched(TorchSampling):
-        def sample(self, logits, rows, chances):
-            told.extend(chance.likeliest for chance in chances)
-            return super().sample(logits, rows, chances)
-
+def test_chosen_tokens_are_not_drawn_again_but_scored():
+    """A row of which the model's own kernels drew the token may still ask for log-probabilities."""
     logits = logits_of(5, rows=3)
-    best = greedy(logits)
-    rows = [row(name, [2, 3], temperature=1.0) for name in "abc"]
-    rows[1] = row("b", [2, 3], temperature=1.0, bad_words=((best[1],),))
-    sampler.draw(rows, best, logits, {0: 0, 1: 1, 2: 2}, Watched(), EOS)
-    assert told == [best[0], -1, best[2]]
+    tokens = [7, 8, 9]
+    rows = [row(name, [2, 3], temperature=1.0, top_p=0.5, logprobs=2) for name in "abc"]
+    result = sampler.draw(rows, tokens, logits, {0: 0, 1: 1, 2: 2}, TorchSampling(), EOS, chosen={0, 2})
+    alone = tokens_of([rows[1]], logits[1:2])
+    assert list(result.tokens.values()) == [7, *alone, 9]
+    want = logits.log_softmax(-1)
+    for index, name in enumerate("abc"):
+        found = result.logprobs[name]
+        assert found.token_id == result.tokens[name]
+        assert found.logprob == pytest.approx(float(want[index, found.token_id]), abs=1e-5)
+
+
+def test_only_rows_with_the_models_own_logits_are_left_to_its_kernels():
+    assert plain_chances(row("greedy", [2])) is None
+    assert plain_chances(row("chunk", [2, 3], temperature=1.0, samples=False)) is None
+    assert plain_chances(row("edited", [2], temperature=1.0, top_p=0.5, logit_bias={3: 1.0})) is None
+    assert not plain_chances(row("whole", [2], temperature=1.0)).cuts
+    for cut in ({"top_p": 0.5}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 10**30}):
+        assert plain_chances(row("cut", [2], temperature=1.0, logprobs=1, **cut)).cuts
 
 
 def test_only_rows_that_ask_draw_and_padding_is_ignored():

@@ -176,3 +176,59 @@ def test_a_row_that_is_not_finite_draws_nothing_and_spoils_no_other(bad):
     model.forward(keep=False)
     assert [token >= 90 for token in model.decoder.best] == [True, True, False, True]
     assert model.decoder.best[2] == -1
+
+
+CUTS = [
+    {"top_p": 0.9},
+    {"top_p": 1e-12},
+    {"top_p": 1 - 2**-53},
+    {"top_k": 1},
+    {"top_k": 7},
+    {"top_k": 5000},
+    {"min_p": 0.05},
+    {"min_p": 1.0},
+    {"min_p": 1e-9, "top_k": 40, "top_p": 0.7},
+    {},
+]
+
+
+def make_head(kind, vocab, generator):
+    head = torch.rand(vocab, HIDDEN, generator=generator)
+    if kind == "ties":  # of a few different logits
+        head = head[torch.randint(min(vocab, 13), (vocab,), generator=generator)]
+    if kind == "flat":
+        head.fill_(0.5)
+    if kind == "peaked":
+        head[vocab // 2] += 10.0
+    if kind == "wide":
+        head = torch.randn(vocab, HIDDEN, generator=generator) * 8
+    if kind == "holes":  # whole panels of them too
+        head[torch.rand(vocab, generator=generator) < 0.6] = -INF
+        head[vocab // 3 : vocab // 2] = -INF
+        head[0] = 0.25
+    return head
+
+
+@pytest.mark.parametrize("kind", ["plain", "ties", "flat", "peaked", "wide", "holes"])
+@pytest.mark.parametrize(("vocab", "threads"), [(1, 1), (33, 2), (4099, 2), (9001, 3)])
+def test_cut_draws_are_those_of_the_plain_path(kind, vocab, threads):
+    """The same tokens whether the head finds them, from kept logits or not, or they are drawn from the logits later."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = 2 * len(CUTS)
+    embed = torch.rand(rows, HIDDEN, generator=generator) + 0.1
+    model = Head(make_head(kind, vocab, generator), embed, torch.float32, threads)
+    logits = model.forward(keep=True).clone()
+    for temperature in (1.0, 0.05, 30.0):
+        u = [0.0, 1 - 2**-53, *torch.rand(rows - 2, generator=generator, dtype=torch.float64).tolist()]
+        drawn = {row: Chances(temperature, u[row], **CUTS[row // 2]) for row in range(rows)}
+        want = TorchSampling().sample(logits, list(drawn), list(drawn.values()))
+        assert model.decoder.sampling.sample(logits, list(drawn), list(drawn.values())) == want
+        model.decoder.chances = drawn
+        for keep in (True, False, list(range(0, rows, 3))):
+            model.forward(keep)
+            assert model.decoder.best == want
+        for row, chances in drawn.items():  # nor does a draw depend on whoever else draws
+            model.decoder.chances = {row: chances}
+            model.forward(keep=[row])
+            assert model.decoder.best[row] == want[row]
+        model.decoder.chances = {}

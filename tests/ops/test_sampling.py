@@ -264,7 +264,6 @@ chances_strategy = st.builds(
     top_k=st.sampled_from([0, 0, 1, 2, 5, 50, 700, 10_000]),
     top_p=st.sampled_from([1.0, 1.0, 1e-12, 0.1, 0.5, 0.9, 0.999]),
     min_p=st.sampled_from([0.0, 0.0, 1e-6, 0.05, 0.5, 1.0]),
-    likeliest=st.just(-1),
 )
 
 
@@ -350,8 +349,6 @@ def test_draws_do_not_depend_on_company_nor_on_threads(vocab):
         assert together.sample(logits, range(12), chances) == want
         assert together.sample(logits, [7, 2, 11], [chances[i] for i in (7, 2, 11)]) == [want[i] for i in (7, 2, 11)]
     assert TorchSampling().sample(logits, range(12), chances) == want
-    told = [chances[i]._replace(likeliest=int(logits[i].argmax())) for i in range(12)]
-    assert native_sampling(vocab, 2).sample(logits, range(12), told) == want
 
 
 def test_the_torch_draw_works_in_slices(monkeypatch):

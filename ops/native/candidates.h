@@ -1,0 +1,190 @@
+// Logits that a token is drawn from, their masses, and what top_k and top_p leave of them.
+#pragma once
+#include <algorithm>
+#include <vector>
+#include "simd.h"
+
+namespace chorus {
+
+// e^((x - most) · inverse) of logits. 0 · inverse stays 0, and what lies below never becomes positive.
+struct Masses {
+    __m512d most, factor;
+    Masses(float most, double inverse) : most(_mm512_set1_pd(most)), factor(_mm512_set1_pd(inverse * kLog2e)) {}
+    __m512d of(__m256 x) const { return exp2_8(_mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(x), most), factor)); }
+    void of(__m512 x, __m512d out[2]) const {
+        out[0] = of(_mm512_castps512_ps256(x));
+        out[1] = of(_mm512_extractf32x8_ps(x, 1));
+    }
+};
+
+inline __m512 load_or_none(const float* x, int count) {
+    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), head_mask(count), x);
+}
+
+struct Found {
+    int at;
+    double before;  // the mass of all before it
+};
+
+// The first of n whose mass with all before it exceeds `target`; the last that has any if rounding left none.
+// masses(i, out): those of 16 from i on, 0 beyond the n.
+template <class Of>
+inline Found first_above(int n, double target, Of masses) {
+    double before = 0;
+    Found last{0, 0};
+    for (int i = 0; i < n; i += kLanes) {
+        alignas(64) double mass[kLanes];
+        __m512d m[2];
+        masses(i, m);
+        const double sum = _mm512_reduce_add_pd(_mm512_add_pd(m[0], m[1]));
+        if (sum == 0) continue;
+        _mm512_store_pd(mass, m[0]);
+        _mm512_store_pd(mass + 8, m[1]);
+        if (before + sum <= target) {
+            for (int c = kLanes - 1; c >= 0; c--)
+                if (mass[c] > 0) { last = {i + c, before + sum - mass[c]}; break; }
+            before += sum;
+            continue;
+        }
+        double upto = before;
+        for (int c = 0; c < kLanes; c++) {
+            if (mass[c] == 0) continue;
+            last = {i + c, upto};
+            if ((upto += mass[c]) > target) return last;
+        }
+        before += sum;
+    }
+    return last;
+}
+
+inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
+    const Masses masses(most, inverse);
+    return first_above(n, target, [&](int i, __m512d* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
+}
+
+// Tokens that may be drawn, in vocabulary order.
+struct Candidates {
+    std::vector<int> ids, live;
+    std::vector<float> values, ordered;
+    std::vector<double> masses;
+    struct Bucket { double mass[4]{}; bool any = false; };
+    std::vector<Bucket> buckets;
+    int count = 0;
+
+    void clear(int vocab) {
+        count = 0;
+        if ((int)ids.size() < vocab + kLanes) {
+            ids.resize(vocab + kLanes);
+            values.resize(vocab + kLanes);
+            masses.resize(vocab + kLanes);
+        }
+    }
+    // Those of n logits, of which the first has the id `first`, that are at least `least`.
+    void gather(const float* x, int n, int first, float least) {
+        const __m512 floor = _mm512_set1_ps(least);
+        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        for (int i = 0; i < n; i += kLanes) {
+            const __mmask16 valid = head_mask(n - i);
+            const __m512 v = load16(x + i, valid);
+            const __mmask16 above = _mm512_mask_cmp_ps_mask(valid, v, floor, _CMP_GE_OQ);
+            if (!above) continue;
+            _mm512_storeu_ps(values.data() + count, _mm512_maskz_compress_ps(above, v));
+            _mm512_storeu_si512(ids.data() + count, _mm512_maskz_compress_epi32(above, _mm512_add_epi32(lane, _mm512_set1_epi32(first + i))));
+            count += __builtin_popcount(above);
+        }
+    }
+    void weigh(float most, double inverse) {
+        const Masses m(most, inverse);
+        for (int i = 0; i < count; i += kLanes) {
+            __m512d out[2];
+            m.of(load_or_none(values.data() + i, count - i), out);
+            _mm512_storeu_pd(masses.data() + i, out[0]);
+            _mm512_storeu_pd(masses.data() + i + 8, out[1]);
+        }
+    }
+    template <class Keep>
+    void filter(Keep keep) {
+        int kept = 0;
+        for (int i = 0; i < count; i++) {
+            const bool keeps = keep(i);
+            ids[kept] = ids[i], values[kept] = values[i], masses[kept] = masses[i];
+            kept += keeps;
+        }
+        count = kept;
+    }
+    double mass() const {
+        __m512d sum = _mm512_setzero_pd();
+        for (int i = 0; i < count; i += 8) sum = _mm512_add_pd(sum, masses_at(i));
+        return _mm512_reduce_add_pd(sum);
+    }
+    // Keep those above `value`, and of those equal to it the first `equal`.
+    void cut(float value, int equal) {
+        filter([&](int i) {
+            const bool same = values[i] == value;
+            equal -= same;
+            return values[i] > value || (same && equal >= 0);
+        });
+    }
+    void keep_largest(int k) {
+        if (k >= count) return;
+        ordered.assign(values.begin(), values.begin() + count);
+        std::nth_element(ordered.begin(), ordered.begin() + k - 1, ordered.end(), std::greater<float>());
+        const float least = ordered[k - 1];
+        int above = 0;
+        for (int i = 0; i < count; i++) above += values[i] > least;
+        cut(least, k - above);
+    }
+    // Keep the largest whose masses, without their own, add up to less than `target`: a radix selection by the bits of the
+    // logits, eleven at a time, so that only what falls into the border's bucket is looked at again.
+    void keep_nucleus(double target) {
+        static constexpr int shifts[] = {21, 10, 0}, bits[] = {11, 11, 10};
+        live.resize(count);
+        for (int i = 0; i < count; i++) live[i] = i;
+        double before = 0;
+        for (int level = 0; level < 3; level++) {
+            const uint32_t mask = (1u << bits[level]) - 1;
+            buckets.assign(mask + 1, Bucket{});
+            for (size_t n = 0; n < live.size(); n++) {
+                const int i = live[n];
+                Bucket& b = buckets[key(values[i]) >> shifts[level] & mask];
+                b.mass[n & 3] += masses[i];  // four sums: an addition need not wait for the one before it
+                b.any = true;
+            }
+            int border = mask;
+            for (; border >= 0; border--) {
+                if (!buckets[border].any) continue;
+                const double* m = buckets[border].mass;
+                const double mass = (m[0] + m[1]) + (m[2] + m[3]);
+                if (before + mass >= target) break;
+                before += mass;
+            }
+            if (border < 0) return;  // by rounding: all of them are needed
+            int kept = 0;
+            for (size_t n = 0; n < live.size(); n++) {
+                const int i = live[n];
+                live[kept] = i;
+                kept += (int)(key(values[i]) >> shifts[level] & mask) == border;
+            }
+            live.resize(kept);
+        }
+        int equal = 0;  // at least one: what is above has less than the target
+        const double each = masses[live[0]];
+        while (equal < (int)live.size() && before + equal * each < target) equal++;
+        cut(values[live[0]], equal);
+    }
+    int draw(double u) const {
+        return ids[first_above(count, u * mass(), [&](int i, __m512d* out) { out[0] = masses_at(i), out[1] = masses_at(i + 8); }).at];
+    }
+
+   private:
+    __m512d masses_at(int i) const { return _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, count - i)), masses.data() + i); }
+    // Larger floats have larger keys; both zeros have one.
+    static uint32_t key(float value) {
+        value += 0.0f;
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+    }
+};
+
+}  // namespace chorus

@@ -1,0 +1,184 @@
+// Tokens drawn from rows of logits by inverse transform in vocabulary order; nothing is sorted.
+//
+// A row is seen panel by panel, by the head while it computes them or from memory. Of each panel there remain the largest
+// logit and the mass of all, relative to it; they say which panels hold what may be drawn, and only those are read again.
+// Nothing but the row's own logits, in a fixed order, goes into its draw, so that it is the same bits whoever saw them and
+// whatever else is drawn. Masses are float64: implementations that differ in the last bit of a mass still draw the same
+// token.
+#pragma once
+#include <cmath>
+#include "candidates.h"
+#include "gemm.h"
+
+namespace chorus {
+
+// Mirrors DRAW of ops/native_sampling.py.
+struct Draw {
+    double inverse_temperature;  // 0: the largest
+    double u, top_p, min_p;
+    int64_t top_k;  // 0: all
+    const float* logits;
+    int64_t token;  // out; -1: no logit is above -inf, or one is not finite
+
+    bool is_few(int vocab) const { return top_k > 0 && top_k < vocab; }
+    // Of what the masses are wanted, 0 where the panels' largest logits are enough.
+    double weighed(int vocab) const { return is_few(vocab) || min_p > 0 ? 0 : inverse_temperature; }
+};
+
+class Panels {
+   public:
+    void plan(int rows, int vocab) {
+        vocab_ = vocab;
+        panels_ = (vocab + kPanel - 1) / kPanel;
+        most_.resize(std::max(most_.size(), (size_t)rows * panels_));
+        mass_.resize(most_.size());
+        peak_.resize(most_.size());
+    }
+
+    // Every panel of a row once, by whichever thread has it. inverse: the inverse temperature, 0 where no masses are wanted.
+    void see(int row, const float* logits, int columns, int first, double inverse) {
+        const __m512 x[2] = {load_or_none(logits, columns), load_or_none(logits + kLanes, std::max(0, columns - kLanes))};
+        const bool nan = _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q);
+        const float most = nan ? INFINITY : _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1]));
+        const long at = (long)row * panels_ + first / kPanel;
+        most_[at] = most;
+        if (!(inverse > 0)) return;
+        const Masses masses(most, inverse);
+        __m512d low[2], high[2];
+        masses.of(x[0], low);
+        masses.of(x[1], high);
+        mass_[at] = _mm512_reduce_add_pd(_mm512_add_pd(_mm512_add_pd(low[0], low[1]), _mm512_add_pd(high[0], high[1])));
+    }
+
+    // Once all of a row's panels have been seen: its largest logit, +inf if one is NaN.
+    float most(int row) const {
+        const float* most = most_.data() + (long)row * panels_;
+        __m512 largest = _mm512_set1_ps(-INFINITY);
+        for (int p = 0; p < panels_; p += kLanes) largest = _mm512_max_ps(largest, load_or_none(most + p, panels_ - p));
+        return _mm512_reduce_max_ps(largest);
+    }
+
+    // Once: make a row's masses relative to its largest logit. Their sum.
+    double weigh(int row, float most, double inverse) {
+        const Masses masses(most, inverse);
+        const float* mosts = most_.data() + (long)row * panels_;
+        double *mass = mass_.data() + (long)row * panels_, *peak = peak_.data() + (long)row * panels_;
+        __m512d sum = _mm512_setzero_pd();
+        for (int p = 0; p < panels_; p += 8) {
+            const __mmask8 valid = (__mmask8)head_mask(panels_ - p);
+            const __m512d top = masses.of(_mm256_maskz_loadu_ps(valid, mosts + p));
+            const __m512d scaled = _mm512_mul_pd(top, _mm512_maskz_loadu_pd(valid, mass + p));
+            _mm512_mask_storeu_pd(peak + p, valid, top);
+            _mm512_mask_storeu_pd(mass + p, valid, scaled);
+            sum = _mm512_mask_add_pd(sum, valid, sum, scaled);
+        }
+        return _mm512_reduce_add_pd(sum);
+    }
+
+    // At least k logits are not below this: as many panels have one.
+    float threshold(int row, int64_t k, std::vector<float>& scratch) const {
+        if (k > panels_) return -INFINITY;
+        const float* most = most_.data() + (long)row * panels_;
+        scratch.assign(most, most + panels_);
+        std::nth_element(scratch.begin(), scratch.begin() + k - 1, scratch.end(), std::greater<float>());
+        return scratch[k - 1];
+    }
+
+    // All of a row's logits that are at least `least`. logits(panel): those of one.
+    template <class Logits>
+    void gather(int row, float least, Candidates& c, Logits logits) const {
+        const float* most = most_.data() + (long)row * panels_;
+        c.clear(vocab_);
+        for (int p = 0; p < panels_; p += kLanes) {
+            const __mmask16 valid = head_mask(panels_ - p);
+            unsigned some = _mm512_mask_cmp_ps_mask(valid, load16(most + p, valid), _mm512_set1_ps(least), _CMP_GE_OQ);
+            for (; some; some &= some - 1) {
+                const int panel = p + __builtin_ctz(some);
+                c.gather(logits(panel), width(panel), panel * kPanel, least);
+            }
+        }
+    }
+
+    // Once all of a row's panels have been seen: the token that is drawn. logits(panel): those of one.
+    template <class Logits>
+    int64_t draw(int row, const Draw& d, Candidates& c, Logits logits) {
+        const double inverse = d.inverse_temperature;
+        const float most = this->most(row);
+        if (!std::isfinite(most)) return -1;
+        if (inverse <= 0) {
+            const float* mosts = most_.data() + (long)row * panels_;
+            const int panel = (int)(std::find(mosts, mosts + panels_, most) - mosts);
+            const float* x = logits(panel);
+            return panel * kPanel + (std::find(x, x + width(panel), most) - x);
+        }
+        const bool whole = d.weighed(vocab_) > 0;
+        const double total = whole ? weigh(row, most, inverse) : 0;
+        if (whole && d.top_p >= 1) return draw_of_all(row, most, inverse, d.u * total, logits);
+        // Everything that may be kept lies above a threshold that is cheap to know.
+        double floor = -INFINITY;
+        if (d.min_p > 0) floor = most + std::log(d.min_p) / inverse;
+        if (d.is_few(vocab_)) floor = std::max(floor, (double)threshold(row, d.top_k, c.ordered));
+        if (whole) floor = most + nucleus_floor(row, (1 - d.top_p) * total, total) / inverse;
+        float least = (float)floor;
+        if (least > floor || !d.is_few(vocab_)) least = std::nextafterf(least, -INFINITY);
+        gather(row, std::max(least, -3.4028234e38f), c, logits);
+        c.weigh(most, inverse);
+        if (d.min_p > 0) {
+            const double limit = std::log(d.min_p);
+            c.filter([&](int i) { return ((double)c.values[i] - most) * inverse >= limit; });
+        }
+        if (d.is_few(vocab_)) c.keep_largest((int)d.top_k);
+        if (d.top_p < 1) c.keep_nucleus(d.top_p * (whole ? total : c.mass()));
+        return c.draw(d.u);
+    }
+
+   private:
+    int width(int panel) const { return std::min(kPanel, vocab_ - panel * kPanel); }
+
+    template <class Logits>
+    int64_t draw_of_all(int row, float most, double inverse, double target, Logits logits) const {
+        const double* mass = mass_.data() + (long)row * panels_;
+        const Found found = first_above(panels_, target, [&](int p, __m512d* out) {
+            out[0] = _mm512_maskz_loadu_pd((__mmask8)head_mask(panels_ - p), mass + p);
+            out[1] = _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, panels_ - p - 8)), mass + p + 8);
+        });
+        const Masses masses(most, inverse);
+        const float* x = logits(found.at);
+        const int n = width(found.at);
+        return found.at * kPanel + first_above(n, target - found.before, [&](int i, __m512d* out) {
+            masses.of(load_or_none(x + i, n - i), out);
+        }).at;
+    }
+
+    // A tempered logit, relative to the largest, below which the whole row holds less than `rest`: of a panel no more than its
+    // mass without the largest logit's, where that is not below, nor than as many such logits as it has.
+    double nucleus_floor(int row, double rest, double total) const {
+        const double *mass = mass_.data() + (long)row * panels_, *peak = peak_.data() + (long)row * panels_;
+        rest -= 1e-12 * total;  // sums are rounded
+        if (rest <= 0) return -INFINITY;
+        auto below = [&](double each) {
+            const __m512d least = _mm512_set1_pd(each), most = _mm512_set1_pd(each * kPanel);
+            __m512d sum = _mm512_setzero_pd();
+            for (int p = 0; p < panels_; p += 8) {
+                const __mmask8 valid = (__mmask8)head_mask(panels_ - p);
+                const __m512d all = _mm512_maskz_loadu_pd(valid, mass + p), top = _mm512_maskz_loadu_pd(valid, peak + p);
+                const __m512d others = _mm512_mask_sub_pd(all, _mm512_cmp_pd_mask(top, least, _CMP_GE_OQ), all, top);
+                sum = _mm512_add_pd(sum, _mm512_min_pd(others, most));
+            }
+            return _mm512_reduce_add_pd(sum);
+        };
+        double low = std::log(rest / panels_ / kPanel), high = 0;
+        for (int i = 0; i < kHalvings; i++) {
+            const double middle = (low + high) / 2;
+            (below(std::exp(middle)) < rest ? low : high) = middle;
+        }
+        return low - 1e-9;
+    }
+
+    static constexpr int kHalvings = 12;
+    int vocab_ = 0, panels_ = 0;
+    std::vector<float> most_;
+    std::vector<double> mass_, peak_;  // peak: the largest logit's
+};
+
+}  // namespace chorus
