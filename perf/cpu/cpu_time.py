@@ -1,4 +1,4 @@
-"""Whose processor time it was: what other processes took while something was measured. Linux only (`/proc`)."""
+"""Processor time by its owner: what other processes took while something was measured. Linux only (`/proc`)."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def test_what_the_table_lacks_is_by_the_rules():
     st.data(),
 )
 def test_between_limits_there_is_one_schedule(buckets, most, kind, data):
-    """What is compiled ahead, one schedule per limit, is all that a step may take."""
+    """The schedules compiled ahead, one per limit, are all that a step may take."""
     rule = decode if kind == "decode" else prefill
     lines = [(kind, tokens, 64, 2, replace(rule(tokens, 64), stages=1 + i)) for i, tokens in enumerate(buckets)]
     found = make(lines) if lines else RuleSchedules()

@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's shape, and names the field."""
+"""A request's fault is told in OpenAI's shape, and names the field."""
 
 import pytest
 
