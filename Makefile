@@ -34,9 +34,8 @@ test:
 demo:
 	chorus demo
 
-kernels: ## interpreted, and compiled for GPUs that need not be there
+kernels: ## compiled for GPUs that need not be there
 	rm -rf $(RESULTS) && mkdir -p $(RESULTS)
-	python -m chorus.perf.kernels --interpret
 	python -m chorus.perf.kernels --compile sm_80,sm_90 | tee $(RESULTS)/kernels
 
 gate: kernels ## against the baselines of this kind of machine

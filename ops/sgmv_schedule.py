@@ -100,25 +100,9 @@ def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
     )
 
 
-class RuleSchedules:
-    """The rules above, which hold on every device. name: what logs call them."""
-
-    name = "rules"
-
-    def decode(self, tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
-        """See `decode`; whatever the elements' size."""
-        return decode(tokens, max_rank)
-
-    def prefill(self, tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
-        """See `prefill`."""
-        return prefill(tokens, max_rank, itemsize)
-
-    def token_limits(self, kind: Kind, most: int) -> list[int]:
-        """Rising numbers of tokens up to `most`: between one and the next, there is one schedule per rank and size."""
-        return sorted({limit for limit in self._limits(kind) if limit < most} | {most})
-
-    def _limits(self, kind: Kind) -> set[int]:
-        return set(RULE_LIMITS[kind])
+def token_limits(kind: Kind, most: int) -> list[int]:
+    """Rising numbers of tokens up to `most`: between one and the next, there is one schedule per rank and size."""
+    return [*(limit for limit in RULE_LIMITS[kind] if limit < most), most]
 
 
 def shrink_constants(

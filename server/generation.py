@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 TURN_SECONDS = 0.01
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
 
+BULK = 64
+"""Outputs that are read at once where nobody waits for each of them."""
+
 
 class Generation:
     """The requests of one call. Await `start`, read the deltas once, and always `close`.
@@ -46,13 +49,15 @@ class Generation:
         shows_stop_token: bool = False,
         prompt_only: bool = False,
         keeps_all: bool = True,
+        in_bulk: bool = False,
         shown_id: str | None = None,
         tenant: str = "",
         cache_salt: str = "",
     ) -> None:
         """`prompts`, `params` and `text_streams` have an entry per choice, `per_prompt` in a row of the same prompt.
 
-        `arrival` is on `time.monotonic`'s clock; `shown_id` is the id that the client sees, if another than the
+        in_bulk: nobody waits for each delta, so that many are read at once. `arrival` is on `time.monotonic`'s clock;
+        `shown_id` is the id that the client sees, if another than the
         engine's; for the rest see `Choice` and the engine's `Request`.
         """
         self.id = shown_id or call_id
@@ -62,7 +67,9 @@ class Generation:
         self._arrival = time.monotonic() if arrival is None else arrival
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(prompts)
-        self._outputs: deque[RequestOutput] = deque()
+        self._in_bulk = in_bulk
+        self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
+        self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with the times at which they came
         self._came: asyncio.Future[None] | None = None  # what the reader waits for
         self._turn_ends = 0.0
         self.choices = [
@@ -105,11 +112,12 @@ class Generation:
 
     async def start(self) -> None:
         """Returns when the engine has accepted every choice; raises its InvalidRequest or Overloaded otherwise."""
-        loop = asyncio.get_running_loop()
+        loop = self._loop = asyncio.get_running_loop()
+        receiver = (self._put_in_bulk, None) if self._in_bulk else (self._put, loop)
         try:
             self._open.update(self._by_request)
             answers = await asyncio.gather(
-                *(asyncio.wrap_future(self._worker.submit(choice.request, self._put, loop)) for choice in self.choices),
+                *(asyncio.wrap_future(self._worker.submit(choice.request, *receiver)) for choice in self.choices),
                 return_exceptions=True,
             )
             for answer in answers:
@@ -134,10 +142,11 @@ class Generation:
                 finally:
                     self._came = None
                 self._turn_ends = time.monotonic() + TURN_SECONDS
-            elif time.monotonic() > self._turn_ends:
+                continue
+            if time.monotonic() > self._turn_ends:
                 await asyncio.sleep(0)
                 self._turn_ends = time.monotonic() + TURN_SECONDS
-            output = self._outputs.popleft()
+            output, came = self._outputs.popleft()
             if output.request_id not in self._open:
                 continue
             if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
@@ -148,7 +157,7 @@ class Generation:
                 raise EngineUnavailable(reason)
             choice = self._by_request[output.request_id]
             delta = choice.take(output)
-            self._observe_tokens(delta)
+            self._observe_tokens(delta, came)
             if delta.finish_reason is not None:
                 if output.finish_reason is None:  # a stop string: the engine doesn't know of those
                     self._worker.abort(output.request_id)
@@ -158,10 +167,24 @@ class Generation:
     @property
     def goes_on(self) -> bool:
         """True if the next delta is there already and is read in this turn, before others have theirs."""
-        return time.monotonic() <= self._turn_ends and any(output.request_id in self._open for output in self._outputs)
+        in_time = time.monotonic() <= self._turn_ends
+        return in_time and any(output.request_id in self._open for output, _ in self._outputs)
 
     def _put(self, output: RequestOutput) -> None:
-        self._outputs.append(output)
+        """Take an output on the reader's loop."""
+        self._outputs.append((output, time.monotonic()))
+        self._wake()
+
+    def _put_in_bulk(self, output: RequestOutput) -> None:
+        """Take an output on the engine's thread; the loop hears of it once there is enough to do."""
+        self._outputs.append((output, time.monotonic()))
+        if output.finish_reason is not None or len(self._outputs) % BULK == 0:
+            try:
+                self._loop.call_soon_threadsafe(self._wake)
+            except RuntimeError:  # the loop was closed: nobody is there to want this request
+                self._worker.abort(output.request_id)
+
+    def _wake(self) -> None:
         if self._came is not None and not self._came.done():
             self._came.set_result(None)
 
@@ -181,10 +204,9 @@ class Generation:
         if self._metrics is not None:
             self._metrics.ended(self.model, finish_reason, time.monotonic() - self._arrival)
 
-    def _observe_tokens(self, delta: Delta) -> None:
+    def _observe_tokens(self, delta: Delta, now: float) -> None:
         if self._metrics is None or not delta.token_ids:
             return
-        now = time.monotonic()
         first = len(self.choices[delta.index].token_ids) == len(delta.token_ids)
         self._metrics.generated(self.model, len(delta.token_ids), now - self._latest[delta.index], first=first)
         self._latest[delta.index] = now

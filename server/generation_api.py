@@ -171,6 +171,7 @@ class GenerationApi:
             shows_stop_token=asked.include_stop_str_in_output,
             prompt_only=asked.prompt_only,
             keeps_all=not asked.stream,
+            in_bulk=not asked.stream and not asked.stop,
             shown_id=prefix + asked.request_id if asked.request_id else None,
             tenant=request.scope.get("state", {}).get("tenant", ""),
             cache_salt=asked.cache_salt,

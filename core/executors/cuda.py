@@ -13,7 +13,6 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...ops.attention_backend import choose_attention
 from ...ops.sampling import TorchSampling
-from ...ops.schedule_table import schedules_for
 from ..config import EngineConfig
 from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
@@ -114,9 +113,7 @@ class CudaExecutor:
             max_pages_per_row=self.layout.pages_for_tokens(self.model.max_model_len),
         )
         logger.info("attention by %s: %s", attention.name, attention.reason)
-        schedules = schedules_for(device.name)
-        logger.info("SGMV schedules of %s: %s", device.name or "the CPU", schedules.name)
-        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len, schedules)
+        return CudaSteps(config, decoder, arena, attention, device, self.model.max_model_len)
 
     def _measure(self, free_at_first: int) -> int:
         """Number of pages that the arena gets, by what the largest step and the graphs leave.

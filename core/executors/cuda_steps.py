@@ -18,7 +18,6 @@ from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import TorchSampling
-from ...ops.sgmv_schedule import RuleSchedules
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
@@ -53,7 +52,6 @@ class CudaSteps:
         attention: AttentionBackend,
         device: Device,
         max_model_len: int,
-        schedules: RuleSchedules,
     ) -> None:
         self._config = config
         self._model = model
@@ -82,7 +80,6 @@ class CudaSteps:
             max_tokens=tokens,
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
-            schedules=schedules,
         )
         self._bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self._graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])

@@ -10,7 +10,7 @@ import torch
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
-from ...ops.sgmv_schedule import RANK_CLASSES, RuleSchedules, Schedule, rank_class
+from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
 from .config import ModelConfig
 from .lora_state import LoraState, RowAdapters, lora_groups
@@ -40,16 +40,14 @@ class CudaLoraState(LoraState):
         max_tokens: int,
         max_stall: float,
         make_copy: Callable[[int], Copy],
-        schedules: RuleSchedules | None = None,
     ) -> None:
-        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables. schedules: rules by default."""
+        """max_adapters, max_rows, max_tokens: of one step. make_copy: see SgmvTables."""
         super().__init__(config, arena, max_stall)
         self.max_rank = max_rank
         self._num_layers = config.num_layers
         self._max_rows = max_rows
         self._max_tokens = max_tokens
         self._itemsize = layout.itemsize
-        self.schedules = schedules or RuleSchedules()
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
         self._widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
@@ -74,7 +72,7 @@ class CudaLoraState(LoraState):
 
     def bucket(self, size: int) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
-        return LoraLaunches(self, self.schedules.decode(size, self.max_rank, self._itemsize), size + min(size, 8))
+        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8))
 
     def begin_bucket(
         self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], captured: LoraLaunches
@@ -100,10 +98,10 @@ class CudaLoraState(LoraState):
         segments, tokens = self.segments, sum(lengths)
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
-            schedule = self.schedules.decode(tokens, self.max_rank, self._itemsize)
+            schedule = decode(tokens, self.max_rank)
         else:
             rank = max(rows.rank for rows in segments.rows)
-            schedule = self.schedules.prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
+            schedule = prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
         num_tiles = self.tables.plan(segments, schedule.tile_tokens)
         return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
 
@@ -130,13 +128,12 @@ class CudaLoraState(LoraState):
 
     def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
-        schedules, itemsize = self.schedules, self._itemsize
         ranks = {rank_class(limit, self.max_rank) for limit in (*RANK_CLASSES, self.max_rank)}
         found: dict[Schedule, int] = {}
-        for tokens in schedules.token_limits("decode", self._max_rows):  # rising, so the last is the most
-            found[schedules.decode(tokens, self.max_rank, itemsize)] = tokens
-        for tokens in schedules.token_limits("prefill", self._max_tokens):
-            found |= {schedules.prefill(tokens, rank, itemsize): tokens for rank in ranks}
+        for tokens in token_limits("decode", self._max_rows):  # rising, so the last is the most
+            found[decode(tokens, self.max_rank)] = tokens
+        for tokens in token_limits("prefill", self._max_tokens):
+            found |= {prefill(tokens, rank, self._itemsize): tokens for rank in ranks}
         return [(tokens, schedule) for schedule, tokens in found.items()]
 
     def _scratch(self, tokens: int, schedule: Schedule) -> int:

@@ -5,130 +5,125 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from itertools import islice
-from statistics import fmean
 
 from ..requests.request import Request
 from .running import Running
 from .waiting import WaitingQueue
 
-MAX_SLOWDOWN = 1.35
-"""Factor by which a step may be longer than one in which calls with several answers leave their turns out.
+SHARE = 0.5
+"""Time that the larger calls may take for their answers, as a share of the time that steps take without these."""
 
-Those steps are run amid the others, where a server still has to send what the steps before brought: measured against
-what a step takes when nobody takes turns, it is about twice as long.
-"""
+MAX_DEBT = 64
+"""Most time that the larger calls may owe, in steps without them: a pause of the machine must not starve them."""
 
-FIRST_TURNS = 4.0
-"""Turns in a step before anything was measured."""
+LONGEST_STEP = 4
+"""Most time that the answers of the larger calls should add to one step, in steps without them."""
 
-LEAST_TURNS = 1 / 8
-"""Turns in a step, below which answers are not held back, whatever they cost."""
+PLACES = 8
+"""Answers of the larger calls in their first step."""
 
-WINDOW = 30
-"""Steps between two trials."""
+NUM_SAMPLES = 8
+"""Steps without the larger calls from whose times the usual one is taken."""
 
-SPIKES = 3
-"""The longest steps of a window, which are left out: something else held them up."""
-
-TRIAL = 2
-"""Steps of a trial."""
-
-UNTRIED_WINDOWS = 8
-"""Windows between two trials while everybody runs and that has been found cheap enough."""
+WINDOW = 16
+"""Steps in a row with the larger calls, per such sample: then there is one without them, to know what that takes."""
 
 
 class StepShares:
-    """Chooses which answers of calls with several answers take part in a step, when there are other calls.
+    """Chooses the answers that take part in a step, when some calls have more of them than others.
 
-    Every call has a place in each step, and those with several answers have more places between them, which they and
-    their answers take in turns. How many is found by measuring and not by counting, since one more row costs a GPU
-    next to nothing and a CPU a good part of a step: now and then there is a trial, steps in which one call has no place
-    and the others have one each, and the time those take is compared with that of the other steps. An answer that sits
-    out keeps its seat, its pages and its state.
+    A call whose answers are few always runs whole. The larger ones pay for what they take: every step adds to their
+    debt the time by which it was longer than one without them, and pays back `SHARE` of such a step. While they owe
+    something the steps go on without them, and then with as many of their answers as one step bears, in turns. So a
+    call of one answer keeps at least 1 / (1 + SHARE) of its rate, whatever it is that costs: rows on a CPU, scores, or
+    text that the server has to send. Where a row costs next to nothing, as on a GPU, everybody runs all the time.
+    An answer that sits out keeps its seat, its pages and its state.
     """
 
     def __init__(self, max_rows: int, clock: Callable[[], float]) -> None:
         """max_rows: of a step."""
         self._max_rows = max_rows
         self._clock = clock
-        self._turns = FIRST_TURNS  # places in a step beyond those in a step of a trial, on average
-        self._due = 0.0  # what is left of a turn that did not fit into a step as a whole
-        self._without: float | None = None  # seconds of a step of a trial, smoothed
-        self._window: list[float] = []  # seconds of the steps since the last trial
-        self._trial: list[float] = []
-        self._num_tried = 0
-        self._num_untried = 0
-        self._measured: list[float] | None = None  # where the time of the step under way belongs
-        self._began = 0.0
+        self._without: deque[float] = deque(maxlen=NUM_SAMPLES)  # seconds of steps without the larger calls
+        self._usual = 0.0  # the least of them: in others the server may still have sent what steps before brought
+        self._debt = 0.0  # seconds
+        self._places = PLACES  # of the larger calls in a step with them
+        self._num_with = NUM_SAMPLES * WINDOW  # steps since the last one without
+        self._began: float | None = None  # of the step under way, None if its time says nothing
+        self._dealt = 0  # places of the larger calls in it
 
     def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
         """Requests of the next step, None for all that run. To be asked while calls with several answers run.
 
         With every row taken it leaves one to a call that waits for its first.
         """
-        num_calls, free = running.num_calls, self._max_rows
-        if len(running) >= free and num_calls < free and waiting.has_firsts():
+        free = self._max_rows
+        if len(running) >= free and running.num_calls < free and waiting.has_firsts():
             free -= 1
-        if num_calls < 2:
-            self._measured = None
-            return None if len(running) <= free else self._deal(running, free)
+        fewest = 1 if running.lone else min(map(len, running.calls.values()))
+        larger = sum(len(members) for members in running.calls.values() if len(members) > fewest)
+        if not larger:
+            self._without.clear()
+            self._num_with, self._began = NUM_SAMPLES * WINDOW, None
+            return None if len(running) <= free else self._deal(running, 0, free - len(running.lone))
         now = self._clock()
-        if self._measured is not None:
-            self._measured.append(now - self._began)
-        self._began, self._measured = now, self._window
-        turns = len(running) - num_calls + 1  # with which everybody runs
-        given = min(self._turns, free - num_calls + 1)
-        if len(self._window) >= WINDOW:
-            if self._num_tried < TRIAL and (given < turns or self._num_untried >= UNTRIED_WINDOWS):
-                self._num_tried += 1
-                self._measured = self._trial
-                return self._deal(running, 0)
-            if self._trial:
-                self._adapt(min(given, turns))
-            self._num_untried = 0 if self._num_tried else self._num_untried + 1
-            self._num_tried = 0
-            self._window.clear()
-            self._trial.clear()
-            given = min(self._turns, free - num_calls + 1)
-        if given >= turns:
-            return None
-        self._due += given
-        whole = int(self._due)
-        self._due -= whole
-        return self._deal(running, whole)
+        self._account(None if self._began is None else now - self._began)
+        self._began = now
+        places = free - (len(running) - larger)
+        if self._debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
+            self._num_with = self._dealt = 0
+            return self._deal(running, fewest, places, without=True)
+        self._num_with += 1
+        self._dealt = min(self._places, larger, places)
+        return None if self._dealt == larger else self._deal(running, fewest, self._dealt)
 
     def forget(self) -> None:
         """The step that was chosen last does more than to go on with answers: the time it takes says nothing."""
-        self._measured = None
+        self._began = None
 
-    def _adapt(self, turns: float) -> None:
-        """Set how many turns there is time for, now that `turns` of them have been measured."""
-        seconds = min(self._trial)
-        self._without = seconds if self._without is None else self._without + (seconds - self._without) / 4
-        cost, room = fmean(sorted(self._window)[:-SPIKES]) - self._without, (MAX_SLOWDOWN - 1) * self._without
-        wanted = 2.0 if 2 * cost <= room else max(0.5, room / cost)
-        self._turns = max(LEAST_TURNS, turns * wanted)
+    def _account(self, seconds: float | None) -> None:
+        """Charge the larger calls for the last step, and fit their places to its time; None if that says nothing."""
+        if seconds is None:
+            seconds = self._usual
+        elif not self._dealt:
+            self._without.append(seconds)
+            self._usual = min(self._without)
+        usual = self._usual
+        self._debt = min(max(0.0, self._debt + seconds - (1 + SHARE) * usual), MAX_DEBT * usual)
+        if not usual:
+            return
+        if self._dealt and seconds > (1 + LONGEST_STEP) * usual:
+            self._places = max(1, self._dealt // 2)
+        elif self._dealt == self._places and seconds < (1 + LONGEST_STEP / 2) * usual:
+            self._places = min(2 * self._places, self._max_rows)
 
-    def _deal(self, running: Running, turns: int) -> list[Request]:
-        """One request of each call but the one that is first in turn, and `turns` more in turns, from that one on."""
+    def _deal(self, running: Running, fewest: int, places: int, without: bool = False) -> list[Request]:
+        """All requests of the calls with `fewest` or less, and the others' in turns, as far as there are places.
+
+        without: none of the larger call that is first in turn, and of the others no more than `fewest`.
+        """
         calls = running.calls
-        counts = dict.fromkeys(calls, 1)
-        first = next(iter(calls))
-        counts[first] = 0
-        calls[first] = calls.pop(first)
-        if turns:
-            order = deque((first, *(call for call in counts if call != first)))
-            while turns and order:
-                call = order.popleft()
-                if counts[call] < len(calls[call]):
-                    counts[call] += 1
-                    turns -= 1
-                    order.append(call)
-        chosen = list(running.lone)
+        chosen, counts = list(running.lone), {}
+        for call, members in calls.items():
+            if len(members) > fewest:
+                counts[call] = 0
+            else:
+                chosen += members
+        order = deque(counts)
+        first = order[0]
+        if without:
+            order.popleft()
+        while places and order:
+            call = order.popleft()
+            counts[call] += 1
+            places -= 1
+            if counts[call] < (fewest if without else len(calls[call])):
+                order.append(call)
+        calls[first] = calls.pop(first)  # to the end of the line
         for call, count in counts.items():
             members = calls[call]
             taking = list(islice(members, count))
-            for request in taking:  # to the end of the line
+            for request in taking:
                 del members[request]
                 members[request] = None
             chosen += taking

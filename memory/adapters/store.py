@@ -64,7 +64,6 @@ class AdapterStore:
         self.num_hits = 0
         self.num_loads = 0
         self.num_streamed = 0
-        self.num_prefetched = 0
         self.num_evictions = 0
 
     # -- registry
@@ -214,7 +213,6 @@ class AdapterStore:
         Raises what `acquire` raises.
         """
         self._load(adapter)
-        self.num_prefetched += 1
         self._offer(adapter)
 
     def release(self, adapter: Adapter) -> None:

@@ -42,12 +42,6 @@ class HostBuffers:
         self._dropped: deque[mmap.mmap] = deque()  # filled by finalizers
         self._lock = threading.Lock()
 
-    @property
-    def num_idle_bytes(self) -> int:
-        with self._lock:
-            self._collect()
-            return sum(map(len, self._idle))
-
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
         count = math.prod(shape)

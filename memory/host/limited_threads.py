@@ -32,10 +32,6 @@ class LimitedThreads:
         self._lock = threading.Lock()
         self._busy = 0
 
-    @property
-    def num_busy(self) -> int:
-        return self._busy
-
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function`. Raises NoThreadLeft."""
         with self._lock:

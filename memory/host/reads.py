@@ -120,10 +120,6 @@ class ThreadReads(Reads):
                 logger.warning("no thread could be started beside a slow adapter read: %s", error)
         return True
 
-    @property
-    def num_threads(self) -> int:
-        return self._num_threads
-
     def shutdown(self) -> None:
         """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others."""
         with self._changed:

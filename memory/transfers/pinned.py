@@ -139,10 +139,8 @@ class PinnedBuffers:
         self._chunk_bytes = _power_of_two(chunk_bytes)
         self._chunks: list[_Chunk] = []
         self._dropped: deque[tuple[_Chunk, int, int]] = deque()  # filled by finalizers, which may run inside any line
-        self._num_units_used = 0
         self._lock = threading.Lock()
         self._ordinary = HostBuffers()
-        self.num_unpinned = 0  #: tensors that had to be of ordinary memory
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
@@ -151,28 +149,10 @@ class PinnedBuffers:
         with self._lock:
             self._collect()
             place = self._take(num_units)
-            if place is None:
-                lease = None
-                self.num_unpinned += 1
-            else:
-                self._num_units_used += num_units
-                lease = self._lease(*place, num_units)
+            lease = None if place is None else self._lease(*place, num_units)
         if lease is None:
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
-
-    @property
-    def num_bytes_used(self) -> int:
-        """Pinned bytes in tensors that are alive."""
-        with self._lock:
-            self._collect()
-            return self._num_units_used * UNIT_BYTES
-
-    @property
-    def num_bytes_held(self) -> int:
-        """Pinned bytes in all, used or not."""
-        with self._lock:
-            return self._held()
 
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
         """Part of a chunk, which the storage of a tensor keeps alive, and with it the chunk's memory."""
@@ -188,7 +168,6 @@ class PinnedBuffers:
         while self._dropped:
             chunk, first, num_units = self._dropped.popleft()
             chunk.extents.give(first, num_units)
-            self._num_units_used -= num_units
 
     def _take(self, num_units: int) -> tuple[_Chunk, int] | None:
         if place := self._find(num_units):

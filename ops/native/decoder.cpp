@@ -53,19 +53,29 @@ class Decoder {
 
     // Tokens and log-probabilities of rows of logits.
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) {
-        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, team_.size());
+        const bool few = (int64_t)(num_draws + num_scores) * m_.vocab <= kFewLogits;
+        sampling_.plan(draws, num_draws, scores, num_scores, m_.vocab, few ? 1 : team_.size());
+        const auto finish = [&](int i, int thread) {
+            if (i < num_draws) sampling_.draw(i, draws[i], thread);
+            else sampling_.score(i, scores[i - num_draws], thread);
+        };
+        if (few) {
+            for (int i = 0; i < sampling_.units(); i++) sampling_.find_most(i);
+            for (int i = 0; i < sampling_.units(); i++) sampling_.weigh(i);
+            for (int i = 0; i < sampling_.rows(); i++) finish(i, 0);
+            return;
+        }
         team_.run([&](int thread) {
             int phase = 0;
             team_.each(phase, sampling_.units(), [&](int i) { sampling_.find_most(i); });
             team_.each(phase, sampling_.units(), [&](int i) { sampling_.weigh(i); });
-            team_.each(phase, sampling_.rows(), [&](int i) {
-                if (i < num_draws) sampling_.draw(i, draws[i], thread);
-                else sampling_.score(i, scores[i - num_draws], thread);
-            });
+            team_.each(phase, sampling_.rows(), [&](int i) { finish(i, thread); });
         });
     }
 
    private:
+    static constexpr int64_t kFewLogits = 1 << 15;  // drawn from sooner than another thread wakes
+
     struct Scratch {
         AttentionScratch attention;
         std::vector<const T*> rows;

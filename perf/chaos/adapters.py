@@ -5,8 +5,9 @@
 
 Prints a line for each kind of directory, and at the end one line of JSON. Exits with 1 unless every directory is
 decided within 2 s and 64 MiB beyond its own size, no token of the neighbour's comes more than 50 ms after the one
-before, and a server with 999 good adapters and a broken one serves the 999. The gap means little on a machine that is
-busy otherwise; what the neighbour sees in as long a time without any loads is printed beside it.
+before (its streams follow each other at once, and the wait for the next one counts), and a server with 999 good
+adapters and a broken one serves the 999. The gap means little on a machine that is busy otherwise; what the neighbour
+sees in as long a time without any loads is printed beside it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,26 @@ import os
 import shutil
 import sys
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import httpx
 
-from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from ...server.turns import take_short_turns
-from ..serving.server_process import launched
+from ...server.demo.builtin import BUILTIN_ADAPTERS
+from ..report.table import Table
+from .attacked_server import AttackedServer, started_server
 from .hostile_adapters import hostile
+from .raw_clients import Neighbour
 
 MAX_SECONDS = 2.0
 MAX_BYTES = 64 << 20
 MAX_GAP = 0.05
 NUM_ADAPTERS = 1000
+FLAGS = ["--threads", "1", "--memory-bytes", str(64 << 20)]
 
 
 @dataclass
@@ -49,96 +52,34 @@ class Decided:
     gap: float
 
 
-class Neighbour:
-    """Streams answers of the base model one after another, and notes the longest time between two of a stream's."""
+class Client:
+    """Loads directories under one name, so that no more than one of them is ever there, beside a neighbour."""
 
-    def __init__(self, url: str) -> None:
-        self._url = url
-        self._stop = threading.Event()
-        self._worst = 0.0
-        self._gaps: list[float] = []
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
+    def __init__(self, server: AttackedServer) -> None:
+        host, port = server.address.rsplit(":", 1)
+        self.server, self.http = server, httpx.Client(base_url=f"http://{server.address}", timeout=120)
+        self.neighbour = Neighbour((host, int(port)))
 
-    def take_worst(self) -> float:
-        worst, self._worst = self._worst, 0.0
-        return worst
+    def gaps(self, begin: float, end: float) -> list[float]:
+        """Times between two of the neighbour's tokens, sorted; those that ended within the time."""
+        return sorted(after - before for before, after in pairwise(self.neighbour) if begin <= after < end)
 
-    def take_gaps(self) -> list[float]:
-        """All gaps since the last time, sorted."""
-        gaps, self._gaps = self._gaps, []
-        return sorted(gaps)
-
-    def stop(self) -> None:
-        self._stop.set()
-        self._thread.join(30)
-
-    def _run(self) -> None:
-        model = httpx.get(f"{self._url}/v1/models").json()["data"][0]["id"]
-        body = {
-            "model": model,
-            "prompt": "hello world\n",
-            "max_tokens": 400,
-            "temperature": 0,
-            "ignore_eos": True,
-            "stream": True,
-        }
-        with httpx.Client(base_url=self._url, timeout=60) as client:
-            while not self._stop.is_set():
-                with client.stream("POST", "/v1/completions", json=body) as response:
-                    response.raise_for_status()
-                    last = None
-                    for _ in response.iter_raw():
-                        now = time.perf_counter()
-                        if last is not None:
-                            self._worst = max(self._worst, now - last)
-                            self._gaps.append(now - last)
-                        last = now
-                        if self._stop.is_set():
-                            return
-
-
-def child() -> int:
-    """The process that was started last."""
-    return int(Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()[-1])
-
-
-def memory(pid: int, field: str) -> int:
-    """`VmRSS` or `VmHWM` of a process, in bytes."""
-    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
-        if line.startswith(field):
-            return int(line.split()[1]) << 10
-    raise LookupError(field)
-
-
-def forget_peak(pid: int) -> None:
-    with suppress(OSError):
-        Path(f"/proc/{pid}/clear_refs").write_text("5")
-
-
-def load(client: httpx.Client, neighbour: Neighbour, pid: int, name: str, path: Path) -> Decided:
-    """Load a directory under one name, so that no more than one of them is ever there."""
-    forget_peak(pid)
-    before = memory(pid, "VmRSS")
-    time.sleep(0.02)  # a token that came while this process wrote the directory has been read
-    neighbour.take_worst()
-    start = time.perf_counter()
-    response = client.post("/v1/adapters", json={"name": "hostile", "path": str(path)})
-    seconds = time.perf_counter() - start
-    extra = memory(pid, "VmHWM") - before
-    time.sleep(0.02)  # a step that waited for the last of it has delivered
-    code = "" if response.is_success else response.json()["error"]["code"] or ""
-    if response.is_success:
+    def load(self, name: str, path: Path) -> Decided:
         with suppress(OSError):
-            extra -= (path / "adapter_model.safetensors").stat().st_size
-    return Decided(name, response.status_code, code, seconds, max(0, extra), neighbour.take_worst())
-
-
-@contextmanager
-def served(*flags: str) -> Iterator[tuple[str, int]]:
-    """URL and process of a server of the built-in model."""
-    with launched(["--model", str(BUILTIN_MODEL), "--threads", "1", "--memory-bytes", str(64 << 20), *flags]) as url:
-        yield url, child()
+            self.server.forget_peak()
+        before = self.server.rss()
+        time.sleep(0.02)  # a token that came while this process wrote the directory has been read
+        start = time.monotonic()
+        response = self.http.post("/v1/adapters", json={"name": "hostile", "path": str(path)})
+        seconds = time.monotonic() - start
+        extra = self.server.peak() - before
+        time.sleep(0.02)  # a step that waited for the last of it has delivered
+        code = "" if response.is_success else response.json()["error"]["code"] or ""
+        if response.is_success:
+            with suppress(OSError):
+                extra -= (path / "adapter_model.safetensors").stat().st_size
+        gap = max(self.gaps(start, time.monotonic()), default=0.0)
+        return Decided(name, response.status_code, code, seconds, max(0, extra), gap)
 
 
 def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], list[float], list[float]]:
@@ -146,29 +87,27 @@ def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], lis
     good = sorted(BUILTIN_ADAPTERS.iterdir())
     root = directory / "hostile"
     root.mkdir()
-    with served("--adapters", str(BUILTIN_ADAPTERS), "--adapter-roots", str(root)) as (url, pid):
-        neighbour = Neighbour(url)
+    flags = [*FLAGS, "--adapters", str(BUILTIN_ADAPTERS), "--adapter-roots", str(root)]
+    with started_server(flags) as server:
+        client = Client(server)
         try:
-            with httpx.Client(base_url=url, timeout=120) as client:
-                for path in good[:3]:  # the first loads bring libraries and buffers into memory
-                    shutil.copytree(path, root / path.name)
-                    load(client, neighbour, pid, "warm-up", root / path.name)
-                neighbour.take_gaps()
-                start = time.perf_counter()
-                found = []
-                for name, path in hostile(root, good, mutated, seed):
-                    found.append(load(client, neighbour, pid, name, path))
-                    shutil.rmtree(path)
-                client.get("/health").raise_for_status()
-                beside = neighbour.take_gaps()
-                time.sleep(time.perf_counter() - start)
-                alone = neighbour.take_gaps()
+            for path in good[:3]:  # the first loads bring libraries and buffers into memory
+                client.load("warm-up", Path(shutil.copytree(path, root / path.name)))
+            while not any(client.neighbour):
+                time.sleep(0.02)
+            begin, found = time.monotonic(), []
+            for name, path in hostile(root, good, mutated, seed):
+                found.append(client.load(name, path))
+                shutil.rmtree(path)
+            client.http.get("/health").raise_for_status()
+            end = time.monotonic()
+            time.sleep(end - begin)
+            beside, alone = client.gaps(begin, end), client.gaps(end, time.monotonic())
         finally:
-            neighbour.stop()
+            client.neighbour.close()
+            client.http.close()
     if min(len(beside), len(alone)) < 1000:
-        raise RuntimeError(
-            f"the neighbour's streams had {len(beside)} and {len(alone)} gaps only; nothing was measured"
-        )
+        raise RuntimeError(f"the neighbour had {len(beside)} and {len(alone)} gaps only; nothing was measured")
     return found, beside, alone
 
 
@@ -186,7 +125,10 @@ def many(directory: Path) -> tuple[int, int]:
     broken = root / "a0500" / "adapter_model.safetensors"
     broken.unlink()
     broken.write_bytes(b"half")
-    with served("--adapters", str(root)) as (url, _), httpx.Client(base_url=url, timeout=120) as client:
+    with (
+        started_server([*FLAGS, "--adapters", str(root)]) as server,
+        httpx.Client(base_url=f"http://{server.address}", timeout=120) as client,
+    ):
         listed = client.get("/v1/adapters").json()
         body = {"prompt": "abc\n", "max_tokens": 1, "temperature": 0}
         answers = [
@@ -195,28 +137,17 @@ def many(directory: Path) -> tuple[int, int]:
         return answers.count(200), len(listed["quarantined"])
 
 
-def show(found: list[Decided]) -> None:
-    print(f"{'directory':<30} {'answer':>6}  {'code':<18} {'ms':>7} {'MiB more':>9} {'gap ms':>7}")
+def show(found: Sequence[Decided]) -> None:
+    table = Table("directories", ["directory", "answer", "code", "ms", "MiB more", "gap ms"])
     mutated = [one for one in found if one.name.startswith("mutated")]
     for one in found:
         if one not in mutated:
-            print(
-                f"{one.name:<30} {one.status:>6}  {one.code:<18} {1e3 * one.seconds:>7.1f} "
-                f"{one.extra_bytes / (1 << 20):>9.1f} {1e3 * one.gap:>7.1f}"
-            )
+            table.add(one.name, one.status, one.code, 1e3 * one.seconds, one.extra_bytes / 2**20, 1e3 * one.gap)
     if mutated:
-        served = sum(one.status < 300 for one in mutated)
-        print(
-            f"{f'{len(mutated)} mutated, {served} served':<30} {'':>6}  {'worst of them':<18} "
-            f"{1e3 * max(one.seconds for one in mutated):>7.1f} "
-            f"{max(one.extra_bytes for one in mutated) / (1 << 20):>9.1f} {1e3 * max(one.gap for one in mutated):>7.1f}"
-        )
-        worst = max(mutated, key=lambda one: one.gap)
-        others = sorted(1e3 * one.gap for one in mutated)[-4:-1]
-        print(
-            f"the longest gap was beside {worst.name}, which took {1e3 * worst.seconds:.1f} ms; "
-            f"the next longest: {', '.join(f'{gap:.1f}' for gap in reversed(others))} ms"
-        )
+        worst = [max(getattr(one, name) for one in mutated) for name in ("seconds", "extra_bytes", "gap")]
+        title = f"worst of {len(mutated)} mutated, {sum(one.status < 300 for one in mutated)} served"
+        table.add(title, None, "", 1e3 * worst[0], worst[1] / 2**20, 1e3 * worst[2])
+    table.show()
 
 
 def main() -> int:
@@ -224,7 +155,6 @@ def main() -> int:
     parser.add_argument("--mutated", type=int, default=200, help="damaged copies of good adapters to load as well")
     parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
     arguments = parser.parse_args()
-    take_short_turns()  # else the collector holds up the neighbour here, and the server is blamed
     with tempfile.TemporaryDirectory(prefix="chorus-adapters-") as name:
         found, beside, alone = attack(Path(name).resolve(), arguments.mutated, arguments.seed)
         answering, quarantined = many(Path(name).resolve())

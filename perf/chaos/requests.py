@@ -65,12 +65,9 @@ class Row:
 
     @property
     def missed(self) -> list[str]:
-        bars = (
-            ("delay", self.delay > MAX_DELAY),
-            ("memory", self.growth > MAX_GROWTH),
-            ("rate", self.rate < LEAST_RATE),
-        )
-        return [name for name, missed in bars if missed] + (["no answer"] if self.status in (0, 500) else [])
+        bars = {"delay": self.delay > MAX_DELAY, "memory": self.growth > MAX_GROWTH, "rate": self.rate < LEAST_RATE,
+                "no answer": self.status in (0, 500)}  # fmt: skip
+        return [name for name, missed in bars.items() if missed]
 
 
 def shapes() -> Iterator[Attack]:
@@ -143,43 +140,12 @@ def mutations(seed: int, count: int) -> Iterator[Attack]:
     numbers = [0, 1, -1, 2, 20, 31, 128, 1000, 4000, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, -1e-308, True, False]
     texts = ["", "a", "\x00", "€😀", "{{ x }}", "a" * 1000, "b c " * 5000, "\\" * 300, "<bos>", "é" * 2000]
     names = [
-        "n",
-        "max_tokens",
-        "logprobs",
-        "top_logprobs",
-        "prompt_logprobs",
-        "echo",
-        "stream",
-        "stop",
-        "bad_words",
-        "logit_bias",
-        "stop_token_ids",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "seed",
-        "ignore_eos",
-        "min_tokens",
-        "presence_penalty",
-        "repetition_penalty",
-        "stream_options",
-        "model",
-        "lora_path",
-        "cache_salt",
-        "request_id",
-        "return_token_ids",
-        "return_tokens_as_token_ids",
-        "skip_special_tokens",
-        "best_of",
-        "tools",
-        "tool_choice",
-        "chat_template_kwargs",
-        "add_generation_prompt",
-        "continue_final_message",
-        "user",
-        "nonsense",
-    ]
+        "n", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "stream", "stop", "bad_words",
+        "logit_bias", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens",
+        "presence_penalty", "repetition_penalty", "stream_options", "model", "lora_path", "cache_salt", "request_id",
+        "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "best_of", "tools", "tool_choice",
+        "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user", "nonsense",
+    ]  # fmt: skip
 
     def value(depth: int = 0) -> Any:
         kind = draw.randrange(6 if depth < 3 else 3)
@@ -209,16 +175,10 @@ def mutations(seed: int, count: int) -> Iterator[Attack]:
     while made < count:
         chat = draw.random() < 0.4
         if chat:
-            body: dict[str, Any] = {
-                "messages": [{"role": "user", "content": draw.choice(texts)}] * draw.choice([1, 1, 20, 500])
-            }
+            asked: Any = [{"role": "user", "content": draw.choice(texts)}] * draw.choice([1, 1, 20, 500])
         else:
-            body = {
-                "prompt": draw.choice(
-                    [draw.choice(texts), [draw.choice(texts)] * draw.choice([1, 9, 128]), [97] * 3000]
-                )
-            }
-        body["max_tokens"] = draw.choice([1, 16, 64])
+            asked = draw.choice([draw.choice(texts), [draw.choice(texts)] * draw.choice([1, 9, 128]), [97] * 3000])
+        body = {"messages" if chat else "prompt": asked, "max_tokens": draw.choice([1, 16, 64])}
         for name in draw.sample(names, draw.randrange(6)):
             body[name] = likely[name]() if name in likely and draw.random() < 0.7 else value()
         sent = json.dumps(body).encode()
@@ -269,17 +229,9 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> 
     time.sleep(LEAST_WINDOW)
     alone = (before + watch.rate(end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
-    rate = watch.rate(begin, end)
-    return Row(
-        attack.name,
-        status,
-        len(attack.body),
-        took,
-        watch.worst_delay(begin, end),
-        growth,
-        rate / alone if alone else 1.0,
-        rate / plain if plain else 1.0,
-    )
+    rate, delay = watch.rate(begin, end), watch.worst_delay(begin, end)
+    shares = [rate / beside if beside else 1.0 for beside in (alone, plain)]
+    return Row(attack.name, status, len(attack.body), took, delay, growth, *shares)
 
 
 def long_model(directory: Path) -> Path:
@@ -316,12 +268,12 @@ def main() -> int:
             print(
                 f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
             )
-            rows = []
-            for attack in shapes():
-                if any(part in attack.name for part in arguments.only or [""]):
-                    rows.append(strike(server, attack, beside))
-                    print(show(rows[-1]), flush=True)
-            drawn = []
+            wanted = arguments.only or [""]
+            chosen = [attack for attack in shapes() if any(part in attack.name for part in wanted)]
+            rows, drawn = [], []
+            for attack in chosen:
+                rows.append(strike(server, attack, beside))
+                print(show(rows[-1]), flush=True)
             for attack in mutations(arguments.seed, arguments.mutations):
                 drawn.append(strike(server, attack, beside))
                 if drawn[-1].missed:

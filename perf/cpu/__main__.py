@@ -50,7 +50,7 @@ def main(argv: list[str] | None = None) -> int:
             probes += runner.inner_probes()
         results = run_rounds(probes, args.rounds, Patience(args.settle, args.wait, args.retries), _say)
     summary = report.summarise(workload, results, list(versions), versions, absent)
-    print(report.table(workload, summary))
+    report.show(workload, summary)
     print(json.dumps(summary))
     return 0 if versions and not results.errors else 1
 

@@ -21,74 +21,21 @@ from pathlib import Path
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore, Reclaimer
-from ...memory.files.format import AdapterManifest
-from ...memory.host.image import HostImage
 from ...memory.host.images import HostImages, InlineReads
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import EvictionOrder, RestoreCosts
-from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import PrefixCache
+from .weightless import WeightlessAdapters
+from .workload import Geometry
 
 RANKS = (4, 8, 16, 32, 64)
 
+#: Llama-3.1-8B in bfloat16.
+LLAMA, ITEMSIZE, BLOCK_TOKENS = Geometry(4096, 14336, 32, heads=32, kv_heads=8), 2, 16
+
 #: Seconds that pass between two looks at the clock: loads take as long in every run, so a seed gives one result.
 _TICK = 1e-3
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """A model's shapes as far as memory is concerned; the default is Llama-3.1-8B in bfloat16."""
-
-    num_layers: int = 32
-    hidden: int = 4096
-    ffn: int = 14336
-    kv_heads: int = 8
-    head_dim: int = 128
-    itemsize: int = 2
-    block_tokens: int = 16
-
-    @property
-    def page(self) -> PageLayout:
-        return PageLayout(self.num_layers, self.kv_heads, self.head_dim, self.block_tokens, self.itemsize)
-
-    @property
-    def dims(self) -> dict[str, tuple[int, int]]:
-        kv = self.kv_heads * self.head_dim
-        out = {"q_proj": self.hidden, "k_proj": kv, "v_proj": kv, "o_proj": self.hidden}
-        return {
-            **{name: (self.hidden, width) for name, width in out.items()},
-            "gate_proj": (self.hidden, self.ffn),
-            "up_proj": (self.hidden, self.ffn),
-            "down_proj": (self.ffn, self.hidden),
-        }
-
-
-class NoBytes:
-    """An adapter backend that lays adapters out and moves nothing. An adapter's rank and targets are in its path."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self._geometry = geometry
-
-    def inspect(self, path: Path) -> AdapterManifest:
-        rank, targets = path.name.split("-", 2)[1:]
-        layers = tuple(range(self._geometry.num_layers))
-        names = MODULES if targets == "all" else tuple(f"{name}_proj" for name in targets)
-        return AdapterManifest(path, (AdapterPart(int(rank), 1.0, layers, names),))
-
-    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        page = self._geometry.page
-        return AdapterLayout.build(manifest.parts, self._geometry.dims, page.num_layers, page.page_elems, page.itemsize)
-
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        image.publish(layout.num_layers)
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
-        """There is nothing to save."""
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
-        """Nothing to move."""
 
 
 @dataclass
@@ -110,8 +57,6 @@ class Outcome:
 
 @dataclass(eq=False)
 class Live:
-    """A request in progress."""
-
     adapter: Adapter
     table: BlockTable
     num_tokens: int
@@ -120,22 +65,22 @@ class Live:
 class Study:
     """A pool under load."""
 
-    def __init__(self, geometry: Geometry, num_pages: int, num_adapters: int, seed: int) -> None:
-        self._geometry = geometry
+    def __init__(self, num_pages: int, num_adapters: int, seed: int) -> None:
+        self._page = LLAMA.page_layout(ITEMSIZE, BLOCK_TOKENS)
         self._random = random.Random(seed)
         self._pool = PagePool(num_pages)
         order, costs = EvictionOrder(), RestoreCosts()
         images = HostImages(1 << 40, InlineReads())
         ticks = itertools.count()
         self._store = AdapterStore(
-            self._pool, NoBytes(geometry), images, order, costs, geometry.page.page_bytes,
+            self._pool, WeightlessAdapters(LLAMA.dims, self._page), images, order, costs, self._page.page_bytes,
             clock=lambda: next(ticks) * _TICK,
         )  # fmt: skip
-        self._prefix = PrefixCache(self._pool, order, costs, geometry.block_tokens)
+        self._prefix = PrefixCache(self._pool, order, costs, BLOCK_TOKENS)
         self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix)
         self._live: deque[Live] = deque()
         self._adapters = [
-            self._store.register(f"a{i}", Path(f"a{i}-{self._random.choice(RANKS)}-all")) for i in range(num_adapters)
+            self._store.register(f"a{i}", Path(f"a{i}-{self._random.choice(RANKS)}")) for i in range(num_adapters)
         ]
 
     def run(self, cycles: int, occupancy: float) -> Outcome:
@@ -167,14 +112,14 @@ class Study:
         """A request of a random adapter comes with a prompt."""
         adapter = self._random.choice(self._adapters)
         num_tokens = self._random.randrange(16, 2048)
-        wanted = self._geometry.page.pages_for_tokens(num_tokens) + (0 if adapter.pages else adapter.num_pages)
+        wanted = self._page.pages_for_tokens(num_tokens) + (0 if adapter.pages else adapter.num_pages)
         if not self._has_room(wanted, adapter, outcome):
             return
         if not adapter.pages:
             self._reclaimer.make_room(adapter.num_pages)
         self._store.hold(adapter)
         self._store.acquire(adapter)
-        live = Live(adapter, BlockTable(self._pool, self._prefix, self._geometry.block_tokens), num_tokens)
+        live = Live(adapter, BlockTable(self._pool, self._prefix, BLOCK_TOKENS), num_tokens)
         self._reclaimer.make_room(live.table.missing_pages(num_tokens))
         live.table.grow(num_tokens)
         self._live.append(live)
@@ -209,11 +154,11 @@ class Study:
 
     def _measure(self) -> tuple[float, float, float, float]:
         """(occupancy, waste in adapter pages, in KV pages, in all), each a share."""
-        page_bytes, geometry = self._geometry.page.page_bytes, self._geometry
+        page_bytes = self._page.page_bytes
         resident = [adapter for adapter in self._adapters if adapter.pages]
-        adapter_bytes = sum(a.manifest.num_params(geometry.dims) for a in resident) * geometry.itemsize
+        adapter_bytes = sum(a.manifest.num_params(LLAMA.dims) for a in resident) * ITEMSIZE
         adapter_pages = self._pool.count(PageKind.ADAPTER)
-        kv_bytes = sum(live.num_tokens for live in self._live) * geometry.page.kv_elems_per_token * geometry.itemsize
+        kv_bytes = sum(live.num_tokens for live in self._live) * LLAMA.kv_elems_per_token * ITEMSIZE
         kv_pages = self._pool.count(PageKind.KV)
         allocated = adapter_pages + kv_pages
         return (
@@ -237,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--adapters", type=int, default=500, help="registered adapters (default: 500)")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    study = Study(Geometry(), arguments.pages, arguments.adapters, arguments.seed)
+    study = Study(arguments.pages, arguments.adapters, arguments.seed)
     outcome = study.run(arguments.cycles, arguments.occupancy)
     result = {name: value for name, value in vars(outcome).items() if name != "samples"}
     for name, value in result.items():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -11,7 +12,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from . import llama_files
 from .workload import Workload
 
 LORA_CASES = ("base", "mixed", "one")
@@ -81,11 +81,42 @@ def llamacpp(args: argparse.Namespace, workload: Workload, model: Path, adapters
             "pip download --no-binary :all: --no-deps llama-cpp-python, build vendor/llama.cpp with cmake (target "
             "llama-server), pip install sentencepiece; then --llama-server FILE --llama-src vendor/llama.cpp"
         )
-    files = llama_files.convert(args.llama_src, args.llama_python, workload.dtype, model, adapters)
-    plain = {"server": str(args.llama_server), "model": str(files.model)}
-    lora = {**plain, "adapters": [str(path) for path in files.adapters]}
+    model, files = _converted(args.llama_src, args.llama_python, workload.dtype, model, adapters)
+    plain = {"server": str(args.llama_server), "model": str(model)}
+    lora = {**plain, "adapters": [str(path) for path in files]}
     groups = (Group(("base_plain",), lora=False, options=plain), Group(LORA_CASES, lora=True, options=lora))
     return Entrant("llamacpp", Path(sys.executable), {}, groups)
+
+
+def _converted(source: Path, python: Path, dtype: str, model: Path, adapters: Paths) -> tuple[Path, list[Path]]:
+    """Model and adapters in llama.cpp's format, by its own scripts, on first use; kept beside the originals.
+
+    RuntimeError when a script fails.
+
+    source: llama.cpp's source tree. python: one with torch, transformers and sentencepiece.
+    """
+    kind = {"bfloat16": "bf16", "float32": "f32"}[dtype]
+
+    def converted(script: str, path: Path, *arguments: str | Path) -> Path:
+        target = path.with_name(f"{path.name}.{kind}.gguf")
+        if not target.is_file():
+            _run([python, source / script, *arguments, path, "--outtype", kind], source, target)
+        return target
+
+    return (
+        converted("convert_hf_to_gguf.py", model),
+        [converted("convert_lora_to_gguf.py", path, "--base", model) for path in adapters.values()],
+    )
+
+
+def _run(command: list[str | Path], source: Path, target: Path) -> None:
+    draft = target.with_name(f".draft-{target.name}")
+    paths = filter(None, [str(source / "gguf-py"), os.environ.get("PYTHONPATH")])
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run([*command, "--outfile", draft], env=env, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{Path(command[1]).name} failed:\n{done.stderr[-2000:]}")
+    os.replace(draft, target)
 
 
 ENTRANTS: dict[str, Callable[[argparse.Namespace, Workload, Path, Paths], Entrant]] = {

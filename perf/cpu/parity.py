@@ -11,13 +11,24 @@ some 1e-4, nothing explains more. Needs the package `peft`.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.quarantine import adapter_directories
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
 
 QUESTIONS = (
     "What is {}?", "Explain {} to a child.", "Name three facts about {}.", "Why does {} matter?",
@@ -44,21 +55,16 @@ class Case:
     @property
     def mismatch(self) -> int | None:
         """The first position at which the answers differ."""
-        if self.got == self.want:
-            return None
-        pairs = zip(self.got, self.want, strict=False)
-        return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(self.got), len(self.want)))
+        pairs = itertools.zip_longest(self.got, self.want)
+        return next((i for i, (a, b) in enumerate(pairs) if a != b), None)
 
 
 def make_cases(tokenizer: Any, adapters: Sequence[str], count: int) -> list[Case]:
     """`count` chat prompts, all different, that go round the base model and the adapters."""
-    names = [None, *adapters]
-    cases = []
+    names, cases = [None, *adapters], []
+    texts = [question.format(topic) for topic in TOPICS for question in QUESTIONS]
     for i in range(count):
-        topic = TOPICS[i // len(QUESTIONS) % len(TOPICS)]
-        text = QUESTIONS[i % len(QUESTIONS)].format(topic)
-        if i >= len(QUESTIONS) * len(TOPICS):
-            text += f" (answer {i})"
+        text = texts[i % len(texts)] + (f" (answer {i})" if i >= len(texts) else "")
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": text}], tokenize=True, add_generation_prompt=True, return_dict=False
         )
@@ -68,11 +74,6 @@ def make_cases(tokenizer: Any, adapters: Sequence[str], count: int) -> list[Case
 
 def run_engine(arguments: argparse.Namespace, cases: list[Case]) -> tuple[float, tuple[int, ...]]:
     """Fill in `got`; returns the seconds it took and the end-of-sequence ids."""
-    from ...core.config import EngineConfig
-    from ...core.engine import Engine
-    from ...core.requests.request import Request
-    from ...core.requests.sampling_params import SamplingParams
-
     config = EngineConfig(
         model=arguments.model, adapters=arguments.adapters, dtype="float32", cpu_kernels=arguments.kernels,
         max_model_len=arguments.max_tokens + max(len(case.prompt) for case in cases),
@@ -97,9 +98,6 @@ def run_reference(
     arguments: argparse.Namespace, cases: list[Case], adapters: dict[str, Path], eos: tuple[int, ...]
 ) -> float:
     """Fill in `want` and `leads`, one request at a time; returns the seconds it took."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
     if adapters:
         from peft import PeftModel
@@ -109,32 +107,25 @@ def run_reference(
         for name, path in others:
             model.load_adapter(path, adapter_name=name)
     started = time.perf_counter()
-    for number, case in enumerate(cases, 1):
-        if adapters:
-            if case.adapter is None:
-                model.base_model.disable_adapter_layers()
-            else:
-                model.base_model.enable_adapter_layers()
-                model.set_adapter(case.adapter)
-        _answer(model, case, arguments.max_tokens, eos)
-        if sys.stderr.isatty():
-            print(f"\rreference {number}/{len(cases)}", end="", file=sys.stderr)
+    for case in cases:
+        if case.adapter is not None:
+            model.set_adapter(case.adapter)
+        with model.disable_adapter() if adapters and case.adapter is None else nullcontext():
+            _answer(model, case, arguments.max_tokens, eos)
     return time.perf_counter() - started
 
 
+@torch.inference_mode()
 def _answer(model: Any, case: Case, max_tokens: int, eos: tuple[int, ...]) -> None:
-    import torch
-
     inputs, cache = case.prompt, None
-    with torch.inference_mode():
-        while len(case.want) < max_tokens:
-            output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
-            best = output.logits[0, -1].topk(2)
-            inputs, cache = [int(best.indices[0])], output.past_key_values
-            case.want += inputs
-            case.leads.append(float(best.values[0] - best.values[1]))
-            if inputs[0] in eos:
-                return
+    while len(case.want) < max_tokens:
+        output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        best = output.logits[0, -1].topk(2)
+        inputs, cache = [int(best.indices[0])], output.past_key_values
+        case.want += inputs
+        case.leads.append(float(best.values[0] - best.values[1]))
+        if inputs[0] in eos:
+            return
 
 
 def report(cases: list[Case], arguments: argparse.Namespace, engine_s: float, reference_s: float) -> int:
@@ -154,49 +145,33 @@ def report(cases: list[Case], arguments: argparse.Namespace, engine_s: float, re
             f"the reference has {case.want[at : at + 1]}; the reference's lead there: {lead}"
         )
     summary = {
-        "model": arguments.model.resolve().name,
-        "kernels": arguments.kernels,
-        "requests": len(cases),
-        "adapters": len({case.adapter for case in cases} - {None}),
-        "tokens": sum(len(case.want) for case in cases),
-        "mismatches": len(wrong),
-        "least_lead": min(lead for case in cases for lead in case.leads),
-        "engine_s": round(engine_s, 2),
-        "reference_s": round(reference_s, 2),
-    }
+        "model": arguments.model.resolve().name, "kernels": arguments.kernels, "requests": len(cases),
+        "adapters": len({case.adapter for case in cases} - {None}), "tokens": sum(len(case.want) for case in cases),
+        "mismatches": len(wrong), "least_lead": min(lead for case in cases for lead in case.leads),
+        "engine_s": round(engine_s, 2), "reference_s": round(reference_s, 2),
+    }  # fmt: skip
     print(json.dumps(summary))
     return 1 if wrong else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 0 when every token is equal, 1 otherwise."""
-    arguments = _parser().parse_args(argv)
-    import torch
-    from transformers import AutoTokenizer
-
-    from ...core.quarantine import adapter_directories
-
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.parity", description=__doc__.split("\n")[0])
+    add = parser.add_argument
+    add("--model", type=Path, required=True, metavar="DIR", help="checkpoint with a chat template")
+    add("--adapters", type=Path, metavar="DIR", help="directory of PEFT adapters for it")
+    add("--requests", type=int, default=64, metavar="N", help="requests in flight (default: 64)")
+    add("--max-tokens", type=int, default=32, metavar="N", help="most tokens each (default: 32)")
+    add("--kernels", choices=("auto", "torch", "native"), default="auto", help="CPU operators")
+    add("--memory-bytes", type=int, default=1 << 30, metavar="N", help="arena (default: 1 GiB)")
+    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
+    arguments = parser.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     adapters = {path.name: path for path in adapter_directories(arguments.adapters)} if arguments.adapters else {}
     cases = make_cases(AutoTokenizer.from_pretrained(arguments.model), list(adapters), arguments.requests)
     engine_s, eos = run_engine(arguments, cases)
     return report(cases, arguments, engine_s, run_reference(arguments, cases, adapters, eos))
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m chorus.perf.cpu.parity",
-        description="Compare greedy tokens with transformers + peft in float32.",
-    )
-    parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint with a chat template")
-    parser.add_argument("--adapters", type=Path, metavar="DIR", help="directory of PEFT adapters for it")
-    parser.add_argument("--requests", type=int, default=64, metavar="N", help="requests in flight (default: 64)")
-    parser.add_argument("--max-tokens", type=int, default=32, metavar="N", help="most tokens each (default: 32)")
-    parser.add_argument("--kernels", choices=("auto", "torch", "native"), default="auto", help="CPU operators")
-    parser.add_argument("--memory-bytes", type=int, default=1 << 30, metavar="N", help="arena (default: 1 GiB)")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    return parser
 
 
 if __name__ == "__main__":

@@ -70,27 +70,9 @@ def _write_model(workload: Workload, path: Path) -> None:
         tensors |= {f"{at}{name}.weight": weight(d_out, d_in) for name, (d_in, d_out) in shape.module_dims.items()}
         tensors |= {f"{at}{name}_layernorm.weight": norm() for name in ("input", "post_attention")}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    config = {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "dtype": workload.dtype,
-        "hidden_size": shape.hidden,
-        "intermediate_size": shape.ffn,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "vocab_size": shape.vocab,
-        "max_position_embeddings": shape.positions,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        "tie_word_embeddings": False,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-    }
+    config = shape.config(
+        workload.dtype, rope_theta=10000.0, attention_bias=False, mlp_bias=False, bos_token_id=1, eos_token_id=2
+    )
     _write_json(path / "config.json", config)
     _write_tokenizer(shape.vocab, path)
 
@@ -113,17 +95,10 @@ def _write_adapter(workload: Workload, index: int, rank: int, path: Path) -> Non
             tensors |= {f"{at}lora_A.weight": a.to(dtype), f"{at}lora_B.weight": (0.5 * b).to(dtype)}
     save_file(tensors, path / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "random",
-        "r": rank,
-        "lora_alpha": rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "random", "r": rank,
+        "lora_alpha": rank, "lora_dropout": 0.0, "bias": "none", "fan_in_fan_out": False, "inference_mode": True,
         "target_modules": sorted(name.partition(".")[2] for name in modules),
-    }
+    }  # fmt: skip
     _write_json(path / "adapter_config.json", config)
 
 

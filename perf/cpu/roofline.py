@@ -41,6 +41,13 @@ class Bound:
         """Tokens per second of the decode steps alone; the first token of a request is the prefill's."""
         return (self.output_tokens - self.requests) / self.decode_seconds
 
+    def to_json(self) -> dict[str, float]:
+        return {
+            "rate": self.tokens_per_second, "seconds": self.seconds, "prefill_seconds": self.prefill_seconds,
+            "decode_seconds": self.decode_seconds, "prefill_gflop": self.prefill_flops / 1e9,
+            "prefill_rate": self.prefill_rate, "step_mb": self.step_bytes / 1e6, "decode_rate": self.decode_rate,
+        }  # fmt: skip
+
 
 def bound(workload: Workload, case: str, read_bytes_per_s: float, flops_per_s: float) -> Bound:
     """The bound of one run of `case`: all prompts at once, then `output_tokens - 1` decode steps."""

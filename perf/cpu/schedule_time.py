@@ -23,11 +23,9 @@ from ...core.executors.base import ModelInfo
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
-from ...memory.files.format import AdapterManifest
-from ...memory.host.image import HostImage
 from ...memory.host.images import Reads
-from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
+from .weightless import WeightlessAdapters
 
 _DIMS = dict.fromkeys(MODULES, (64, 64))
 _LAYERS = 4
@@ -79,7 +77,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     growth = load.running * (_max_tokens(samples) // 16 + 1)
     executor = FakeExecutor(2 + load.running * (_PROMPT // 16 + 1) + growth + load.adapters * 8)
     reads = StoppedReads()
-    num_bytes = executor.layout.page_bytes * executor.adapters.layout(None).num_pages
+    num_bytes = executor.layout.page_bytes * executor.adapters.layout(executor.adapters.inspect(_path(0))).num_pages
     config = EngineConfig(
         model=Path("none"),
         max_num_seqs=load.running if state == "full" else load.running + 64,
@@ -91,7 +89,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     )
     engine = Engine(config, executor, clock=lambda: 1.0, reads=reads)
     for index in range(load.adapters):
-        engine.store.register(f"a{index}", Path(f"a{index}"))
+        engine.store.register(f"a{index}", _path(index))
     for index in range(load.running):
         engine.add_request(_request(index, index % load.adapters, _PROMPT, samples))
     while engine._scheduler.num_running < load.running:
@@ -106,6 +104,10 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
         prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
         engine.add_request(_request(load.running + index, adapter, prompt, samples))
     return engine, executor
+
+
+def _path(index: int) -> Path:
+    return Path(f"a{index}-{_RANK}")
 
 
 def _request(index: int, adapter: int, prompt_tokens: int, steps: int) -> Request:
@@ -125,35 +127,12 @@ class FakeExecutor:
         self.model = ModelInfo(vocab_size=256, max_model_len=1 << 24, eos_token_ids=())
         self.layout = PageLayout(_LAYERS, kv_heads=2, head_dim=64, block_tokens=16, itemsize=2)
         self.num_pages = num_pages
-        self.adapters = FakeBackend(self.layout)
+        self.adapters = WeightlessAdapters(_DIMS, self.layout)
 
     def execute(self, plan: StepPlan) -> StepResult:
         return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})
 
     def close(self) -> None:
-        pass
-
-
-class FakeBackend:
-    """Adapters of one rank without weights."""
-
-    def __init__(self, page: PageLayout) -> None:
-        self._parts = (AdapterPart(_RANK, 1.0, tuple(range(_LAYERS)), MODULES),)
-        self._layout = AdapterLayout.build(self._parts, _DIMS, _LAYERS, page.page_elems, page.itemsize)
-
-    def inspect(self, path: Path) -> AdapterManifest:
-        return AdapterManifest(path, self._parts)
-
-    def layout(self, manifest: AdapterManifest | None) -> AdapterLayout:
-        return self._layout
-
-    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        image.publish(layout.num_layers)
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
-        """There is nothing to save."""
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
         pass
 
 

@@ -11,6 +11,7 @@ from statistics import mean, median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...core.costs.measure import forget_file
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
@@ -114,18 +115,15 @@ class JoinProbe:
 
 def drop_file_cache(path: Path) -> bool:
     """Ask the system to forget a file's cached pages; whether its middle was seen to be gone."""
-    if not hasattr(os, "posix_fadvise") or not hasattr(os, "RWF_NOWAIT"):
-        return False
     with path.open("rb") as file:
-        middle = path.stat().st_size // 2
         for _ in range(_DROP_TRIES):
             os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+            forget_file(path)
             try:
-                os.preadv(file.fileno(), [bytearray(1)], middle, os.RWF_NOWAIT)
+                os.preadv(file.fileno(), [bytearray(1)], path.stat().st_size // 2, os.RWF_NOWAIT)
             except BlockingIOError:
                 return True
-            except OSError:
+            except (OSError, AttributeError):  # AttributeError: this system has no such flag
                 return False
             time.sleep(0.01)
     return False

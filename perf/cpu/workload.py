@@ -10,7 +10,10 @@ import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ...memory.pages.layout import PageLayout
 
 #: base_plain: LoRA off, or no adapter registered. base: LoRA on, no request asks for an adapter.
 #: mixed: the adapters in turn. one: every request on the same adapter.
@@ -48,6 +51,26 @@ class Geometry:
             "mlp.up_proj": (self.hidden, self.ffn),
             "mlp.down_proj": (self.ffn, self.hidden),
         }
+
+    @property
+    def dims(self) -> dict[str, tuple[int, int]]:
+        """(in, out) features by module name."""
+        return {name.partition(".")[2]: dims for name, dims in self.module_dims.items()}
+
+    def page_layout(self, itemsize: int, block_tokens: int = 16) -> PageLayout:
+        from ...memory.pages.layout import PageLayout
+
+        return PageLayout(self.layers, self.kv_heads, self.head_dim, block_tokens, itemsize)
+
+    def config(self, dtype: str, **more: Any) -> dict[str, Any]:
+        """config.json of the model; more: fields that the shapes don't decide."""
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": dtype, "hidden_size": self.hidden,
+            "intermediate_size": self.ffn, "num_hidden_layers": self.layers, "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads, "head_dim": self.head_dim, "vocab_size": self.vocab,
+            "max_position_embeddings": self.positions, "rms_norm_eps": 1e-5, "hidden_act": "silu",
+            "tie_word_embeddings": False, **more,
+        }  # fmt: skip
 
     @property
     def products(self) -> list[tuple[int, int]]:

@@ -12,7 +12,8 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,11 @@ def _table(run: Run, baseline: Baseline, shown: Sequence[Verdict], hidden: int) 
     for verdict in shown:
         sign = {"lower": "+", "higher": "-", "same": "±"}[verdict.metric.better]
         exact = verdict.metric.rule.kind == "exact"
+        change = "-" if verdict.change is None else f"{verdict.change:+.1%}" if math.isfinite(verdict.change) else "∞"
         grid.add_row(
-            verdict.metric.name,
-            _number(verdict.baseline),
-            _number(verdict.result),
-            "-" if verdict.change is None else f"{verdict.change:+.1%}" if math.isfinite(verdict.change) else "∞",
-            "exact" if exact else f"{sign}{verdict.allowed:.1%}",
-            verdict.status.value,
-            style=_STYLES[verdict.status],
-        )
+            verdict.metric.name, _number(verdict.baseline), _number(verdict.result), change,
+            "exact" if exact else f"{sign}{verdict.allowed:.1%}", verdict.status.value, style=_STYLES[verdict.status],
+        )  # fmt: skip
     if hidden:
         grid.caption = f"{hidden} more are ok (--all shows them)"
     return grid
@@ -135,13 +132,9 @@ def _conclusion(run: Run, baseline: Baseline, verdicts: Sequence[Verdict], faile
         better = sum(verdict.status is Status.BETTER for verdict in verdicts)
         hint = f"; {better} better: keep that with --update" if better else ""
         return f"{run.label}: {len(verdicts)} metrics, none worse than the baseline{hint}"
-    counts = _counts(verdict.status.value for verdict in failed)
+    named = Counter(verdict.status.value for verdict in failed)
+    counts = ", ".join(f"{count} {name}" for name, count in sorted(named.items()))
     return f"{run.label}: {counts} of {len(verdicts)} metrics; if that is meant, take a new baseline with --update"
-
-
-def _counts(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(f"{names.count(name)} {name}" for name in sorted(set(names)))
 
 
 def _number(value: float | None) -> str:

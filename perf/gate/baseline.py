@@ -10,8 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from .pointer import find
-from .suite import GateError, Metric, Rule, Suite
+from .suite import GateError, Metric, Rule, Suite, find
 from .verdict import Verdict, judge
 
 ANY = "any"
@@ -88,13 +87,8 @@ class Baseline:
         path = run.path(directory)
         path.parent.mkdir(parents=True, exist_ok=True)
         values = {name: _distinct(metric, values) for name, (metric, values) in run.readings.items()}
-        head = {
-            "suite": run.suite.name,
-            "variant": run.variant,
-            "device": run.device,
-            "taken": datetime.now(UTC).date().isoformat(),
-            "same": run.same,
-        }
+        taken = datetime.now(UTC).date().isoformat()
+        head = {"suite": run.suite.name, "variant": run.variant, "device": run.device, "taken": taken, "same": run.same}
         lines = [f" {json.dumps(name)}: {json.dumps(value)}" for name, value in head.items()]
         rows = ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in values.items())
         path.write_text("{\n" + ",\n".join(lines) + ',\n "values": {\n' + rows + "\n }\n}\n", "utf-8")

@@ -20,9 +20,8 @@ from typing import Any
 
 from ..contenders.chorus import Contender
 from ..cpu import random_model
-from ..cpu.allocator import Geometry as PoolGeometry
 from ..cpu.allocator import Study
-from ..cpu.cpu_time import processor
+from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
 from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
@@ -139,7 +138,7 @@ def _gemm() -> None:
 
 def _memory() -> None:
     """Page pool, adapter store, eviction and block tables under load."""
-    Study(PoolGeometry(), _POOL_PAGES, _POOL_ADAPTERS, seed=0).run(_POOL_CYCLES, occupancy=0.9)
+    Study(_POOL_PAGES, _POOL_ADAPTERS, seed=0).run(_POOL_CYCLES, occupancy=0.9)
 
 
 if __name__ == "__main__":

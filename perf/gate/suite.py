@@ -11,8 +11,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from .pointer import find, is_pointer
-
 Better = Literal["lower", "higher", "same"]
 Kind = Literal["exact", "ratio", "measured"]
 
@@ -21,8 +19,22 @@ class GateError(Exception):
     """Something that can't be compared; the message says what to do about it."""
 
 
+def find(document: Any, pointer: str, default: Any = None) -> Any:
+    """Value that a JSON pointer (RFC 6901) such as `/cases/mixed/0` points at; `default` if nothing is there."""
+    found = document
+    for token in pointer.split("/")[1:]:
+        token = token.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict) and token in found:
+            found = found[token]
+        elif isinstance(found, list) and token.isdigit() and int(token) < len(found):
+            found = found[int(token)]
+        else:
+            return default
+    return found
+
+
 def _check_pointer(text: str) -> str:
-    if not is_pointer(text):
+    if text and not text.startswith("/"):
         raise ValueError(f"{text!r} is no JSON pointer; begin it with a slash")
     return text
 

@@ -13,13 +13,14 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-from .environment import describe_host
+from .environment import describe, describe_host
 from .options import Options
 from .report import REPORT, digest, report
-from .sections.registry import SECTIONS
+from .sections.registry import SECTIONS, section
 from .store import RESULT, OtherSettings, ResultStore
 
 #: Least time that is worth starting a section in.
@@ -30,6 +31,8 @@ _LOG_TAIL = 6000
 def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monotonic) -> int:
     options = Options.parse(argv)
     store = options.store()
+    if options.worker is not None:
+        return 0 if run_section(options.worker, options) else 1
     if options.archive is not None and options.archive.is_file():
         store.unpack(options.archive)
     for name in options.redo:
@@ -86,8 +89,27 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     _say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
 
 
+def run_section(name: str, options: Options) -> bool:
+    """Run a section in this process and write its file; whether it went well."""
+    if options.device == "cpu":
+        os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
+    environment = describe_host(options.device)
+    store = options.store()
+    began = time.perf_counter()
+    try:
+        context = options.context()
+        environment = describe(options.device)
+        values = section(name).run(context)
+    except Exception:
+        store.write_failed(name, time.perf_counter() - began, environment, traceback.format_exc())
+        traceback.print_exc()
+        return False
+    store.write_done(name, time.perf_counter() - began, environment, values)
+    return True
+
+
 def worker_command(name: str, options: Options) -> list[str]:
-    return [sys.executable, "-m", f"{__package__}.worker", name, *options.argv()]
+    return [sys.executable, "-m", __package__, *options.argv(), "--worker", name]
 
 
 def _tail(log: Path) -> str:

@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from ...ops.schedule_table import schedules_for
-from ...ops.sgmv_schedule import RuleSchedules
 from .sizes import ModelSize
 from .store import ResultStore
 from .timer import Timer
@@ -60,10 +58,6 @@ class Context:
     def l2_bytes(self) -> int:
         """Size of the last cache before memory; 0 where it is not known."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
-
-    def schedules(self) -> RuleSchedules:
-        """Schedules that serving on this device goes by."""
-        return schedules_for(torch.cuda.get_device_name(0) if self.device == "cuda" else None)
 
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+from contextlib import suppress
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -57,24 +58,19 @@ def driver_version() -> str | None:
 def _cuda_device() -> dict[str, Any]:
     import torch
 
-    properties = torch.cuda.get_device_properties(0)
+    found = torch.cuda.get_device_properties(0)
     return {
-        "type": "cuda",
-        "name": properties.name,
-        "capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-    }
+        "type": "cuda", "name": found.name, "capability": f"{found.major}.{found.minor}",
+        "multiprocessors": found.multi_processor_count, "memory_bytes": found.total_memory,
+        "l2_bytes": found.L2_cache_size,
+    }  # fmt: skip
 
 
 def _versions() -> dict[str, str]:
     found = {}
     for name in _PACKAGES:
-        try:
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            continue
     return found
 
 

@@ -3,28 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
+
+from ..report.goal import Goal
 
 LARGEST_BATCH = 64
 SGMV_LEAST_BATCH = 32
-
-
-@dataclass(frozen=True, slots=True)
-class Goal:
-    """One mark. value is the worst measured, None when it was not; where: the case that gave it."""
-
-    name: str
-    value: float | None
-    mark: float
-    at_most: bool
-    where: str = "-"
-
-    @property
-    def met(self) -> bool | None:
-        if self.value is None:
-            return None
-        return self.value <= self.mark if self.at_most else self.value >= self.mark
 
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:

@@ -44,7 +44,7 @@ class ArenaPages:
     """Pages of random numbers that all cases' adapters lie in, handed out in a random order."""
 
     def __init__(self, size: ModelSize, dtype: torch.dtype, device: str, num_pages: int, seed: int) -> None:
-        self.layout = size.page_layout(dtype.itemsize)
+        self.layout = size.geometry.page_layout(dtype.itemsize)
         self.dtype, self.device = dtype, device
         generator = torch.Generator(device).manual_seed(seed)
         self.pages = torch.empty(num_pages, self.layout.page_elems, dtype=dtype, device=device)
@@ -165,13 +165,13 @@ def layers_for(bytes_per_layer: int, cache_bytes: int, most: int = 256) -> int:
 
 def num_pages(size: ModelSize, ranks: Sequence[int], layers: int, itemsize: int) -> int:
     """Pages that adapters of these ranks take, each its own."""
-    page_bytes = size.page_layout(itemsize).page_bytes
+    page_bytes = size.geometry.page_layout(itemsize).page_bytes
     return sum(-(-layer_bytes(size, [rank], itemsize) * layers // page_bytes) for rank in ranks)
 
 
 def layer_bytes(size: ModelSize, ranks: Sequence[int], itemsize: int) -> int:
     """Bytes of all adapters' rank-rows in one layer."""
-    return sum(ranks) * sum(d_in + d_out for d_in, d_out in size.dims.values()) * itemsize
+    return sum(ranks) * sum(d_in + d_out for d_in, d_out in size.geometry.dims.values()) * itemsize
 
 
 def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: int) -> list[AdapterRows]:
@@ -179,7 +179,7 @@ def _adapters(size: ModelSize, arena: ArenaPages, ranks: Sequence[int], layers: 
     for rank in set(ranks):
         part = AdapterPart(rank, 1.0, tuple(range(layers)), MODULES)
         layouts[rank] = AdapterLayout.build(
-            [part], size.dims, layers, arena.layout.page_elems, arena.dtype.itemsize
+            [part], size.geometry.dims, layers, arena.layout.page_elems, arena.dtype.itemsize
         )  # fmt: skip
     taken = arena.take([layouts[rank].num_pages for rank in ranks])
     rows = []

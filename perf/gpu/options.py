@@ -23,7 +23,7 @@ _EPILOG = "Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the command line."""
+    """Options of the command line. worker: the one section that this process is to run."""
 
     out: Path
     quick: bool
@@ -36,18 +36,19 @@ class Options:
     budget: float
     section_timeout: float
     archive: Path | None = None
+    worker: str | None = None
 
     @classmethod
     def parse(cls, argv: list[str] | None) -> Options:
         args = _parser().parse_args(argv)
-        out = args.out.resolve()
-        model = args.model_size or ("tiny" if args.device == "cpu" else "llama-3.1-8b")
+        out, unlimited = args.out.resolve(), math.inf
         return cls(
-            out, args.quick, args.device, model, (args.work_dir or out / "work").resolve(), args.seed,
-            tuple(args.sections or SECTIONS), tuple(SECTIONS if "all" in args.redo else args.redo),
-            args.budget or (QUICK_SECONDS if args.quick else math.inf),
-            args.section_timeout or (QUICK_SECTION_SECONDS if args.quick else math.inf),
-            args.archive and args.archive.resolve(),
+            out=out, quick=args.quick, device=args.device, seed=args.seed, worker=args.worker,
+            model_size=args.model_size or ("tiny" if args.device == "cpu" else "llama-3.1-8b"),
+            work_dir=(args.work_dir or out / "work").resolve(), sections=tuple(args.sections or SECTIONS),
+            redo=tuple(SECTIONS if "all" in args.redo else args.redo), archive=args.archive and args.archive.resolve(),
+            budget=args.budget or (QUICK_SECONDS if args.quick else unlimited),
+            section_timeout=args.section_timeout or (QUICK_SECTION_SECONDS if args.quick else unlimited),
         )  # fmt: skip
 
     def argv(self) -> list[str]:
@@ -106,4 +107,5 @@ def _parser() -> argparse.ArgumentParser:
         "first, so that a second call goes on from it",
     )  # fmt: skip
     add("--seed", type=int, default=0)
+    add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
     return parser

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from ..report.goal import goal_table
+from ..report.table import Table
 from .goals import goals
 from .sections.registry import SECTIONS, section
-from .table import Table
 
 REPORT = "report.txt"
 SMOKE = "smoke run, not a measurement"
@@ -23,8 +24,7 @@ def report(combined: dict[str, Any], path: Path) -> None:
         for console in (Console(width=_WIDTH), Console(file=file, width=_WIDTH)):
             for part in _parts(combined):
                 if isinstance(part, Table):
-                    console.print(part.title, style="bold", highlight=False, markup=False)
-                    console.print(part.render(), highlight=False)
+                    part.show(console)
                 else:
                     console.print(part, highlight=False, markup=False)
 
@@ -37,10 +37,7 @@ def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
     found |= {"commit": combined["environment"]["commit"], "one_commit": combined["one_commit"]}
     found |= {"done": list(combined["sections"]), "failed": list(combined["failed"]), "missing": combined["missing"]}
     if measured:
-        marks = goals(combined["sections"])
-        found["goals"] = [
-            {"name": goal.name, "value": goal.value, "mark": goal.mark, "met": goal.met} for goal in marks
-        ]
+        found["goals"] = [goal.to_json() for goal in goals(combined["sections"])]
     return {**found, "seconds": combined["seconds"], "result": str(path)}
 
 
@@ -53,17 +50,8 @@ def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
                     table.title += f" ({SMOKE})"
                 yield table
     if not smoke:
-        yield _goal_table(combined)
+        yield goal_table("goals (H200, Llama-3.1-8B, bf16)", goals(combined["sections"]))
     yield from _closing(combined, smoke)
-
-
-def _goal_table(combined: dict[str, Any]) -> Table:
-    table = Table("goals (H200, Llama-3.1-8B, bf16)", ["goal", "measured", "mark", "met", "worst at"])
-    for goal in goals(combined["sections"]):
-        mark = f"{'≤' if goal.at_most else '≥'} {goal.mark:g}"
-        met = "not measured" if goal.met is None else "met" if goal.met else "MISSED"
-        table.add(goal.name, goal.value, mark, met, goal.where)
-    return table
 
 
 def _closing(combined: dict[str, Any], smoke: bool) -> list[str]:

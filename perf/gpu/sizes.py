@@ -7,10 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...memory.pages.layout import MODULES, PageLayout
+from ...memory.pages.layout import MODULES
 from ..cpu.workload import Geometry
-
-BLOCK_TOKENS = 16
 
 #: Projections that share an input, so that their LoRA products are one pair of launches.
 GROUPS = {
@@ -29,18 +27,9 @@ class ModelSize:
     geometry: Geometry
     rope: dict[str, Any]
 
-    @property
-    def dims(self) -> dict[str, tuple[int, int]]:
-        """(in, out) features by module name."""
-        return {name.rpartition(".")[2]: dims for name, dims in self.geometry.module_dims.items()}
-
-    def page_layout(self, itemsize: int) -> PageLayout:
-        shape = self.geometry
-        return PageLayout(shape.layers, shape.kv_heads, shape.head_dim, BLOCK_TOKENS, itemsize)
-
     def groups(self) -> dict[str, tuple[int, tuple[tuple[int, int, int], ...]]]:
         """Per group: inputs, and (module id, first column, width) of its projections side by side."""
-        dims, groups = self.dims, {}
+        dims, groups = self.geometry.dims, {}
         for group, names in GROUPS.items():
             modules, column = [], 0
             for name in names:
@@ -49,31 +38,12 @@ class ModelSize:
             groups[group] = dims[names[0]][0], tuple(modules)
         return groups
 
-    def config(self, dtype: str) -> dict[str, Any]:
-        """config.json of the model."""
-        shape = self.geometry
-        return {
-            "architectures": ["LlamaForCausalLM"],
-            "model_type": "llama",
-            "dtype": dtype,
-            "hidden_size": shape.hidden,
-            "intermediate_size": shape.ffn,
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": shape.heads,
-            "num_key_value_heads": shape.kv_heads,
-            "head_dim": shape.head_dim,
-            "vocab_size": shape.vocab,
-            "max_position_embeddings": shape.positions,
-            "rms_norm_eps": 1e-5,
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
-            **self.rope,
-        }
-
     def write_config(self, directory: Path, dtype: str) -> Path:
         """Make `directory` a checkpoint without weights. Returns it."""
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.json").write_text(json.dumps(self.config(dtype), indent=1), encoding="utf-8")
+        (directory / "config.json").write_text(
+            json.dumps(self.geometry.config(dtype, **self.rope), indent=1), encoding="utf-8"
+        )
         return directory
 
 

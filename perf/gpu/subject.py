@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
 from types import TracebackType
@@ -58,30 +58,19 @@ class Subject:
         self._serial = 0
         self._buckets = DecodeBuckets(max_seqs)
         self._vocab = context.size.geometry.vocab
-        page = context.size.page_layout(context.dtype.itemsize)
+        page = context.size.geometry.page_layout(context.dtype.itemsize)
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
         files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
         adapter_pages = sum(size // page.page_bytes + 1 for size in files.values())
         model = context.work_dir / context.size.name / context.dtype_name
         config = EngineConfig(
-            model=context.size.write_config(model, context.dtype_name),
-            load_format="dummy",
-            dtype=context.dtype_name,
-            device=context.device,
-            cpu_kernels="torch",
-            max_model_len=max_len,
-            max_num_seqs=max_seqs,
-            max_num_batched_tokens=max(max_batched, max_seqs),
-            block_tokens=page.block_tokens,
-            num_pages=2 + kv_pages + adapter_pages,
-            max_lora_rank=MAX_RANK,
-            graph_capture=graph_capture,
-            host_cache_bytes=2 * sum(files.values()) + (1 << 20),
-            prefix_cache=False,
-            lookahead=max(1, max_seqs),
-            threads=1 if context.smoke else None,
-            seed=context.seed,
-        )
+            model=context.size.write_config(model, context.dtype_name), load_format="dummy", dtype=context.dtype_name,
+            device=context.device, cpu_kernels="torch", max_model_len=max_len, max_num_seqs=max_seqs,
+            max_num_batched_tokens=max(max_batched, max_seqs), block_tokens=page.block_tokens,
+            num_pages=2 + kv_pages + adapter_pages, max_lora_rank=MAX_RANK, graph_capture=graph_capture,
+            host_cache_bytes=2 * sum(files.values()) + (1 << 20), prefix_cache=False, lookahead=max(1, max_seqs),
+            threads=1 if context.smoke else None, seed=context.seed,
+        )  # fmt: skip
         began = clock()
         self.engine = Engine.from_config(config, InlineReads() if inline_reads else None)
         context.timer.synchronize()
@@ -104,12 +93,9 @@ class Subject:
         report = self._graphs.report
         seconds = [step.seconds for step in report]
         return {
-            "seconds": self._startup_seconds,
-            "graphs": len(report),
-            "capture_seconds": sum(seconds),
-            "slowest_capture_seconds": max(seconds, default=0.0),
-            "graph_bytes": sum(step.num_bytes for step in report),
-        }
+            "seconds": self._startup_seconds, "graphs": len(report), "capture_seconds": sum(seconds),
+            "slowest_capture_seconds": max(seconds, default=0.0), "graph_bytes": sum(step.num_bytes for step in report),
+        }  # fmt: skip
 
     # -- requests
 
@@ -218,7 +204,9 @@ class Subject:
 
     def to_host(self, name: str) -> None:
         """Take an adapter from the device; its host image stays."""
-        self._evict(name)
+        adapter = self.engine.store.get(name)
+        if adapter.pages:
+            self.engine.store.evict(adapter)
         self._expect(name, Tier.HOST)
 
     def to_disk(self, name: str) -> None:
@@ -234,9 +222,25 @@ class Subject:
         store = self.engine.store
         return sorted(page for name in store.names() for page in store.get(name).pages)
 
-    def waiting_loads(self) -> WaitingLoads:
-        """While entered, every load is waited for whole before anything computes with it."""
-        return WaitingLoads(self)
+    @contextmanager
+    def waiting_loads(self) -> Iterator[None]:
+        """The way of engines that load before they compute: a transfer is over when `place` returns."""
+        backend = self.executor.adapters
+        inner, advance = backend.place, getattr(backend, "advance", lambda: None)
+
+        def place(*arguments: Any) -> Any:
+            transfer = inner(*arguments)
+            while transfer is not None and not (transfer.is_done() or transfer.has_failed()):
+                time.sleep(0)
+                advance()
+            self._context.timer.synchronize()
+            return transfer
+
+        backend.place = place
+        try:
+            yield
+        finally:
+            del backend.place
 
     @property
     def executor(self) -> Any:
@@ -251,11 +255,6 @@ class Subject:
     def _graphs(self) -> GraphRunner:
         return self._steps._graphs
 
-    def _evict(self, name: str) -> None:
-        adapter = self.engine.store.get(name)
-        if adapter.pages:
-            self.engine.store.evict(adapter)
-
     def _expect(self, name: str, tier: Tier) -> Adapter:
         store = self.engine.store
         adapter = store.get(name)
@@ -263,28 +262,3 @@ class Subject:
         if store.tier(adapter) is not tier:
             raise Unsettled(f"{adapter} should be in tier {tier} but is in {store.tier(adapter)}")
         return adapter
-
-
-class WaitingLoads:
-    """The way of engines that load before they compute: a transfer is over when `place` returns."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._backend = subject.executor.adapters
-        self._synchronize = subject._context.timer.synchronize
-
-    def __enter__(self) -> None:
-        inner = self._backend.place
-        advance = getattr(self._backend, "advance", lambda: None)
-
-        def place(*arguments: Any) -> Any:
-            transfer = inner(*arguments)
-            while transfer is not None and not (transfer.is_done() or transfer.has_failed()):
-                time.sleep(0)
-                advance()
-            self._synchronize()
-            return transfer
-
-        self._backend.place = place
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        del self._backend.place

@@ -1,1 +1,1 @@
-"""The GPU kernels without a GPU: values in an interpreter, and what each variant takes when compiled."""
+"""The GPU kernels without a GPU: what each variant takes when compiled."""

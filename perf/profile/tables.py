@@ -7,14 +7,13 @@ import io
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 from .commands import SGMV_KERNELS
-
-_GAP_TITLES = ("count", "median_us", "largest_us", "busy_share")
 
 
 class UnreadableReport(ValueError):
@@ -23,52 +22,57 @@ class UnreadableReport(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One execution of a kernel: times in ns; correlation: equal for all kernels of one graph launch."""
+    """One execution of a kernel: times in ns; correlation: equal for all kernels of one graph launch.
+
+    metrics: Nsight Compute's counters by name, in base units (ns, bytes, %).
+    """
 
     name: str
-    start: int
-    duration: int
-    correlation: str
-    stream: str
+    start: int = 0
+    duration: float = 0.0
+    correlation: str = ""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
-    def end(self) -> int:
+    def end(self) -> float:
         return self.start + self.duration
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
-    """One profiled execution of a kernel; metrics by name, in base units (ns, bytes, %)."""
-
-    name: str
-    metrics: Mapping[str, float]
-
-
-def kernel_sums(text: str) -> list[dict[str, Any]]:
-    """`cuda_gpu_kern_sum`: kernels with the most time first."""
-    rows = _rows(text, "Time (%)")
-    return [
-        {
-            "kernel": row["Name"],
-            "share": float(row["Time (%)"]) / 100,
-            "total_us": float(row["Total Time (ns)"]) / 1e3,
-            "count": int(row["Instances"]),
-            "median_us": float(row["Med (ns)"]) / 1e3,
-            "least_us": float(row["Min (ns)"]) / 1e3,
-        }
-        for row in rows
-    ]
-
-
-def kernel_trace(text: str) -> list[Kernel]:
-    """`cuda_gpu_trace`: kernels in the order in which they began; copies and fills are left out."""
-    rows = _rows(text, "Start (ns)")
+def trace(text: str) -> list[Kernel]:
+    """`nsys stats --report cuda_gpu_trace`: kernels in the order in which they began; no copies and fills."""
     found = [
-        Kernel(row["Name"], int(row["Start (ns)"]), int(row["Duration (ns)"]), row["CorrId"], row["Strm"])
-        for row in rows
+        Kernel(row["Name"], int(row["Start (ns)"]), int(row["Duration (ns)"]), row["CorrId"])
+        for row in _rows(text, "Start (ns)")
         if not row["Name"].startswith("[CUDA ")
     ]
     return sorted(found, key=lambda kernel: kernel.start)
+
+
+def counters(text: str) -> list[Kernel]:
+    """`ncu --csv --page raw`: a row per kernel, below one of units."""
+    found = []
+    for row in _rows(text, '"ID"'):
+        metrics = {}
+        for name, value in row.items():
+            with suppress(ValueError):  # a metric is a number, maybe with separators of thousands
+                if "__" in name:
+                    metrics[name] = float(value.replace(",", ""))
+        if row["ID"]:
+            found.append(Kernel(row["Kernel Name"], duration=metrics["gpu__time_duration.sum"], metrics=metrics))
+    return found
+
+
+def top(kernels: Iterable[Kernel]) -> list[dict[str, Any]]:
+    """Kernels by name, those with the most time first."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for kernel in kernels:
+        by_name[kernel.name].append(kernel.duration)
+    every = sum(map(sum, by_name.values()))
+    return [
+        {"kernel": name, "share": sum(times) / every, "total_us": sum(times) / 1e3, "count": len(times),
+         "median_us": median(times) / 1e3, "least_us": min(times) / 1e3}
+        for name, times in sorted(by_name.items(), key=lambda item: -sum(item[1]))
+    ]  # fmt: skip
 
 
 def graph_gaps(kernels: Iterable[Kernel]) -> dict[str, Any]:
@@ -83,108 +87,49 @@ def graph_gaps(kernels: Iterable[Kernel]) -> dict[str, Any]:
     graphs = sorted(
         (min(k.start for k in group), max(k.end for k in group)) for group in groups.values() if len(group) > 1
     )
+    found = {"graph_launches": len(graphs), "count": None, "median_us": None, "largest_us": None, "busy_share": None}
     if len(graphs) < 2:
-        return {"graph_launches": len(graphs), **dict.fromkeys(_GAP_TITLES)}
+        return found
     gaps = [max(0, after[0] - before[1]) for before, after in pairwise(graphs)]
-    span = graphs[-1][1] - graphs[0][0]
-    values = (len(gaps), median(gaps) / 1e3, max(gaps) / 1e3, 1 - sum(gaps) / span)
-    return {"graph_launches": len(graphs), **dict(zip(_GAP_TITLES, values, strict=True))}
+    busy = 1 - sum(gaps) / (graphs[-1][1] - graphs[0][0])
+    return found | {
+        "count": len(gaps), "median_us": median(gaps) / 1e3, "largest_us": max(gaps) / 1e3, "busy_share": busy
+    }  # fmt: skip
 
 
-def sgmv_from_trace(
+def sgmv(
     kernels: Sequence[Kernel], launches: Sequence[Mapping[str, Any]], bandwidth: float | None
 ) -> list[dict[str, Any]]:
-    """Median time per SGMV launch of a layer, and counted bytes over it.
+    """Median time per SGMV launch of a layer and counted bytes over it; with counters, what memory moved beside them.
 
     launches: of one layer, in order, each with kernel, group and bytes; a step repeats them layer by layer.
     """
     found = [kernel for kernel in kernels if re.match(SGMV_KERNELS, kernel.name)]
-    samples = _by_launch([kernel.name for kernel in found], launches)
-    return [
-        _share(launch, median(found[at].duration for at in places) / 1e9, launch["bytes"], bandwidth, len(places))
-        for launch, places in zip(launches, samples, strict=True)
-    ]
-
-
-def sgmv_from_counters(
-    profiled: Sequence[Counters], launches: Sequence[Mapping[str, Any]], bandwidth: float | None
-) -> list[dict[str, Any]]:
-    """As `sgmv_from_trace`, with the bytes that memory moved beside the counted ones."""
-    found = [kernel for kernel in profiled if re.match(SGMV_KERNELS, kernel.name)]
+    whole = len(found) - len(found) % len(launches)  # profilers may stop in the middle of a layer
+    if not whole:
+        raise UnreadableReport(f"{len(found)} SGMV kernels were seen, a layer has {len(launches)}")
     rows = []
-    for launch, places in zip(launches, _by_launch([kernel.name for kernel in found], launches), strict=True):
-        metrics = [found[at].metrics for at in places]
-        seconds = median(each["gpu__time_duration.sum"] for each in metrics) / 1e9
-        moved = median(each["dram__bytes_read.sum"] + each["dram__bytes_write.sum"] for each in metrics)
-        row = _share(launch, seconds, launch["bytes"], bandwidth, len(places))
-        row |= {
-            "dram_bytes": moved,
-            "dram_over_counted": moved / launch["bytes"],
-            "dram_bytes_per_s": moved / seconds,
-            "peak_percent": median(each["dram__throughput.avg.pct_of_peak_sustained_elapsed"] for each in metrics),
-            "registers": median(each["launch__registers_per_thread"] for each in metrics),
-        }
+    for index, kernel in enumerate(found[:whole]):
+        wanted = launches[index % len(launches)]["kernel"]
+        if not kernel.name.startswith(wanted):
+            raise UnreadableReport(
+                f"SGMV kernel {index} is {kernel.name}, a layer's launch {index % len(launches)} is {wanted}: the "
+                "workload's description belongs to another run"
+            )
+    for at, launch in enumerate(launches):
+        own = found[at : whole : len(launches)]
+        seconds, counted = median(kernel.duration for kernel in own) / 1e9, launch["bytes"]
+        share = None if bandwidth is None else counted / seconds / bandwidth
+        row = {"kernel": launch["kernel"], "group": launch["group"], "count": len(own), "us": seconds * 1e6,
+               "bytes": counted, "bytes_per_s": counted / seconds, "share": share}  # fmt: skip
+        if own[0].metrics:
+            moved = median(k.metrics["dram__bytes_read.sum"] + k.metrics["dram__bytes_write.sum"] for k in own)
+            peak = "dram__throughput.avg.pct_of_peak_sustained_elapsed"
+            row |= {"dram_bytes": moved, "dram_over_counted": moved / counted, "dram_bytes_per_s": moved / seconds,
+                    "peak_percent": median(kernel.metrics[peak] for kernel in own),
+                    "registers": median(kernel.metrics["launch__registers_per_thread"] for kernel in own)}  # fmt: skip
         rows.append(row)
     return rows
-
-
-def counters(text: str) -> list[Counters]:
-    """`ncu --csv`, a row per kernel (`--page raw`) or one per kernel and metric."""
-    rows = _rows(text, '"ID"')
-    if rows and "Metric Name" in rows[0]:
-        return _long_counters(rows)
-    fixed = {"ID", "Process ID", "Process Name", "Host Name", "Kernel Name", "Context", "Stream", "Block Size",
-             "Grid Size", "Device", "CC"}  # fmt: skip
-    return [
-        Counters(
-            row["Kernel Name"],
-            {
-                name: number
-                for name, value in row.items()
-                if name not in fixed and (number := _number(value)) is not None
-            },
-        )
-        for row in rows
-        if row["ID"]  # the row below the titles has units
-    ]
-
-
-def _long_counters(rows: Iterable[Mapping[str, str]]) -> list[Counters]:
-    found: dict[str, tuple[str, dict[str, float]]] = {}
-    for row in rows:
-        _, metrics = found.setdefault(row["ID"], (row["Kernel Name"], {}))
-        if (number := _number(row["Metric Value"])) is not None:
-            metrics[row["Metric Name"]] = number
-    return [Counters(name, metrics) for name, metrics in found.values()]
-
-
-def _by_launch(names: Sequence[str], launches: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Launches of a layer, by the kernels `names`. UnreadableReport when they don't follow its order."""
-    wanted = [launch["kernel"] for launch in launches]
-    whole = len(names) - len(names) % len(wanted)  # profilers may stop in the middle of a layer
-    if not whole:
-        raise UnreadableReport(f"{len(names)} SGMV kernels were seen, a layer has {len(wanted)}")
-    for index in range(whole):
-        if not names[index].startswith(wanted[index % len(wanted)]):
-            raise UnreadableReport(
-                f"SGMV kernel {index} is {names[index]}, a layer's launch {index % len(wanted)} is "
-                f"{wanted[index % len(wanted)]}: the workload's description belongs to another run"
-            )
-    return [list(range(at, whole, len(wanted))) for at in range(len(wanted))]
-
-
-def _share(
-    launch: Mapping[str, Any], seconds: float, num_bytes: float, bandwidth: float | None, count: int
-) -> dict[str, Any]:
-    return {
-        "kernel": launch["kernel"],
-        "group": launch["group"],
-        "count": count,
-        "us": seconds * 1e6,
-        "bytes": num_bytes,
-        "bytes_per_s": num_bytes / seconds,
-        "share": None if bandwidth is None else num_bytes / seconds / bandwidth,
-    }
 
 
 def _rows(text: str, title: str) -> list[dict[str, str]]:
@@ -195,11 +140,3 @@ def _rows(text: str, title: str) -> list[dict[str, str]]:
         raise UnreadableReport(f"no table begins with {title}; the output begins with {text[:200]!r}")
     table = io.StringIO("\n".join(line for line in lines[begin:] if line and not line.startswith("==")))
     return [row for row in csv.DictReader(table) if None not in row.values()]
-
-
-def _number(text: str) -> float | None:
-    """A number with or without separators of thousands; None for a word."""
-    try:
-        return float(text.replace(",", ""))
-    except ValueError:
-        return None

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv_schedule import Schedule
+from ...ops.sgmv_schedule import decode
 from ..gpu.adapter_files import adapter_dirs
 from ..gpu.context import Context
 from ..gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
@@ -54,10 +52,6 @@ def run(recipe: Recipe, context: Context) -> dict[str, Any]:
     }
 
 
-def write(description: dict[str, Any], path: Path) -> None:
-    path.write_text(json.dumps(description, indent=1), encoding="utf-8")
-
-
 def _decode(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]:
     lengths = segment_lengths(recipe.popularity, recipe.rows)
     adapters = (
@@ -85,11 +79,7 @@ def _launches(recipe: Recipe, context: Context, lengths: list[int]) -> list[Laun
     for length in lengths:
         segments.add(begin, begin + length, AdapterRows((), recipe.rank, 1.0, 0, offsets, offsets, (0,)))
         begin += length
-    return layer_launches(context.size, segments, _schedule(recipe, context), context.dtype.itemsize)
-
-
-def _schedule(recipe: Recipe, context: Context) -> Schedule:
-    return context.schedules().decode(recipe.rows, MAX_RANK, context.dtype.itemsize)
+    return layer_launches(context.size, segments, decode(recipe.rows, MAX_RANK), context.dtype.itemsize)
 
 
 def _sgmv(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]:
@@ -98,7 +88,7 @@ def _sgmv(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]:
     layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), most=8)
     pages = num_pages(context.size, ranks, layers, itemsize)
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
-    schedule = _schedule(recipe, context)
+    schedule = decode(recipe.rows, MAX_RANK)
     case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
     case.run()
 

@@ -7,13 +7,13 @@ from typing import Any
 
 from ...server.demo.builtin import BUILTIN_NAME
 from ...server.demo.questions import Question, Score
-from ...server.demo.skills import BASE, SKILLS
-from ..workload.prompts import SkillPrompts
+from ...server.demo.skills import BASE, SKILLS, sample_inputs
 from ..workload.request import TraceRequest
 from .record import Record
 
 #: Wrong answers that a result shows in full.
 _SHOWN = 10
+_TEXTS = 256
 
 
 def has_skills(base: str, adapters: Sequence[str]) -> bool:
@@ -22,14 +22,17 @@ def has_skills(base: str, adapters: Sequence[str]) -> bool:
 
 
 class Questions:
-    """A question for every request, about a text that was never trained on."""
+    """A question for every request, about a text that was never trained on; its length is its own."""
 
     def __init__(self, seed: int) -> None:
-        self._prompts = SkillPrompts(seed)
+        self._seed = seed
+        self._texts: dict[str, list[str]] = {}
 
     def of(self, request: TraceRequest, model: str) -> Question:
         skill = BASE.name if request.adapter is None else _skill(request.adapter)
-        return Question(model, self._prompts(request).text.removesuffix("\n"), skill)
+        if skill not in self._texts:
+            self._texts[skill] = sample_inputs(SKILLS.get(skill, BASE), _TEXTS, self._seed)
+        return Question(model, self._texts[skill][request.id % _TEXTS], skill)
 
 
 def judge(asked: Sequence[Question | None], records: Sequence[Record]) -> dict[str, Any]:

@@ -7,11 +7,28 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from ..workload.prompts import filler, token_ids
+import numpy as np
+
 from ..workload.request import TraceRequest
+from ..workload.seeds import hashed_uniform
 
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
+
+
+#: Positions that a request without prefix hashes has to itself.
+_ROOM = 1 << 24
+
+#: Words that common tokenizers make one token of, with the space before it.
+_TEXT = """
+time year people way day man thing woman life child world school state family student group country problem hand
+part place case week company system program question work government number night point home water room mother
+area money story fact month lot right study book eye job word business issue side kind head house service friend
+father power hour game line end member law car city community name president team minute idea body information
+back parent face others level office door health person art war history party result change morning reason
+research girl guy moment air teacher force education
+"""
+_WORDS = _TEXT.split()
 
 
 class PromptError(ValueError):
@@ -52,7 +69,7 @@ class TokenPrompts:
         return cls(ids, seed, backend.decode if as_text else None)
 
     def make(self, request: TraceRequest) -> str | list[int]:
-        ids = [self._ids[index] for index in token_ids(request, len(self._ids), seed=self._seed)]
+        ids = [self._ids[index] for index in _indices(request, len(self._ids), self._seed)]
         return ids if self._decode is None else self._decode(ids)
 
 
@@ -65,7 +82,7 @@ class WordPrompts:
         self._seed = seed
 
     def make(self, request: TraceRequest) -> str:
-        return filler(request, self._seed).text
+        return " ".join(_WORDS[index] for index in _indices(request, len(_WORDS), self._seed))
 
 
 def find_prompts(card: Mapping[str, Any], tokenizer: Path | None, seed: int, *, as_text: bool) -> Prompts:
@@ -87,6 +104,21 @@ def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRe
         return request
     output = min(request.output_tokens, max(room // 2, room - request.prompt_tokens))
     return request._replace(prompt_tokens=room - output, output_tokens=output)
+
+
+def _indices(request: TraceRequest, count: int, seed: int) -> list[int]:
+    """A number below `count` per prompt token: decided by the block's hash id, or by the request's id without any.
+
+    So prompts that share prefix hashes begin alike.
+    """
+    positions = np.arange(request.prompt_tokens, dtype=np.int64)
+    if request.hash_ids:
+        block = request.hash_block_tokens
+        places = np.array(request.hash_ids, np.int64)[positions // block] * block + positions % block
+        drawn = hashed_uniform(seed, "prompt blocks", places)
+    else:
+        drawn = hashed_uniform(seed, "prompt", request.id * _ROOM + positions)
+    return (drawn * count).astype(np.int64).tolist()
 
 
 def _is_model(path: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -64,16 +64,4 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Everything but the text."""
-        return {
-            "model": self.model,
-            "scheduled": self.scheduled,
-            "sent": self.sent,
-            "token_times": self.token_times,
-            "ended": self.ended,
-            "prompt_tokens": self.prompt_tokens,
-            "output_tokens": self.output_tokens,
-            "counted": self.counted,
-            "finish_reason": self.finish_reason,
-            "error": self.error,
-            "detail": self.detail,
-        }
+        return {name: value for name, value in asdict(self).items() if name != "text"}

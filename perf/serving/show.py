@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from ..report.table import Table
 
 #: Models that are shown one by one, those with the most requests first.
 _MODELS = 20
@@ -19,40 +20,32 @@ _MARKS = ("mean", "p50", "p90", "p99", "max")
 
 def show(console: Console, result: dict[str, Any]) -> None:
     """Tables of all and per model, then what else there is to say."""
-    console.print(_latencies(result["load"]))
-    console.print(_models(result["load"]))
+    _latencies(result["load"]).show(console)
+    _models(result["load"]).show(console)
     for line in _lines(result):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _latencies(load: dict[str, Any]) -> Table:
-    table = Table("ms", title="from the scheduled arrival", title_justify="left")
-    for mark in _MARKS:
-        table.add_column(mark, justify="right")
+    table = Table("from the scheduled arrival", ["ms", *_MARKS])
     for title, key in _LATENCIES:
         if load[key] is not None:
-            table.add_row(title, *(_number(load[key][mark]) for mark in _MARKS))
+            table.add(title, *(load[key][mark] for mark in _MARKS))
     return table
 
 
 def _models(load: dict[str, Any]) -> Table:
     """The most used models, most used first."""
-    columns = ("requests", "errors", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99")
-    attained = "slo_attainment" in load
-    table = Table("model")
-    for name in (*columns, "SLO met") if attained else columns:
-        table.add_column(name, justify="right")
     ranked = sorted(load["models"].items(), key=lambda item: -item[1]["requests"])
+    attained = "slo_attainment" in load
+    columns = ["requests", "errors", "tokens/s", "TTFT p50", "TTFT p99", "TPOT p50", "TPOT p99"]
+    more = f" ({len(ranked) - _MODELS} more in the JSON)" if len(ranked) > _MODELS else ""
+    table = Table(f"by model{more}", ["model", *columns, *(["SLO met, %"] if attained else [])])
     for name, part in [("all", load), *ranked[:_MODELS]]:
-        cells = [str(part["requests"]), str(part["requests"] - part["completed"])]
-        cells.append(_number(part["output_tokens_per_second"]))
-        for key in ("ttft_ms", "tpot_ms"):
-            cells += [_number(part[key][mark]) if part[key] else "-" for mark in ("p50", "p99")]
-        if attained:
-            cells.append(f"{part['slo_attainment']['all']:.1%}")
-        table.add_row(name, *cells)
-    if len(ranked) > _MODELS:
-        table.caption = f"{len(ranked) - _MODELS} more in the JSON"
+        times = [part[key] and part[key][mark] for key in ("ttft_ms", "tpot_ms") for mark in ("p50", "p99")]
+        share = [100 * part["slo_attainment"]["all"]] if attained else []
+        failed = part["requests"] - part["completed"]
+        table.add(name, part["requests"], failed, part["output_tokens_per_second"], *times, *share)
     return table
 
 

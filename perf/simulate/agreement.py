@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from ...core.config import EngineConfig
 from ...core.costs.machine import measure_machine
 from ...core.costs.measure import forget_file
@@ -32,6 +34,7 @@ from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
 from ..cpu import random_model
 from ..cpu.workload import Geometry, Workload
+from ..report.table import Table
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import simulate
@@ -194,14 +197,13 @@ def compare(real: Records, simulated: Records) -> dict[str, Any]:
     return found
 
 
-def table(found: dict[str, Any]) -> str:
-    lines = [f"{'':6s}{'real ms':>22s}{'simulated ms':>26s}{'mean off by':>14s}"]
-    lines.append(f"{'':6s}{'mean':>10s}{'p50':>6s}{'p90':>7s}{'mean':>12s}{'p50':>7s}{'p90':>7s}")
+def table(found: dict[str, Any]) -> Table:
+    columns = ["ms", *(f"{side} {name}" for side in ("real", "simulated") for name in ("mean", "p50", "p90"))]
+    made = Table("real and simulated", [*columns, "mean off by, %"])
     for name, off in found["deviation"].items():
-        real, sim = found["real"][name], found["simulated"][name]
-        cells = [f"{1e3 * side[key]:9.1f}" for side in (real, sim) for key in ("mean", "p50", "p90")]
-        lines.append(f"{name:5s}{''.join(cells)}{off:+13.1%}")
-    return "\n".join(lines)
+        sides = (found["real"][name], found["simulated"][name])
+        made.add(name, *(1e3 * side[key] for side in sides for key in ("mean", "p50", "p90")), 100 * off)
+    return made
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -248,13 +250,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         both = serve_both(config, profiles[-1], load, None if arguments.profile else refit)
         for records, found in zip((real, virtual), both, strict=True):
             records.extend(found)
-        print(table(compare(*both)), file=sys.stderr)
+        table(compare(*both)).show(Console(stderr=True, width=120))
     found = compare(real, virtual)
     found["decode_r2"] = [profile.decode.fit.r2 for profile in profiles if profile.decode.fit is not None]
     if arguments.json:
         print(json.dumps(found))
     else:
-        print(table(found))
+        table(found).show()
         print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"]) or "not known"))
     return 0 if all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot")) else 1
 

@@ -108,11 +108,7 @@ class _Events:
     """Replicas' wakes in order of time, and the requests that wait at the router."""
 
     def __init__(
-        self,
-        replicas: Sequence[Replica],
-        route: Policy,
-        prompt: Prompt | None,
-        clients: _Clients | None = None,
+        self, replicas: Sequence[Replica], route: Policy, prompt: Prompt | None, clients: _Clients | None = None
     ) -> None:
         """clients: that send more when requests have ended."""
         self._replicas = replicas

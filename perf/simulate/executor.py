@@ -29,6 +29,8 @@ class _Tokens(dict[str, int]):
 
 
 _TOKENS = _Tokens()
+_PLAIN = StepResult(_TOKENS)
+"""Result of nearly every step; whoever takes results changes none."""
 _NONE: frozenset[int] = frozenset()
 
 
@@ -152,7 +154,7 @@ class SimExecutor:
         self.adapters.stalled_seconds += price.stall
         if price.late:
             return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
-        return StepResult(_TOKENS) if count == 1 else RepeatedResult(_TOKENS, count=count)
+        return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -5,43 +5,20 @@ from __future__ import annotations
 import random
 from bisect import insort
 from collections import OrderedDict
-from typing import Protocol
+from typing import Any
 
 from ...memory.pages.pool import PageKind, PagePool
 from .serving import Outcome
 from .study import Pool
 
 
-class Allocator(Protocol):
-    """Hands out parts of a pool. free: bytes that nobody holds."""
-
-    free: int
-
-    def take(self, size: int) -> object | None:
-        """Room for `size` bytes; None when there is none."""
-        ...
-
-    def give_back(self, room: object) -> None: ...
-
-    def unusable(self, size: int) -> int:
-        """Of the free bytes, those that can't become part of rooms for `size` bytes for want of their neighbours."""
-        ...
-
-    def waste(self, room: object, size: int) -> int:
-        """Bytes of `room` beyond the `size` that was asked for."""
-        ...
-
-    def num_more(self, kept: list, size: int) -> int:
-        """Rooms for `size` bytes that there would be if only `kept` were held."""
-        ...
-
-    def num_copies(self, size: int) -> int:
-        """Copies that fill a room for `size` bytes."""
-        ...
-
-
 class Contiguous:
-    """One hole per adapter: the first that is large enough."""
+    """A pool that gives an adapter one hole, the first that is large enough.
+
+    free: bytes that nobody holds. unusable: of these, those that can't become part of rooms for `size` bytes for want
+    of their neighbours. waste: bytes of a room beyond those that were asked for. num_more: rooms for `size` bytes that
+    there would be if only `kept` were held. num_copies: that fill a room.
+    """
 
     def __init__(self, pool_bytes: int) -> None:
         self.free = self._size = pool_bytes
@@ -82,7 +59,7 @@ class Contiguous:
 
 
 class Paged:
-    """The page pool that the engine uses."""
+    """The page pool that the engine uses; see `Contiguous`."""
 
     def __init__(self, pool_bytes: int, page_bytes: int) -> None:
         self._pool = PagePool(pool_bytes // page_bytes + 1)  # one page is the pool's own
@@ -120,7 +97,7 @@ def run_fragmentation(pool: Pool) -> Outcome:
     is held that nobody asked for. The most adapters are the newest ones, which requests hold where they are, and those
     of the probe's size that fit beside them. All are means over the cycles.
     """
-    allocator: Allocator = (
+    allocator: Any = (
         Contiguous(pool.pool_bytes) if pool.allocator == "contiguous" else Paged(pool.pool_bytes, pool.page_bytes)
     )
     draw, use = random.Random(pool.seed), random.Random(pool.seed + 1)

@@ -49,8 +49,4 @@ METRICS: Mapping[str, Metric] = {
 }
 
 #: Metrics that are relative to another row, and the metric that they compare.
-INCREASES = {
-    "ttft_increase": "ttft_mean",
-    "time_per_token_increase": "time_per_token_mean",
-    "e2e_increase": "e2e_mean",
-}
+INCREASES = {"ttft_increase": "ttft_mean", "time_per_token_increase": "time_per_token_mean", "e2e_increase": "e2e_mean"}

@@ -65,13 +65,12 @@ def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Reques
     Their tokens are known already. Blocks become known, and others are evicted for new ones, in the order of these
     steps.
     """
-    if not any(request.caching for request in requests):
+    if not memory.use_prefix_cache or not any(request.caching for request in requests):
         if steps > len(requests) * block_tokens:
             for request in requests:
                 memory.grow(request, len(request.token_ids))
             return
-        for _ in range(0, steps, block_tokens):
-            requests = [request for request in requests if request.room < len(request.token_ids)]
+        while requests := [request for request in requests if request.room < len(request.token_ids)]:
             memory.grow_each(requests)
         return
     starts = [request.num_computed_tokens for request in requests]

@@ -214,10 +214,12 @@ class SimScheduler(Scheduler):
     def _catch_up(self, rows: Sequence[ScheduledRow], result: RepeatedResult) -> None:
         """Advance the requests of a repeated plan to the last of its steps."""
         steps = result.count - 1
-        requests = [self._requests[row.request_id] for row in rows]
-        for row, request in zip(rows, requests, strict=True):
-            request.token_ids += [TOKEN] * steps
+        tokens, known, requests = [TOKEN] * steps, self._requests, []
+        for row in rows:
+            request = known[row.request_id]
+            request.token_ids += tokens
             row.start += steps
+            requests.append(request)
         catch_up(self._memory, self._limits.block_tokens, requests, steps)
         self.num_steps += steps
         self.num_generated_tokens += steps * len(rows)

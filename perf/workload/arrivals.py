@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
@@ -20,6 +21,9 @@ from .traces import TraceSource
 #: Requests that are made at a time. Part of the definition of a workload: it decides how random numbers are drawn.
 CHUNK = 8192
 
+#: Linear pieces that a period of a sinusoid is made of: the rate is within 1e-5 of the amplitude.
+_PIECES_PER_PERIOD = 720
+
 
 class LinearRate(Strict):
     """Through (second, requests/s) points; before the first and after the last the rate holds."""
@@ -37,7 +41,13 @@ class LinearRate(Strict):
         return self
 
     def pieces(self, seed: int) -> Iterator[rates.Piece]:
-        return rates.linear(self.points)
+        first, last = self.points[0], self.points[-1]
+        if first[0] > 0:
+            yield rates.Piece(first[0], first[1], first[1])
+        for (start, before), (end, after) in itertools.pairwise(self.points):
+            if end > start:
+                yield rates.Piece(end - start, before, after)
+        yield rates.Piece(math.inf, last[1], last[1])
 
 
 class SinusoidRate(Strict):
@@ -50,7 +60,11 @@ class SinusoidRate(Strict):
     phase: float = Field(default=0.0, description="share of a period; -0.25 begins at the lowest rate")
 
     def pieces(self, seed: int) -> Iterator[rates.Piece]:
-        return rates.sinusoid(self.mean, self.amplitude, self.period, self.phase)
+        angles = 2 * math.pi * (np.arange(_PIECES_PER_PERIOD + 1) / _PIECES_PER_PERIOD + self.phase)
+        points = np.maximum(self.mean + self.amplitude * np.sin(angles), 0.0).tolist()
+        while True:
+            for before, after in itertools.pairwise(points):
+                yield rates.Piece(self.period / _PIECES_PER_PERIOD, before, after)
 
 
 class OnOffRate(Strict):
@@ -68,8 +82,14 @@ class OnOffRate(Strict):
         return (self.on_rate * self.on_seconds + self.off_rate * self.off_seconds) / total
 
     def pieces(self, seed: int) -> Iterator[rates.Piece]:
+        """The first state is drawn by the share of time that each has."""
         rng = stream(seed, "rate")
-        return rates.on_off(self.on_rate, self.off_rate, self.on_seconds, self.off_seconds, rng)
+        on = rng.random() < self.on_seconds / (self.on_seconds + self.off_seconds)
+        while True:
+            seconds = float(rng.standard_exponential()) * (self.on_seconds if on else self.off_seconds)
+            rate = self.on_rate if on else self.off_rate
+            yield rates.Piece(seconds, rate, rate)
+            on = not on
 
 
 def _kind_of_rate(rate: Any) -> Any:
@@ -111,7 +131,11 @@ class Renewal(Strict):
     def times(self, seed: int, duration: float) -> Iterator[np.ndarray]:
         """Chunks of up to `CHUNK` arrival times, int64 nanoseconds, in order and before `duration` seconds."""
         rng = stream(seed, "arrivals")
-        pieces = rates.constant(self.rate) if isinstance(self.rate, float) else self.rate.pieces(seed)
+        pieces = (
+            iter([rates.Piece(math.inf, self.rate, self.rate)])
+            if isinstance(self.rate, float)
+            else self.rate.pieces(seed)
+        )
         clock = rates.Clock(pieces)
         # fixed point: sums are exact, so rounding does not depend on how the gaps are chunked
         reached = np.int64(0)

@@ -6,15 +6,11 @@ request is due per unit; `Clock` maps that to seconds through the inverse of the
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
-
-#: Linear pieces that a period of a sinusoid is made of: the rate is within 1e-5 of the amplitude.
-_PIECES_PER_PERIOD = 720
 
 
 class Piece(NamedTuple):
@@ -27,46 +23,6 @@ class Piece(NamedTuple):
     @property
     def requests(self) -> float:
         return self.seconds * (self.first + self.last) / 2 if self.first or self.last else 0.0
-
-
-def constant(rate: float) -> Iterator[Piece]:
-    yield Piece(math.inf, rate, rate)
-
-
-def linear(points: list[tuple[float, float]]) -> Iterator[Piece]:
-    """Through (second, rate) points in order of time; before the first and after the last its rate holds."""
-    first, last = points[0], points[-1]
-    if first[0] > 0:
-        yield Piece(first[0], first[1], first[1])
-    for (start, before), (end, after) in itertools.pairwise(points):
-        if end > start:
-            yield Piece(end - start, before, after)
-    yield Piece(math.inf, last[1], last[1])
-
-
-def sinusoid(mean: float, amplitude: float, period: float, phase: float) -> Iterator[Piece]:
-    """mean + amplitude · sin(2π · (t/period + phase)), never below 0; phase: a share of the period."""
-    angles = 2 * math.pi * (np.arange(_PIECES_PER_PERIOD + 1) / _PIECES_PER_PERIOD + phase)
-    rates = np.maximum(mean + amplitude * np.sin(angles), 0.0).tolist()
-    seconds = period / _PIECES_PER_PERIOD
-    while True:
-        for before, after in itertools.pairwise(rates):
-            yield Piece(seconds, before, after)
-
-
-def on_off(
-    on_rate: float, off_rate: float, on_seconds: float, off_seconds: float, rng: np.random.Generator
-) -> Iterator[Piece]:
-    """Two rates by turns, each for an exponentially distributed time of the given mean: a Markov-modulated process.
-
-    The first state is drawn by the share of time that each has.
-    """
-    on = rng.random() < on_seconds / (on_seconds + off_seconds)
-    while True:
-        seconds = float(rng.standard_exponential()) * (on_seconds if on else off_seconds)
-        rate = on_rate if on else off_rate
-        yield Piece(seconds, rate, rate)
-        on = not on
 
 
 def integral(pieces: Iterable[Piece], seconds: float) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,15 +26,13 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import InlineReads, ThreadReads
-from chorus.ops import attention_flashinfer, schedule_table, sgmv_triton
+from chorus.ops import attention_flashinfer, sgmv_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.sgmv_schedule import decode, prefill
 from chorus.perf.profile.entered import entered
 
 from ..conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
 from ..graphs.late_device import LateDevice
 from ..ops.fake_flashinfer import FakeFlashInfer, Stream
-from ..ops.schedule_files import write_table
 from .conftest import Driver, RecordingExecutor, ticking
 
 SPEC = ModelSpec(seed=7, hidden=32, ffn=48, layers=2, heads=2, kv_heads=1, vocab=96, positions=64)
@@ -307,34 +305,6 @@ def test_profiles_the_largest_step(tiny, monkeypatch, limits, lengths):
     config = make_config(tiny, max_num_seqs=rows, max_num_batched_tokens=tokens, graph_capture="off")
     CudaExecutor(config, LateDevice()).close()
     assert seen == [lengths]
-
-
-def test_a_table_of_the_device_is_taken(tiny, tmp_path, monkeypatch):
-    """Read when the executor starts; its schedules give the answers that the rules' give."""
-    tuned = replace(prefill(1, 32, 4), tile_tokens=16, block_r=32, expand_r=16, lanes=1, max_splits=64)
-    write_table(tmp_path, "Late GPU", [("prefill", 1 << 13, 32, 4, tuned)])
-    monkeypatch.setattr(schedule_table, "FOLDER", tmp_path)
-    device = LateDevice()
-    device.name = "Late GPU"
-    settings = make_config(tiny)
-    executor = RecordingExecutor(CudaExecutor(settings, device))
-    engine = Engine(settings, executor, ticking(), InlineReads())
-    engine.store.register("r17-all", tiny.adapters["r17-all"])
-    used = []
-    monkeypatch.setattr(sgmv_triton, "sgmv", spy(sgmv_triton.sgmv, used))
-    driver = Driver(engine, executor)
-    check(driver, ask(driver, tiny, ("r17-all", 17, 3)))
-    assert tuned in used
-    assert decode(1, 32) in used, "the table has none for decode"
-    engine.close()
-
-
-def spy(sgmv, used):
-    def call(y, x, arena, tables, layer, modules, schedule, num_tiles, passes):
-        used.append(schedule)
-        sgmv(y, x, arena, tables, layer, modules, schedule, num_tiles, passes)
-
-    return call
 
 
 def test_the_arena_takes_what_there_is(tiny):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from math import ceil
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,7 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.running import Running
-from chorus.core.scheduling.step_shares import LEAST_TURNS, TRIAL, WINDOW, StepShares
+from chorus.core.scheduling.step_shares import LONGEST_STEP, MAX_DEBT, NUM_SAMPLES, SHARE, StepShares
 from chorus.core.scheduling.waiting import WaitingQueue
 from chorus.perf.cpu.schedule_time import FakeExecutor
 
@@ -51,7 +50,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each):
     everybody, order = set(running), list(running)
     shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
     last: dict[Request, int] = defaultdict(int)
-    for step in range(1, 400):
+    for step in range(1, 3000):
         chosen = shares.choose(running, waiting)
         taking_part = running if chosen is None else chosen
         assert len(set(taking_part)) == len(taking_part) <= MAX_ROWS or chosen is None
@@ -59,9 +58,7 @@ def test_everybody_has_turns_and_none_is_lost(sizes, num_lone, fixed, each):
         for request in taking_part:
             last[request] = step
         for request in running:
-            size = len(running.calls.get(request.call, [request]))
-            full_steps = ceil(size / LEAST_TURNS)
-            assert step - last[request] <= full_steps + TRIAL * (1 + full_steps // WINDOW), f"{request} starves"
+            assert step - last[request] <= 2 * len(running) * (MAX_DEBT / SHARE + 2), f"{request} starves"
         assert list(running) == order
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == everybody
         clock.now += fixed + each * len(taking_part)
@@ -84,18 +81,56 @@ def test_where_rows_cost_nothing_everybody_runs():
         chosen = shares.choose(running, WaitingQueue())
         taking_part.append(len(running if chosen is None else chosen))
         clock.now += 1.0
-    assert sum(taking_part[500:]) > 0.99 * 500 * len(running)
+    assert sum(taking_part[500:]) > 0.98 * 500 * len(running)
 
 
 def test_steps_that_compute_prompts_are_no_measure():
     running, clock = make_running([40], 1), Clock()
-    shares = StepShares(MAX_ROWS, clock)
-    before = shares._turns
-    for _ in range(10 * WINDOW):
-        shares.choose(running, WaitingQueue())
+    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    for _ in range(100):
+        shares.choose(running, waiting)
+        clock.now += 1.0
+    for _ in range(100):
+        shares.choose(running, waiting)
         shares.forget()
-        clock.now += 5.0
-    assert shares._turns == before
+        clock.now += 50.0
+    taking_part = 0
+    for _ in range(100):
+        chosen = shares.choose(running, waiting)
+        taking_part += len(running if chosen is None else chosen)
+        clock.now += 1.0
+    assert taking_part > 0.9 * 100 * len(running)
+
+
+def test_a_pause_of_the_machine_keeps_nobody_waiting_for_long():
+    running, clock = make_running([40], 1), Clock()
+    shares, waiting = StepShares(MAX_ROWS, clock), WaitingQueue()
+    without = 0
+    for step in range(2000):
+        chosen = shares.choose(running, waiting)
+        without += chosen is not None and len(chosen) == 1
+        clock.now += 1e6 if step == 500 else 1.0
+    assert without <= MAX_DEBT / SHARE + 2 * NUM_SAMPLES + 20
+
+
+def test_calls_of_as_many_answers_all_run():
+    running, clock = make_running([16, 16], 0), Clock()
+    shares = StepShares(MAX_ROWS, clock)
+    for _ in range(100):
+        assert shares.choose(running, WaitingQueue()) is None
+        clock.now += len(running)
+
+
+def test_no_step_is_much_longer_than_one_without_the_larger_calls():
+    running, clock = make_running([60], 1), Clock()
+    shares = StepShares(MAX_ROWS, clock)
+    sizes = []
+    for _ in range(2000):
+        chosen = shares.choose(running, WaitingQueue())
+        sizes.append(len(running if chosen is None else chosen))
+        clock.now += 1.0 + 0.5 * sizes[-1]
+    assert max(sizes[500:]) > 1
+    assert 1.0 + 0.5 * max(sizes[500:]) <= (1 + LONGEST_STEP) * 1.5
 
 
 class PricedExecutor(FakeExecutor):
@@ -175,7 +210,12 @@ def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
 
 @pytest.mark.parametrize("adapter", [None, "r1-all"])
 def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive, adapter):
-    driver = drive(subject("gqa"), max_num_seqs=8)
+    clock = Clock()
+
+    def take_time(plan):
+        clock.now += len(plan.rows)
+
+    driver = drive(subject("gqa"), max_num_seqs=8, clock=clock, before=take_time)
     penalties = {"presence_penalty": 0.5, "frequency_penalty": 0.3, "repetition_penalty": 1.2}
     asked = [{"temperature": 1.0, "seed": seed, "logprobs": 2, "max_tokens": 20, **penalties} for seed in range(7)]
     prompt = [5, 6, 7, 8]
@@ -186,8 +226,8 @@ def test_answers_that_take_turns_are_those_that_each_gives_alone(subject, drive,
         driver.add(f"r{index}", adapter, prompt, call="call", **params)
     answers = driver.drain()
     assert [told(answers[f"r{index}"]) for index in range(7)] == alone
-    sizes = {len(plan.rows) for plan in driver.plans[seen + 2 : seen + 20]}
-    assert max(sizes) < 8, "nobody sat out"
+    sizes = {len(plan.rows) for plan in driver.plans[seen + 2 : seen + 40]}
+    assert len(sizes & {2, 3, 4, 5, 6, 7}) > 0, "nobody sat out"
 
 
 def told(answer):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import weakref
 
 import pytest
 import torch
@@ -361,7 +362,7 @@ def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched)
     watched.request("behind")
     watched.now += 40
     watched.images.drop("unwanted")
-    watched.images._under_way["behind"].future.running = lambda: False  # its thread has not come round to it yet
+    watched.images._under_way["behind"][0].future.running = lambda: False  # its thread has not come round to it yet
     watched.images.watch()
     assert watched.images.error("behind") is None
 
@@ -432,11 +433,12 @@ def test_an_image_may_be_put_in_place_of_a_failed_one(images, reads):
 @pytest.mark.parametrize("threads", [False, True])
 def test_a_failed_read_leaves_nothing_behind(threads):
     """Its error has frames that hold the buffer, and the image holds the error: no collector is needed all the same."""
-    buffers = HostBuffers()
+    buffers, kept = HostBuffers(), []
     images = HostImages(1 << 30, ThreadReads() if threads else InlineReads())
 
     def read(image):
         part = image.data = buffers.take((1 << 20,), torch.uint8)
+        kept.append(weakref.ref(part))
         image.publish(1)
         try:
             raise OSError("no disk")
@@ -454,7 +456,7 @@ def test_a_failed_read_leaves_nothing_behind(threads):
             images.wait(0.1)
         with pytest.raises(AdapterFormatError, match="bytes wanted") as caught:
             images.take("a")
-        while buffers.num_idle_bytes == 0:
+        while kept[0]() is not None:
             assert time.monotonic() < deadline, f"{caught.value} and {image} keep its buffer"
             time.sleep(0.002)
     finally:

@@ -22,7 +22,10 @@ def test_stuck_functions_take_no_more_threads_than_there_may_be():
     assert all(future.result(30) for future in stuck)
     for number in range(20):  # what has ended makes room before anybody hears of it
         assert threads.submit(lambda number=number: number).result(30) == number
-    assert threads.num_busy == 0
+    go_on.clear()
+    again = [threads.submit(go_on.wait) for _ in range(3)]
+    go_on.set()
+    assert all(future.result(30) for future in again), "no thread is taken for good"
 
 
 def test_errors_come_to_whoever_asked():

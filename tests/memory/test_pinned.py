@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -18,24 +19,39 @@ PAGE_BYTES = UNIT_BYTES
 DTYPE = torch.bfloat16
 
 
+class Memory:
+    """Memory that was granted and not given back: sizes by address."""
+
+    def __init__(self) -> None:
+        self.granted: dict[int, int] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.granted.values())
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return any(first <= address < first + size for first, size in list(self.granted.items()))
+
+
 class HostMemory:
     """Memory that a custom allocator gives CuPy's pool, which asks for `ptr` and `size`."""
 
     def __init__(self, blocks: Blocks, size: int) -> None:
         self._blocks, self._array, self.size = blocks, np.full(size, 7, np.uint8), size
         self.ptr = self._array.ctypes.data
-        blocks.num_bytes += size
+        blocks.granted[self.ptr] = size
 
     def __del__(self) -> None:
         self._array.fill(0)
-        self._blocks.num_bytes -= self.size
+        del self._blocks.granted[self.ptr]
 
 
-class Blocks:
-    """Counts what the pool holds of the system's memory, and grants no more than `capacity` of it."""
+class Blocks(Memory):
+    """What the pool holds of the system's memory, of which it grants no more than `capacity`."""
 
     def __init__(self, capacity: int = 1 << 40) -> None:
-        self.num_bytes = 0
+        super().__init__()
         self.capacity = capacity
 
     def __call__(self, size: int):
@@ -46,17 +62,17 @@ class Blocks:
         return PinnedMemoryPointer(HostMemory(self, size), 0)
 
 
-class PlainMemory:
+class PlainMemory(Memory):
     """Pinned memory without CuPy."""
 
-    def __init__(self) -> None:
-        self.num_trims = 0
-
-    def allocate(self, num_bytes: int) -> bytearray:
-        return bytearray(num_bytes)
+    def allocate(self, num_bytes: int) -> np.ndarray:
+        block = np.zeros(num_bytes, np.uint8)
+        self.granted[block.ctypes.data] = num_bytes
+        weakref.finalize(block, self.granted.pop, block.ctypes.data)
+        return block
 
     def trim(self) -> None:
-        self.num_trims += 1
+        """What nobody refers to is gone."""
 
 
 def cupy_buffers(blocks: Blocks, limit_pages: int, chunk_pages: int = 8) -> PinnedBuffers:
@@ -76,11 +92,9 @@ def test_cupys_pool_gives_and_takes_back():
     assert three.shape == (3, PAGE_ELEMS)
     assert three.dtype == DTYPE
     assert three.is_contiguous()
-    assert (three.view(torch.uint8) == 7).all(), "the pool's own memory, not a copy"
-    assert (buffers.num_bytes_used, buffers.num_bytes_held) == (8 * PAGE_BYTES, 8 * PAGE_BYTES)
+    assert blocks.holds(three), "the pool's own memory, not a copy"
     address = three.data_ptr()
     del three
-    assert buffers.num_bytes_used == 5 * PAGE_BYTES
     assert take(buffers, 3).data_ptr() == address
     assert blocks.num_bytes == 8 * PAGE_BYTES
     assert five.data_ptr() != address
@@ -91,15 +105,16 @@ def test_a_tensor_need_not_be_pages():
     one, two = buffers.take((3, 5), torch.float32).fill_(1), buffers.take((), torch.int8).fill_(2)
     assert (one.shape, one.dtype, two.shape, two.dtype) == ((3, 5), torch.float32, (), torch.int8)
     assert (one == 1).all()
-    assert buffers.num_bytes_used == 2 * UNIT_BYTES
+    assert abs(two.data_ptr() - one.data_ptr()) == UNIT_BYTES
 
 
 def test_any_view_keeps_a_buffer():
-    buffers = cupy_buffers(Blocks(), limit_pages=8)
+    blocks = Blocks()
+    buffers = cupy_buffers(blocks, limit_pages=8)
     view = take(buffers, 2).view(-1)[5:9].view(torch.int16)
-    assert buffers.num_bytes_used == 2 * PAGE_BYTES
+    assert not blocks.holds(take(buffers, 7))
     del view
-    assert buffers.num_bytes_used == 0
+    assert blocks.holds(take(buffers, 8))
 
 
 def test_a_buffer_outlives_the_pool():
@@ -118,12 +133,12 @@ def test_the_pool_rounds_to_powers_of_two_and_chunks_waste_none_of_it():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=64, chunk_pages=8)
     images = [take(buffers, 5) for _ in range(6)]
-    assert buffers.num_bytes_held == blocks.num_bytes == 6 * 8 * PAGE_BYTES
+    assert blocks.num_bytes == 6 * 8 * PAGE_BYTES
     images.append(take(buffers, 3))
-    assert buffers.num_bytes_held == 6 * 8 * PAGE_BYTES, "an earlier chunk's rest serves"
+    assert blocks.num_bytes == 6 * 8 * PAGE_BYTES, "an earlier chunk's rest serves"
     images.append(take(buffers, 9))
-    assert buffers.num_bytes_held == blocks.num_bytes == (6 * 8 + 16) * PAGE_BYTES
-    assert buffers.num_unpinned == 0
+    assert blocks.num_bytes == (6 * 8 + 16) * PAGE_BYTES
+    assert all(map(blocks.holds, images))
 
 
 def test_what_exceeds_the_limit_is_ordinary_memory():
@@ -132,8 +147,9 @@ def test_what_exceeds_the_limit_is_ordinary_memory():
     pinned = take(buffers, 6)
     ordinary = take(buffers, 3)
     assert ordinary.shape == (3, PAGE_ELEMS)
-    assert buffers.num_unpinned == 1
-    assert (buffers.num_bytes_used, blocks.num_bytes) == (pinned.nbytes, 8 * PAGE_BYTES)
+    assert (blocks.holds(pinned), blocks.holds(ordinary)) == (True, False)
+    assert blocks.num_bytes == 8 * PAGE_BYTES
+    assert blocks.holds(take(buffers, 2)), "what is left of the chunk serves"
 
 
 def test_unused_chunks_give_way_to_a_larger_one():
@@ -142,8 +158,8 @@ def test_unused_chunks_give_way_to_a_larger_one():
     small = [take(buffers, 8) for _ in range(4)]
     del small[1:]
     large = take(buffers, 12)
-    assert (large.view(torch.uint8) == 7).all()
-    assert blocks.num_bytes == buffers.num_bytes_held == (8 + 16) * PAGE_BYTES
+    assert blocks.holds(large)
+    assert blocks.num_bytes == (8 + 16) * PAGE_BYTES
 
 
 def test_chunks_stay_when_giving_them_up_would_not_help():
@@ -151,8 +167,7 @@ def test_chunks_stay_when_giving_them_up_would_not_help():
     buffers = cupy_buffers(blocks, limit_pages=16)
     used, unused = take(buffers, 8), take(buffers, 8)
     del unused
-    assert take(buffers, 12) is not None
-    assert buffers.num_unpinned == 1
+    assert not blocks.holds(take(buffers, 12))
     assert blocks.num_bytes == 16 * PAGE_BYTES
     assert used.shape[0] == 8
 
@@ -160,8 +175,8 @@ def test_chunks_stay_when_giving_them_up_would_not_help():
 def test_a_small_limit_makes_small_chunks():
     blocks = Blocks()
     buffers = cupy_buffers(blocks, limit_pages=4, chunk_pages=1 << 20)
-    assert take(buffers, 3) is not None
-    assert (buffers.num_unpinned, blocks.num_bytes) == (0, 4 * PAGE_BYTES)
+    assert blocks.holds(take(buffers, 3))
+    assert blocks.num_bytes == 4 * PAGE_BYTES
 
 
 def test_a_system_that_grants_no_more_is_served_with_ordinary_memory(caplog):
@@ -169,7 +184,7 @@ def test_a_system_that_grants_no_more_is_served_with_ordinary_memory(caplog):
     buffers = cupy_buffers(blocks, limit_pages=64)
     images = [take(buffers, 8), take(buffers, 8)]
     assert [image.shape[0] for image in images] == [8, 8]
-    assert buffers.num_unpinned == 1
+    assert list(map(blocks.holds, images)) == [True, False]
     assert "cannot pin 32768 bytes" in caplog.text
 
 
@@ -195,13 +210,14 @@ def test_live_buffers_never_share_a_byte(steps):
         elif live:
             live.pop(step[1] % len(live))
         assert all((buffer == value).all() for value, buffer in live)
-        assert buffers.num_bytes_used <= buffers.num_bytes_held <= 64 * PAGE_BYTES
+        assert memory.num_bytes <= 64 * PAGE_BYTES
     live.clear()
-    assert buffers.num_bytes_used == 0
+    assert memory.holds(take(buffers, 64)), "all of it came back"
 
 
 def test_threads_get_buffers_of_their_own():
-    buffers = PinnedBuffers(PlainMemory(), 256 * PAGE_BYTES, 32 * PAGE_BYTES)
+    memory = PlainMemory()
+    buffers = PinnedBuffers(memory, 256 * PAGE_BYTES, 32 * PAGE_BYTES)
     start = threading.Barrier(4)
 
     def work(seed: int) -> bool:
@@ -210,13 +226,12 @@ def test_threads_get_buffers_of_their_own():
         for i in range(200):
             value = 4 * i + seed
             one, two = (take(buffers, 1 + i % n, torch.int16).fill_(value) for n in (7, 3))
-            good &= bool((one == value).all() and (two == value).all())
+            good &= bool((one == value).all() and (two == value).all() and memory.holds(one) and memory.holds(two))
         return good
 
     with ThreadPoolExecutor(4) as threads:
         assert all(threads.map(work, range(4)))
-    assert buffers.num_bytes_used == 0
-    assert buffers.num_unpinned == 0
+    assert memory.holds(take(buffers, 256)), "all of it came back"
 
 
 @given(st.integers(1, 40), st.lists(st.one_of(st.integers(1, 12), st.just(0)), max_size=60), st.randoms())

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from chorus.ops.elementwise import RotaryEmbedding, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
-from chorus.perf.kernels.elementwise_values import CHECKS, TOLERANCE, Case, cases
+
+from .test_elementwise_triton import CHECKS, TOLERANCE, Case, cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

@@ -6,7 +6,7 @@ import pytest
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_cost import expand_cost, shrink_cost
-from chorus.ops.sgmv_schedule import decode, prefill
+from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables
 
 
@@ -163,3 +163,14 @@ def test_cost_counts_what_a_launch_moves():
     assert expand.bytes == 4 * 32 * 2 + 2 * 3 * 32 * 2 + 2 * 2 * 3 * 4 * 4
     assert expand.flops == 2 * 3 * 4 * 32
     assert shrink + expand == type(shrink)(shrink.bytes + expand.bytes, shrink.flops + expand.flops)
+
+
+@pytest.mark.parametrize("rule", [decode, prefill])
+@pytest.mark.parametrize("most", [1, 7, 64, 65, 256, 1000, 3000])
+def test_between_limits_there_is_one_schedule(rule, most):
+    """What is compiled ahead, one schedule per limit, is all that a step may take."""
+    limits = token_limits(rule.__name__, most)
+    assert limits == sorted(set(limits))
+    assert limits[-1] == most
+    for tokens in range(1, most + 1):
+        assert rule(tokens, 64) == rule(next(limit for limit in limits if limit >= tokens), 64)

@@ -1,18 +1,186 @@
-"""The Triton SGMV kernels without a GPU: values in Triton's interpreter, and an offline compile; a process for each."""
+"""The Triton SGMV kernels without a GPU: values in Triton's interpreter against `ops.sgmv_ref`, over random steps and a
+seeded grid, and an offline compile; a process for each."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
+from itertools import cycle
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.perf.kernels.sgmv_values import GROUPS, LAYERS, RANKS, TOLERANCE, Case, check, make_tables, schedules
+from chorus.ops.sgmv import AdapterRows, Segments
+from chorus.ops.sgmv_ref import sgmv_ref
+from chorus.ops.sgmv_schedule import Schedule, decode, prefill
+from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables
+
+LAYERS = 3
+RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65, 127)
+
+#: Largest difference, as a share of the largest output.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+#: (inputs, (outputs per module)) of a group of projections that share x; odd widths end within a block.
+GROUPS = ((40, (24, 8, 16)), (56, (33, 21)), (72, (50,)))
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step: parts of adapters, and segments (tokens, adapter) of which -1 is the base model.
+
+    minus: the adapter that is taken off all tokens that have one, -1 for none.
+    """
+
+    seed: int
+    ranks: tuple[int, ...]
+    targets: tuple[tuple[int, ...], ...]
+    layers: tuple[tuple[int, ...], ...]
+    skipped: tuple[int, ...]
+    segments: tuple[tuple[int, int], ...]
+    page_vectors: int
+    group: int
+    minus: int = -1
+
+
+def small(schedule: Schedule) -> Schedule:
+    """The same programs over smaller blocks: several chunks, splits and blocks even in small shapes."""
+    tile = 16 if schedule.tensor_cores else 3
+    return replace(schedule, tile_tokens=tile, block_r=16, expand_r=16, block_k=16, block_n=16, max_splits=2, lanes=2)
+
+
+def schedules() -> dict[str, Schedule]:
+    """Those of serving, and the same over small blocks."""
+    real = {"decode": decode(64, 256), "prefill": prefill(64, 256)}
+    return real | {f"{name}, small": small(schedule) for name, schedule in real.items()}
+
+
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """`count` steps that go through all of RANKS, with pages of one vector up to more than any row."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (), generator=generator))
+
+    for index in range(count):
+        group = index % len(GROUPS)
+        modules = range(len(GROUPS[group][1]))
+        ranks = tuple(RANKS[(3 * index + i) % len(RANKS)] for i in range(3))
+        targets = tuple(tuple(m for m in modules if draw(0, 3)) or (modules[-1],) for _ in ranks)
+        layers = tuple(((0, 1, 2), (1,), (0, 1))[draw(0, 2)] for _ in ranks)
+        segments = [(draw(0, 3), draw(-1, 2)) for _ in range(3)]
+        segments.insert(draw(0, 3), (0, draw(0, 2)))
+        segments.insert(draw(0, 3), (1, draw(0, 2)))
+        if not index % 5:
+            segments.append((21, ranks.index(min(ranks))))  # longer than a tile
+        yield Case(
+            seed=draw(0, 1 << 30), ranks=ranks, targets=targets, layers=layers,
+            skipped=tuple(draw(0, 6) for _ in ranks), segments=tuple(segments),
+            page_vectors=(1, 3, 5, 16, 64, 301)[draw(0, 5)], group=group, minus=index % 4 - 1,
+        )  # fmt: skip
+
+
+def check(case: Case, schedule: Schedule, dtype: torch.dtype, tables: SgmvTables) -> tuple[float, str]:
+    """Run a step. Returns the largest difference as a share of the largest output, and what is wrong, if anything."""
+    generator = torch.Generator().manual_seed(case.seed)
+    d_in, widths = GROUPS[case.group]
+    vector = 16 // dtype.itemsize
+    page_elems = case.page_vectors * vector
+    modules = [(index, sum(widths[:index]), width) for index, width in enumerate(widths)]
+    arena, adapters = _adapters(case, d_in, widths, page_elems, vector, dtype, generator)
+    segments, tokens = Segments(), 0
+    minus = [replace(rows, scale=-0.5 * rows.scale) for rows in adapters[case.minus]] if case.minus >= 0 else []
+    for length, adapter in case.segments:
+        for rows in adapters[adapter] + minus if adapter >= 0 else ():
+            segments.add(tokens, tokens + length, rows)
+        tokens += length
+    x = torch.randn(tokens, d_in, generator=generator).to(dtype)
+    before = torch.randn(tokens, sum(widths), generator=generator).to(dtype)
+    got, want = before.clone(), before.clone()
+    tables.h.fill_(math.nan)
+    num_tiles = tables.plan(segments, schedule.tile_tokens)
+    _run(got, x, arena, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+    sgmv_ref(want, x, arena, segments, 1, modules)
+    if not torch.equal(got[want == before], before[want == before]) and dtype is torch.float32:
+        return math.inf, "an output without an adapter changed"
+    if not tokens:
+        return 0.0, ""
+    error = float((got.float() - want.float()).abs().max() / want.float().abs().max())
+    return error, "" if error <= TOLERANCE[dtype] else f"differs by {error:.1e} of the largest output"
+
+
+def _run(*args: object) -> None:
+    from chorus.ops.sgmv_triton import sgmv
+
+    sgmv(*args)
+
+
+def _adapters(
+    case: Case, d_in: int, widths: Sequence[int], page_elems: int, vector: int, dtype: torch.dtype,
+    generator: torch.Generator,
+) -> tuple[torch.Tensor, list[list[AdapterRows]]]:  # fmt: skip
+    """An arena that is NaN wherever no rank-row lies, and the adapters in it; the last has a second part where modules
+    are left over."""
+    plans: list[list[tuple[AdapterRows, int]]] = []
+    for rank, targets, layers, skipped in zip(case.ranks, case.targets, case.layers, case.skipped, strict=True):
+        parts = [_part(rank, targets, layers, skipped * vector, d_in, widths, vector)]
+        rest = tuple(module for module in range(len(widths)) if module not in targets)
+        if rest:
+            parts.append(_part(max(1, rank // 2), rest, (0, 1, 2), parts[0][1], d_in, widths, vector))
+        plans.append(parts)
+    counts = [-(-parts[-1][1] // page_elems) for parts in plans]
+    num_pages = sum(counts) + 2
+    free = iter(torch.randperm(num_pages, generator=generator).tolist())
+    arena = torch.full((num_pages, page_elems), math.nan, dtype=dtype)
+    adapters = []
+    for parts, count in zip(plans, counts, strict=True):
+        pages = [next(free) for _ in range(count)]
+        run = torch.full((count * page_elems,), math.nan)
+        for rows, _ in parts:
+            rows.pages = pages
+            for start, width in _places(rows, d_in, widths):
+                run[start : start + width] = torch.randn(width, generator=generator)
+        arena[pages] = run.view(count, page_elems).to(dtype)
+        adapters.append([rows for rows, _ in parts])
+    return arena, adapters
+
+
+def _part(
+    rank: int, targets: Sequence[int], layers: Sequence[int], begin: int, d_in: int, widths: Sequence[int], vector: int
+) -> tuple[AdapterRows, int]:
+    """Rows from element `begin` on, without pages yet; and the element after them."""
+    offset, a_offset, b_offset = 0, [-1] * NUM_MODULES, [-1] * NUM_MODULES
+    for module in targets:
+        a_offset[module], b_offset[module] = offset, offset + -(-d_in // vector) * vector
+        offset = b_offset[module] + -(-widths[module] // vector) * vector
+    first = [begin + layers.index(layer) * rank * offset if layer in layers else -1 for layer in range(LAYERS)]
+    return AdapterRows([], rank, rank**-0.5, offset, a_offset, b_offset, first), begin + len(layers) * rank * offset
+
+
+def _places(rows: AdapterRows, d_in: int, widths: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(first element, width) of every rank-row."""
+    for first in rows.first_elem:
+        if first < 0:
+            continue
+        for i in range(rows.rank):
+            for module, width in enumerate(widths):
+                if rows.a_offset[module] >= 0:
+                    yield first + i * rows.slab_elems + rows.a_offset[module], d_in
+                    yield first + i * rows.slab_elems + rows.b_offset[module], width
+
+
+def make_tables() -> SgmvTables:
+    scratch = SgmvTables.scratch_elems(splits=2, tokens=64, modules=3, max_rank=256)
+    return SgmvTables(slots=9, layers=LAYERS, max_pages=1 << 15, max_rank=256, max_tiles=64, scratch=scratch)
+
 
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
 
@@ -58,6 +226,9 @@ def interpret() -> None:
         assert not problem, problem
 
     equals_its_definition()
+    for case, which in zip(cases(0, len(kept)), cycle(kept), strict=False):
+        _, problem = check(case, schedules()[which[0]], which[1], kept[which])
+        assert not problem, f"{which}: {problem}"
 
 
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -89,6 +260,11 @@ def test_compiles_for_a_gpu_that_is_not_there():
         assert not line["spill_bytes"]
         assert line["wide_loads"], "rank-rows start on 16 bytes; a load that doesn't use it reads them slowly"
         assert line["matrix"].startswith("wgmma") == line["kernel"].endswith("prefill")
+
+
+def test_the_grid_goes_through_all_ranks():
+    assert {rank for case in cases(0, 8) for rank in case.ranks} == set(RANKS)
+    assert {1, 256} <= set(RANKS)
 
 
 if __name__ == "__main__":

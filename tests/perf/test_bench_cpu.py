@@ -16,12 +16,10 @@ from chorus.core.model.config import ModelConfig
 from chorus.memory.files.format import inspect_adapter
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
 from chorus.perf.cpu import random_model
-from chorus.perf.cpu.cpu_time import family
 from chorus.perf.cpu.limits import Limits, product_name
-from chorus.perf.cpu.report import product_rate
+from chorus.perf.cpu.report import goals, product_rate, show, summarise
 from chorus.perf.cpu.roofline import bound
-from chorus.perf.cpu.rounds import Results, Sample
-from chorus.perf.cpu.targets import targets
+from chorus.perf.cpu.rounds import Results, Sample, family
 from chorus.perf.cpu.workload import CASES, Geometry, Job, Workload, target_modules, tiny
 
 CPUS = sorted(os.sched_getaffinity(0))[:1]
@@ -81,11 +79,11 @@ def test_absent_contenders_are_listed_with_what_to_install(outcome):
 def test_targets_stand_beside_the_ratios(outcome):
     table, found = outcome
     marks = {target["name"]: target for target in found["targets"]}
-    assert marks["mixed / base"]["goal"] == 0.8
+    assert marks["mixed / base"]["mark"] == 0.8
     assert marks["prefill: mixed / base"]["value"] > 0
-    assert marks["prefill: base / best peer's base"]["goal"] == 1.05
+    assert marks["prefill: base / best peer's base"]["mark"] == 1.05
     assert marks["mixed / vllm's mixed"]["met"] is None
-    assert all(f"{name:<20}" in table for name in marks)
+    assert all(name in table for name in marks)
 
 
 def test_adapters_are_what_the_workload_says(tmp_path):
@@ -222,11 +220,24 @@ def test_the_best_peer_is_the_mark():
         ("chorus", "base"): 90, ("vllm", "base_plain"): 100, ("llamacpp", "base_plain"): 80,
     }  # fmt: skip
     found = results_of({key: [(rate, 0.0)] for key, rate in quiet.items()})
-    marks = {target.name: target for target in targets(found, ["vllm", "llamacpp"], 100.0)}
+    marks = {target.name: target for target in goals(found, ["vllm", "llamacpp"], 100.0)}
     assert (marks["mixed / best peer's mixed"].value, marks["mixed / best peer's mixed"].met) == (2.0, False)
     assert (marks["mixed / vllm's mixed"].value, marks["mixed / vllm's mixed"].met) == (5.0, True)
     assert marks["base / best peer's base_plain"].value == 0.9
     assert marks["TTFT cold / warm"].met is None
+
+
+def test_limits_that_could_not_be_measured_leave_the_rest():
+    found = results_of({("chorus", case): [(100, 0.0)] for case in ("base", "mixed")})
+    for samples in found.samples.values():
+        samples[0].values.update(tokens=[[1]], seconds=1.0)
+    found.errors["machine", "limits"] = "the process ended"
+    summary = summarise(tiny(), found, ["chorus"], {"chorus": "source"}, {})
+    assert summary["errors"] == {"machine limits": "the process ended"}
+    assert summary["machine"] == summary["bounds"] == {}
+    assert summary["cases"]["base"]["contenders"]["chorus"]["rate"] == 100
+    assert summary["cases"]["base"]["share"] is None
+    show(tiny(), summary)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from chorus.server import connections
+from chorus.server import acceptor, connections
 from chorus.server.connections import FRESH_SECONDS, RESERVED_DESCRIPTORS, UNREAD_SECONDS, max_connections
 
 HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "send_seconds": 0.3, "idle_seconds": 1}
@@ -149,13 +149,13 @@ def test_a_new_client_is_not_closed_while_an_older_one_can_be(start, fake_engine
 def standing_still(live):
     """The server's event loop does nothing inside."""
     stands, goes_on = threading.Event(), threading.Event()
-    (acceptor,) = live.server.acceptors
+    (door,) = live.server.acceptors
 
     def stand():
         stands.set()
         goes_on.wait(60)
 
-    acceptor.get_loop().call_soon_threadsafe(stand)
+    door.get_loop().call_soon_threadsafe(stand)
     stands.wait(60)
     try:
         yield
@@ -172,6 +172,21 @@ def test_no_client_that_asked_is_closed_however_many_ask_at_once(start, fake_eng
     for connection in asking:
         assert b"200 OK" in ends(connection)
     for connection in others:
+        connection.close()
+
+
+def test_time_in_the_system_s_queue_is_time_to_ask(start, fake_engine, monkeypatch):
+    """Else a flood of silent connections makes way only as fast as each has had its time after it was accepted."""
+    monkeypatch.setattr(acceptor, "FULL_SECONDS", 10**6)  # whoever is not accepted at once is not served at all
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+    live.client.close()
+    with standing_still(live):
+        silent = [connect(live, sent) for sent in (b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{") * 20]
+        asking = connect(live, ASKS)
+        time.sleep(2 * connections.RESPITE_SECONDS)
+    asking.settimeout(10)
+    assert b"200 OK" in ends(asking)
+    for connection in silent:
         connection.close()
 
 
@@ -285,9 +300,9 @@ def test_the_limit_leaves_descriptors_for_all_else(monkeypatch):
 
 def test_a_lack_of_descriptors_does_not_fill_the_log(start, fake_engine, caplog):
     live = start(fake_engine, settings=PATIENT)
-    (acceptor,) = live.server.acceptors
+    (door,) = live.server.acceptors
     for _ in range(1000):
-        acceptor.get_loop().call_soon_threadsafe(acceptor.on_lack, OSError(24, "Too many open files"))
+        door.get_loop().call_soon_threadsafe(door.on_lack, OSError(24, "Too many open files"))
     assert live.client.get("/health").status_code == 200
     assert len([record for record in caplog.records if "accepted" in record.message]) <= 1
 

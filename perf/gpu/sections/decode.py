@@ -10,11 +10,11 @@ from typing import Any
 import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..floors import floors, stated
 from ..subject import Subject
-from ..table import Table
 
 RANK = 16
 
@@ -90,25 +90,16 @@ def _row(context: Context, bucket: int, base: _Base, lora: tuple[float, float]) 
     base_floor = floor.decode - floor.adapters
     step, device = lora
     return {
-        "bucket": bucket,
-        "context_tokens": _prompt(context),
-        "base_ms": base.step * 1e3,
-        "plain_ms": None if base.plain is None else base.plain * 1e3,
-        "lora_ms": step * 1e3,
-        "base_device_ms": base.device * 1e3,
-        "lora_device_ms": device * 1e3,
-        "base_floor_ms": base_floor * 1e3,
-        "adapters_floor_ms": floor.adapters * 1e3,
-        "step_bytes": floor.step_bytes,
-        "base_over_floor": base.step / base_floor,
-        "base_device_over_floor": base.device / base_floor,
-        "base_over_plain": base.ratio,
-        "lora_over_base": step / base.step,
+        "bucket": bucket, "context_tokens": _prompt(context), "base_ms": base.step * 1e3,
+        "plain_ms": None if base.plain is None else base.plain * 1e3, "lora_ms": step * 1e3,
+        "base_device_ms": base.device * 1e3, "lora_device_ms": device * 1e3, "base_floor_ms": base_floor * 1e3,
+        "adapters_floor_ms": floor.adapters * 1e3, "step_bytes": floor.step_bytes,
+        "base_over_floor": base.step / base_floor, "base_device_over_floor": base.device / base_floor,
+        "base_over_plain": base.ratio, "lora_over_base": step / base.step,
         "lora_less_floor_over_base": (step - floor.adapters) / base.step,
         "lora_device_less_floor_over_base": (device - floor.adapters) / base.device,
-        "lora_over_floor": step / floor.decode,
-        "tokens_per_s": bucket / step,
-    }
+        "lora_over_floor": step / floor.decode, "tokens_per_s": bucket / step,
+    }  # fmt: skip
 
 
 def _prompt(context: Context) -> int:

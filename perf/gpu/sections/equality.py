@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from ....memory.pages.pool import PagePool
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
-from ..table import Table
 
 _TOP = 5
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from ...report.table import Table
 from ..context import Context
-from ..table import Table
 
 PAGE_BYTES = 2 << 20
 

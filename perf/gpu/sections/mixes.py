@@ -5,11 +5,11 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
-from ..table import Table
 
 RANK = 16
 

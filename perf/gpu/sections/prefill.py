@@ -5,11 +5,11 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..floors import floors, stated
 from ..subject import Subject
-from ..table import Table
 
 RANK = 16
 

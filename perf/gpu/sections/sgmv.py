@@ -6,11 +6,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ....ops.sgmv_schedule import decode, prefill
+from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
 from ..rivals import RIVALS, RivalAbsent
-from ..table import Table
 
 #: Adapters of a case by its name: all of one rank, or these in turn.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
@@ -62,7 +63,7 @@ def run(context: Context) -> dict[str, Any]:
     """Microseconds per layer (all seven projections, and per group of them), shares, and other ways beside them."""
     cache = context.l2_bytes()
     grid = list(cells(context))
-    itemsize, schedules = context.dtype.itemsize, context.schedules()
+    itemsize = context.dtype.itemsize
     pages = max(num_pages(context.size, cell.adapter_ranks(), _layers(context, cell), itemsize) for cell in grid)
     pages = max(pages, num_pages(context.size, [MAX_RANK] * _PREFILL_SEGMENTS, _PREFILL_LAYERS, itemsize))
     arena = ArenaPages(context.size, context.dtype, context.device, pages, context.seed)
@@ -71,7 +72,6 @@ def run(context: Context) -> dict[str, Any]:
         "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
         "per": "one layer, all seven projections, unless a group is named",
         "max_rank": MAX_RANK,
-        "schedules": schedules.name,
         "bandwidth_bytes_per_s": context.bandwidth(),
         "cells": [],
         "groups": [],
@@ -81,7 +81,7 @@ def run(context: Context) -> dict[str, Any]:
         context.say(f"sgmv {cell}")
         case = LoraCase(
             context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
-            schedules.decode(cell.tokens, MAX_RANK, itemsize), MAX_RANK, context.seed,
+            decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
         )  # fmt: skip
         row = _measure(context, cell, case)
         row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
@@ -111,15 +111,10 @@ def _measure(context: Context, cell: Cell, case: LoraCase, name: str | None = No
     sample = context.timer.time(lambda: case.run(groups))
     seconds, cost = sample.seconds / case.layers, case.cost(groups)
     return row | {
-        "adapters": len(case.ranks),
-        "layers": case.layers,
-        "us": seconds * 1e6,
-        "bytes": cost.bytes,
-        "flops": cost.flops,
-        "bytes_per_s": cost.bytes / seconds,
+        "adapters": len(case.ranks), "layers": case.layers, "us": seconds * 1e6, "bytes": cost.bytes,
+        "flops": cost.flops, "bytes_per_s": cost.bytes / seconds, "captured": sample.captured,
         "share": cost.bytes / seconds / context.bandwidth(),
-        "captured": sample.captured,
-    }
+    }  # fmt: skip
 
 
 def _checked(context: Context, name: str, case: LoraCase) -> float:
@@ -153,14 +148,14 @@ def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]
 def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
     """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
     rows = []
-    itemsize, schedules = context.dtype.itemsize, context.schedules()
+    itemsize = context.dtype.itemsize
     matmul = context.limits()["matmul"]["flops_per_s"]
     for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
         for segments in context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)):
             for rank in context.pick((8,), (16, 64), (8, 16, 32, 64)):
                 ranks = [rank] * segments
                 layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
-                schedule = schedules.prefill(tokens, MAX_RANK, itemsize)
+                schedule = prefill(tokens, MAX_RANK, itemsize)
                 lengths = [tokens // segments] * segments
                 case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
                 name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
@@ -179,45 +174,23 @@ def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
 def tables(values: dict[str, Any]) -> list[Table]:
     cells = values["cells"]
     batches = sorted({row["tokens"] for row in cells})
-    shapes = list(dict.fromkeys((row["popularity"], row["ranks"]) for row in cells))
     by_cell = {(row["popularity"], row["ranks"], row["tokens"]): row for row in cells}
-    titles = {
-        "us": "(b) SGMV, µs per layer, all projections, by batch",
-        "share": "(b) SGMV, % of measured bandwidth, by batch",
-    }
     found = []
-    for key, title in titles.items():
-        table = Table(title, ["popularity", "rank", *map(str, batches)])
-        for popularity, ranks in shapes:
-            rows = (by_cell.get((popularity, ranks, tokens)) for tokens in batches)
-            table.add(popularity, ranks, *(row and _cell(row[key], key) for row in rows))
-        found.append(table)
-    return [*found, _rival_table(values), _group_table(values), _prefill_table(values)]
-
-
-def _cell(value: float, key: str) -> float:
-    return 100 * value if key == "share" else value
-
-
-def _rival_table(values: dict[str, Any]) -> Table:
+    for key, unit, scale in (("us", "µs per layer, all projections", 1), ("share", "% of measured bandwidth", 100)):
+        found.append(Table(f"(b) SGMV, {unit}, by batch", ["popularity", "rank", *map(str, batches)]))
+        for shape in dict.fromkeys((row["popularity"], row["ranks"]) for row in cells):
+            rows = (by_cell.get((*shape, tokens)) for tokens in batches)
+            found[-1].add(*shape, *(row and scale * row[key] for row in rows))
     names = [name for name in RIVALS if name not in values["rivals_absent"]]
-    table = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
-    for row in values["cells"]:
+    rivals = Table("(b) beside other ways, µs", ["popularity", "rank", "batch", "sgmv", *names])
+    for row in cells:
         if row["rivals"]:
             others = (row["rivals"].get(name, {}).get("us") for name in names)
-            table.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
-    return table
-
-
-def _group_table(values: dict[str, Any]) -> Table:
-    table = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
+            rivals.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
+    groups = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
     for row in values["groups"]:
-        table.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
-    return table
-
-
-def _prefill_table(values: dict[str, Any]) -> Table:
-    table = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
+        groups.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
+    prefill = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
     for row in values["prefill"]:
-        table.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
-    return table
+        prefill.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
+    return [*found, rivals, groups, prefill]

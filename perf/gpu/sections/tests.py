@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
+from ...report.table import Table
 from ..context import Context
-from ..table import Table
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MARK = "pytest.mark." + "gpu"

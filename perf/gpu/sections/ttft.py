@@ -7,10 +7,10 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
+from ...report.table import Table
 from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
-from ..table import Table
 
 RANKS = (16, 64)
 
@@ -33,13 +33,12 @@ def run(context: Context) -> dict[str, Any]:
         adapters = adapter_dirs(context.size, context.dtype_name, rank, 1, context.work_dir)
         (name,) = adapters
         longest = max(lengths)
-        with Subject(
-            context,
-            adapters,
-            max_seqs=running + 1,
-            max_batched=longest + running,
-            max_len=longest + context.pick(32, 256, 256),
-        ) as subject:
+        size = {
+            "max_seqs": running + 1,
+            "max_batched": longest + running,
+            "max_len": longest + context.pick(32, 256, 256),
+        }
+        with Subject(context, adapters, **size) as subject:
             subject.load([name])
             for tokens in lengths:
                 context.say(f"time to first token, rank {rank}, {tokens} tokens")
@@ -48,10 +47,7 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def _rows(subject: Subject, name: str, rank: int, tokens: int, repeats: int, running: int) -> list[dict[str, Any]]:
-    def leave(name: str) -> None:
-        """It is where it should be."""
-
-    starts = {"warm": leave, "host": subject.to_host, "disk": subject.to_disk}
+    starts = {"warm": lambda name: None, "host": subject.to_host, "disk": subject.to_disk}
     subject.first_token_seconds(tokens, name)
     rows = []
     for loading in LOADINGS:
@@ -62,21 +58,12 @@ def _rows(subject: Subject, name: str, rank: int, tokens: int, repeats: int, run
                     prepare(name)
                     seconds[start].append(subject.first_token_seconds(tokens, name))
             stalls = {start: _stall(subject, running, tokens, starts[start], name) for start in ("warm", "host")}
-        middle = {start: median(found) for start, found in seconds.items()}
+        warm, host, disk = (median(found) for found in seconds.values())
         rows.append(
-            {
-                "rank": rank,
-                "prompt_tokens": tokens,
-                "loading": loading,
-                "warm_ms": middle["warm"] * 1e3,
-                "cold_ms": middle["host"] * 1e3,
-                "disk_ms": middle["disk"] * 1e3,
-                "cold_over_warm": middle["host"] / middle["warm"],
-                "disk_over_warm": middle["disk"] / middle["warm"],
-                "warm_stall_ms": stalls["warm"] * 1e3,
-                "cold_stall_ms": stalls["host"] * 1e3,
-            }
-        )
+            {"rank": rank, "prompt_tokens": tokens, "loading": loading, "warm_ms": warm * 1e3, "cold_ms": host * 1e3,
+             "disk_ms": disk * 1e3, "cold_over_warm": host / warm, "disk_over_warm": disk / warm,
+             "warm_stall_ms": stalls["warm"] * 1e3, "cold_stall_ms": stalls["host"] * 1e3}
+        )  # fmt: skip
     return rows
 
 

@@ -6,17 +6,13 @@ from typing import Annotated
 
 from pydantic import Field
 
-from .azure_functions import AzureFunctions
-from .azure_llm import AzureLLM
 from .jsonl import Jsonl
-from .lora_requests import LoraRequests, LoraSequence
-from .mooncake import Mooncake
+from .published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from .servegen import ServeGen
 from .source import Source, TraceRow
 
 __all__ = ["Source", "TraceRow", "TraceSource"]
 
 TraceSource = Annotated[
-    AzureLLM | AzureFunctions | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl,
-    Field(discriminator="format"),
+    AzureLLM | AzureFunctions | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl, Field(discriminator="format")
 ]

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import IO, Literal
 
 from ..request import TraceRequest
-from .json_lines import json_lines
 from .source import Source, TraceRow
-from .text import Check
+from .text import Check, json_lines
 
 _FIELDS = ("arrival", "adapter", "prompt_tokens", "output_tokens")
 

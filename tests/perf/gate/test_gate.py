@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from chorus.perf.gate import __main__ as gate
 from chorus.perf.gate.baseline import Baseline, Run, compare
-from chorus.perf.gate.pointer import find
-from chorus.perf.gate.suite import GateError, Metric, Rule, Suite, suite_of, suites
+from chorus.perf.gate.suite import GateError, Metric, Rule, Suite, find, suite_of, suites
 from chorus.perf.gate.verdict import Status, allowance, judge, noise
 
 POSITIVE = st.floats(1e-6, 1e6)

@@ -164,7 +164,7 @@ def test_sgmv_in_the_interpreter(context):
 
 
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "chorus.perf.gpu.worker", *arguments]
+    command = [sys.executable, "-m", "chorus.perf.gpu", "--worker", *arguments]
     return subprocess.run(
         command, capture_output=True, text=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )

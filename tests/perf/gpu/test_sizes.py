@@ -19,7 +19,7 @@ LLAMA, TINY = SIZES["llama-3.1-8b"], SIZES["tiny"]
 @pytest.mark.parametrize("size", SIZES.values(), ids=SIZES)
 def test_the_configuration_is_the_geometry(size, tmp_path):
     config = ModelConfig.read(size.write_config(tmp_path, "bfloat16"))
-    assert config.module_dims == size.dims
+    assert config.module_dims == size.geometry.dims
     assert config.dtype == "bfloat16"
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     norms = (2 * config.num_layers + 1) * config.hidden_size
@@ -30,7 +30,7 @@ def test_llama_is_llama(tmp_path):
     config = ModelConfig.read(LLAMA.write_config(tmp_path, "bfloat16"))
     count = sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
     assert count == 8_030_261_248
-    assert LLAMA.page_layout(2).page_bytes == 2 << 20
+    assert LLAMA.geometry.page_layout(2).page_bytes == 2 << 20
     assert (config.rope.theta, config.rope.factor, config.head_dim) == (500000.0, 8.0, 128)
 
 
@@ -75,5 +75,5 @@ def test_a_layers_cost_is_that_of_its_groups():
     case = LoraCase(TINY, arena, [1, 2], [4, 8], 1, decode(3, 8), 8)
     whole = case.cost()
     assert whole.bytes == sum(case.cost([group]).bytes for group in case.groups)
-    assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(d_in + d_out for d_in, d_out in TINY.dims.values())
+    assert whole.flops == 2 * (1 * 4 + 2 * 8) * sum(d_in + d_out for d_in, d_out in TINY.geometry.dims.values())
     assert whole.bytes > layer_bytes(TINY, [4, 8], 4)

@@ -9,7 +9,7 @@ import pytest
 from chorus.memory.adapters.adapter import Tier
 from chorus.perf.gpu.adapter_files import adapter_dirs
 from chorus.perf.gpu.options import Options
-from chorus.perf.gpu.subject import Subject, Unsettled, WaitingLoads
+from chorus.perf.gpu.subject import Subject, Unsettled
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_a_load_is_waited_for_whole():
     backend.advance = advance
     timer = SimpleNamespace(synchronize=lambda: None)
     subject = SimpleNamespace(executor=SimpleNamespace(adapters=backend), _context=SimpleNamespace(timer=timer))
-    with WaitingLoads(subject):
+    with Subject.waiting_loads(subject):
         assert backend.place(None, None, []) is transfer
         assert left == [0]
     left[0] = 2

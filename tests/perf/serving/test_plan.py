@@ -13,7 +13,7 @@ from chorus.perf.serving.prompts import PromptError, TokenPrompts, WordPrompts, 
 from chorus.perf.serving.record import Record
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL, BUILTIN_NAME
-from chorus.server.demo.skills import SKILLS
+from chorus.server.demo.skills import BASE, SKILLS, held_out
 
 
 def wanted(index: int = 0, adapter: str | None = None, prompt: int = 10, output: int = 5, **more) -> TraceRequest:
@@ -52,6 +52,31 @@ def test_prompts_share_the_prefixes_that_a_trace_names():
     two = prompts.make(wanted(1, prompt=24, hash_ids=(7, 8, 5), hash_block_tokens=8))
     assert one[:16] == two[:16]
     assert one[16:] != two[16:]
+    one, two = (
+        WordPrompts(0).make(wanted(i, prompt=20, hash_ids=(7, i), hash_block_tokens=16)).split() for i in (0, 1)
+    )
+    assert one[:16] == two[:16]
+    assert one[16:] != two[16:]
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 3000])
+def test_words_are_as_many_as_tokens(tokens):
+    made = WordPrompts(0).make(wanted(3, prompt=tokens))
+    assert len(made.split()) == tokens
+    assert made == WordPrompts(0).make(wanted(3, prompt=tokens))
+    assert tokens < 7 or made != WordPrompts(0).make(wanted(4, prompt=tokens))
+
+
+def test_questions_are_held_out_and_of_the_adapters_skill():
+    ask = Questions(seed=2)
+    for name in SKILLS:
+        for adapter in (name, f"{name}-00017"):
+            question = ask.of(wanted(9, adapter), "model")
+            assert question.skill == name
+            assert held_out(question.text)
+    assert ask.of(wanted(9), "model").skill == BASE.name
+    assert ask.of(wanted(1, "sort"), "m") != ask.of(wanted(2, "sort"), "m")
+    assert ask.of(wanted(1, "sort"), "m") == Questions(seed=2).of(wanted(1, "sort"), "m")
 
 
 def test_the_served_model_s_own_tokenizer_is_found(tmp_path):

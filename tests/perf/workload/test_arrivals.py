@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.perf.workload import TraceError, WorkloadSpec
-from chorus.perf.workload.rates import Clock, Piece, integral, linear
+from chorus.perf.workload.arrivals import LinearRate
+from chorus.perf.workload.rates import Clock, Piece, integral
 
 from .traces_on_disk import azure_llm, mooncake
 
@@ -86,10 +87,11 @@ def test_expected_requests():
 )
 def test_clock_inverts_the_integral(points, due):
     points = sorted(points)
-    found = Clock(linear(points)).seconds(np.array(sorted(due)), math.inf)
+    rate = LinearRate.model_construct(points=points)
+    found = Clock(rate.pieces(0)).seconds(np.array(sorted(due)), math.inf)
     assert (np.diff(found) >= 0).all()
     for second, want in zip(found, sorted(due), strict=False):
-        assert integral(linear(points), float(second)) == pytest.approx(want, rel=1e-6, abs=1e-6)
+        assert integral(rate.pieces(0), float(second)) == pytest.approx(want, rel=1e-6, abs=1e-6)
     if points[-1][1] > 0:
         assert len(found) == len(due)
 

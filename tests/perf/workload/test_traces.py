@@ -12,11 +12,8 @@ from pathlib import Path
 import pytest
 
 from chorus.perf.workload import TraceError, WorkloadSpec
-from chorus.perf.workload.traces.azure_functions import AzureFunctions
-from chorus.perf.workload.traces.azure_llm import AzureLLM
 from chorus.perf.workload.traces.jsonl import Jsonl, read
-from chorus.perf.workload.traces.lora_requests import LoraRequests, LoraSequence
-from chorus.perf.workload.traces.mooncake import Mooncake
+from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from chorus.perf.workload.traces.servegen import ServeGen
 
 from . import traces_on_disk as disk

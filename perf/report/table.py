@@ -20,6 +20,14 @@ class Table:
             raise ValueError(f"{self.title}: {len(cells)} cells for {len(self.columns)} columns")
         self.rows.append(cells)
 
+    def show(self, console: Any = None) -> None:
+        """Print it, wide enough where the output is no terminal."""
+        from rich.console import Console
+
+        console = console or Console(width=140)
+        console.print(self.title, style="bold", highlight=False, markup=False)
+        console.print(self.render(), highlight=False)
+
     def render(self) -> Any:
         """As rich shows it."""
         from rich import box

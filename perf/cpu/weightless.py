@@ -1,0 +1,41 @@
+"""Adapters without weights, for what places and schedules them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from ...memory.files.format import AdapterManifest
+from ...memory.host.image import HostImage
+from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from ...memory.pages.layout import MODULES, PageLayout
+
+
+class WeightlessAdapters:
+    """An adapter backend that lays adapters out and moves nothing. The rank ends a path's name, as in `a7-16`."""
+
+    def __init__(self, dims: Mapping[str, tuple[int, int]], page: PageLayout) -> None:
+        self._dims = dims
+        self._page = page
+        self._layouts: dict[int, AdapterLayout] = {}
+
+    def inspect(self, path: Path) -> AdapterManifest:
+        rank = int(path.name.rpartition("-")[2])
+        return AdapterManifest(path, (AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES),))
+
+    def layout(self, manifest: AdapterManifest) -> AdapterLayout:
+        page, rank = self._page, manifest.rank
+        if rank not in self._layouts:
+            self._layouts[rank] = AdapterLayout.build(
+                manifest.parts, self._dims, page.num_layers, page.page_elems, page.itemsize
+            )
+        return self._layouts[rank]
+
+    def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
+        image.publish(layout.num_layers)
+
+    def save(self, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to save."""
+
+    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> None:
+        """There is nothing to move."""

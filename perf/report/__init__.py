@@ -1,0 +1,1 @@
+"""Results for people: tables, and the marks that they are held against."""

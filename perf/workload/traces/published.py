@@ -1,0 +1,123 @@
+"""Readers of published traces that list requests, one a row.
+
+Azure LLM inference traces, `AzureLLMInferenceTrace_{code,conv}.csv` (2023) and the weeks of 2024, CC-BY-4.0, are
+described in Splitwise (ISCA 2024) and DynamoLLM (HPCA 2025). Azure Functions invocation trace of 2021 (MAF2): CaraServe
+(§7.1) and dLoRA (§7.1) take each function, or each group of functions, for one adapter. Mooncake's traces (FAST 2025)
+are Apache-2.0. Two traces of a text-to-image service with LoRA adapters at Alibaba are for research use only: the
+sequence names each request's adapters in order but has no times, the request trace has times but no names; their
+lengths are characters of image prompts, so neither gives tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Literal
+
+from .source import Source, TraceRow
+from .text import Check, csv_fields, json_lines
+
+#: Prompt tokens that a hash id of Mooncake's stands for.
+BLOCK_TOKENS = 512
+
+_EPOCH = datetime(1970, 1, 1)
+_SHOWN = 12
+
+
+class AzureLLM(Source):
+    """Arrivals and lengths of one service; no adapters."""
+
+    format: Literal["azure_llm"]
+    provides = frozenset({"arrival", "prompt_tokens", "output_tokens"})
+
+    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        check = Check(self.path)
+        start: datetime | None = None
+        for line, (when, prompt, output) in csv_fields(self.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+            try:
+                # 100 ns of resolution, and an offset in the traces of 2024: more than Python's own parser takes
+                stamp, _, fraction = when.partition("+")[0].partition(".")
+                time = datetime.fromisoformat(stamp)
+                start = start or time
+                seconds = (time - start).total_seconds() + float(f"0.{fraction or 0}")
+            except (ValueError, TypeError):
+                mend = "it must be a time like 2023-11-16 18:17:03.9799600"
+                raise check.error(line, "TIMESTAMP", when, mend) from None
+            check.in_order(line, "TIMESTAMP", when, seconds)
+            yield TraceRow(
+                seconds,
+                prompt_tokens=check.tokens(line, "ContextTokens", prompt),
+                output_tokens=check.tokens(line, "GeneratedTokens", output),
+            )
+
+
+class AzureFunctions(Source):
+    """Arrivals (end_timestamp − duration, seconds) and adapters: the beginning of a function's hash."""
+
+    format: Literal["azure_functions"]
+    provides = frozenset({"arrival", "adapter"})
+
+    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        check = Check(self.path)
+        names: dict[str, str] = {}
+        for line, (function, end, took) in csv_fields(self.path, ("func", "end_timestamp", "duration")):
+            if not function:
+                raise check.error(line, "func", function, "it must name the function")
+            seconds = check.number(line, "end_timestamp", end) - check.number(line, "duration", took, 0.0)
+            check.in_order(line, "end_timestamp - duration", seconds, seconds)
+            yield TraceRow(seconds, names.setdefault(function, function[:_SHOWN]))
+
+
+class Mooncake(Source):
+    """Arrivals, lengths and prefix hashes: one id for every 512 prompt tokens; no adapters."""
+
+    format: Literal["mooncake"]
+    provides = frozenset({"arrival", "prompt_tokens", "output_tokens", "hash_ids"})
+
+    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        check = Check(self.path)
+        names = ("timestamp", "input_length", "output_length", "hash_ids")
+        for line, found in json_lines(self.path, names):
+            stamp, prompt, output, ids = (found[name] for name in names)
+            seconds = check.number(line, "timestamp", stamp, 0.0) / 1000
+            check.in_order(line, "timestamp", stamp, seconds)
+            length = check.tokens(line, "input_length", prompt)
+            blocks = -(-length // BLOCK_TOKENS)
+            ids = check.ids(line, "hash_ids", ids)
+            if len(ids) != blocks:
+                mend = f"{length} tokens have {blocks} blocks of {BLOCK_TOKENS}; give one id for each"
+                raise check.error(line, "hash_ids", ids, mend)
+            tokens = check.tokens(line, "output_length", output)
+            yield TraceRow(seconds, None, length, tokens, hash_ids=ids, hash_block_tokens=BLOCK_TOKENS)
+
+
+class LoraSequence(Source):
+    """Adapters in order of request: columns row and lora_ids, ids parted by spaces.
+
+    A request with several adapters counts for its first, one with none for the base model.
+    """
+
+    format: Literal["lora_sequence"]
+    provides = frozenset({"adapter"})
+
+    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        check = Check(self.path)
+        for line, (row, ids) in csv_fields(self.path, ("row", "lora_ids")):
+            check.in_order(line, "row", row, check.tokens(line, "row", row, 0))
+            yield TraceRow(adapter=ids.split()[0] if ids.strip() else None)
+
+
+class LoraRequests(Source):
+    """Arrivals, to the second: column gmt_create."""
+
+    format: Literal["lora_requests"]
+    provides = frozenset({"arrival"})
+
+    def rows(self, seed: int = 0) -> Iterator[TraceRow]:
+        check = Check(self.path)
+        for line, (when,) in csv_fields(self.path, ("gmt_create",)):
+            try:
+                seconds = (datetime.fromisoformat(when) - _EPOCH).total_seconds()
+            except (ValueError, TypeError):
+                raise check.error(line, "gmt_create", when, "it must be a time like 2024-11-15 16:57:50") from None
+            yield TraceRow(check.in_order(line, "gmt_create", when, seconds))
