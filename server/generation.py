@@ -68,7 +68,7 @@ class Generation:
         self._per_prompt = per_prompt
         self._latest = [self._arrival] * len(prompts)
         self._in_bulk = in_bulk
-        self._loop: asyncio.AbstractEventLoop | None = None  # the reader's
+        self._loop: asyncio.AbstractEventLoop  # the reader's, from `start` on
         self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with the times at which they came
         self._came: asyncio.Future[None] | None = None  # what the reader waits for
         self._turn_ends = 0.0

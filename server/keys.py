@@ -24,7 +24,7 @@ class InvalidKey(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Whose request it is. tenant: a short name of the key that can't be turned back into it; "" without one."""
+    """The sender of a request. tenant: a short name of the key that can't be turned back into it; "" without one."""
 
     tenant: str = ""
     may_change_adapters: bool = True
@@ -46,7 +46,7 @@ class Keys:
         self._known = [(key, True) for key in sorted(admins)] + [(key, not admins) for key in sorted(users)]
 
     def identify(self, authorization: str | None) -> Identity:
-        """Whose request has this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
+        """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip()) if scheme.lower() == "bearer" else ""
         found: Identity | None = None

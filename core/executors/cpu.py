@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
@@ -12,10 +13,12 @@ from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
+from ...ops.attention import PagedAttention
+from ...ops.native import NativeRows
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..cpus import available_cpus
-from ..model.batch import StepBatch, ragged_batch
+from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
@@ -30,6 +33,8 @@ from .host_memory import default_arena_bytes
 from .model_len import max_model_len_of
 
 logger = logging.getLogger(__name__)
+
+A = TypeVar("A", bound=RowPlan)
 
 
 class CpuExecutor:
@@ -53,22 +58,19 @@ class CpuExecutor:
         self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = ModelAdapters(self.config, self._arena, dtype)
         native = _use_native(config, self.config, dtype)
+        self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
+        setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
+        self._steps: _Steps[NativeRows] | _Steps[PagedAttention]
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
                 self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
                 self._sampling: Sampling = self._model.sampling
+                self._steps = _Steps(self._model, *setup)
             else:
                 self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
                 self._sampling = TorchSampling()
-        self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
-        self._eager_attention = self._model.new_attention()
-        sizes = DecodeBuckets(config.max_num_seqs).sizes
-        self._buffers = DecodeBuffers(
-            sizes, self.layout.pages_for_tokens(max_model_len), self.layout.block_tokens, PagePool.DUMMY
-        )
-        self._bucket_attention = {size: self._model.new_attention() for size in sizes}
-        self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+                self._steps = _Steps(self._model, *setup)
 
     def _arena_bytes(self, config: EngineConfig) -> int:
         if config.memory_bytes is not None:
@@ -89,11 +91,11 @@ class CpuExecutor:
                 if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
             ]
             model.keep_logits(kept, drawn)
-            logits = self._forward(plan)
+            logits = self._steps.forward(plan)
             result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
         else:
             with torch.inference_mode():
-                logits = self._forward(plan)
+                logits = self._steps.forward(plan)
                 result = self._draw(rows, greedy(logits), logits, {index: index for index in asking})
         return self._without_late(plan, result)
 
@@ -111,11 +113,8 @@ class CpuExecutor:
         return result
 
     def close(self) -> None:
-        self._graphs.close()
+        self._steps.close()
         self._model.close()
-
-    def _forward(self, plan: StepPlan) -> torch.Tensor:
-        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
         """Discard the results of rows whose adapter did not arrive in time."""
@@ -125,12 +124,43 @@ class CpuExecutor:
                     result.retract(row.request_id)
         return result
 
+
+class _Model(Protocol[A]):
+    """A model, and attention in the form that it takes."""
+
+    def new_attention(self) -> A: ...
+
+    def forward(self, batch: StepBatch[A, LoraState], /) -> torch.Tensor: ...
+
+
+class _Steps(Generic[A]):
+    """Computes steps of a model: ragged ones as they come, decode steps in the static buffers of their bucket."""
+
+    def __init__(
+        self, model: _Model[A], lora: LoraState, layout: PageLayout, sizes: Sequence[int], max_model_len: int
+    ) -> None:
+        self._model = model
+        self._lora = lora
+        self._layout = layout
+        self._eager_attention = model.new_attention()
+        pages = layout.pages_for_tokens(max_model_len)
+        self._buffers = DecodeBuffers(sizes, pages, layout.block_tokens, PagePool.DUMMY)
+        self._bucket_attention = {size: model.new_attention() for size in sizes}
+        self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+
+    def forward(self, plan: StepPlan) -> torch.Tensor:
+        """Logits of a step's rows."""
+        return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
+
+    def close(self) -> None:
+        self._graphs.close()
+
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
         if plan.adapters:
             self._lora.set_step(plan.adapters, [row.slot for row in plan.rows], [len(row.tokens) for row in plan.rows])
             lora = self._lora
-        batch = ragged_batch(plan.rows, self.layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora)
+        batch = ragged_batch(plan.rows, self._layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora)
         return self._model.forward(batch)
 
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:

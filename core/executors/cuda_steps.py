@@ -15,6 +15,7 @@ from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
+from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
@@ -158,7 +159,7 @@ class CudaSteps:
         """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
         return self._logits[:rows], self._chosen[: 2 * rows].view(2, rows)
 
-    def _to_device(self, batch: StepBatch) -> StepBatch:
+    def _to_device(self, batch: StepBatch[Attention, LoraLaunches]) -> StepBatch[Attention, LoraLaunches]:
         """The batch with its tensors in static buffers of the device, in one copy."""
         names = ["token_ids", "positions", "page", "offset", "logit_tokens"]
         if batch.score_tokens is not None:

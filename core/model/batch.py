@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ...ops.attention import Attention
-from ...ops.native import NativeRows
 from ..requests.types import ScheduledRow
 from .lora_state import StepLora
 from .sampler import following_tokens
 
 
+class RowPlan(Protocol):
+    """A step's rows as a model's attention takes them: `Attention`, or `NativeRows`."""
+
+    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
+
+
+P = TypeVar("P", bound=RowPlan, covariant=True)
+L = TypeVar("L", bound=StepLora, covariant=True)
+
+
 @dataclass(slots=True)
-class StepBatch:
-    """Inputs of a forward pass.
+class StepBatch(Generic[P, L]):
+    """Inputs of a forward pass, with attention and adapters in the form that the model takes.
 
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
@@ -27,8 +37,8 @@ class StepBatch:
     positions: torch.Tensor
     page: torch.Tensor
     offset: torch.Tensor
-    attention: Attention | NativeRows
-    lora: StepLora | None
+    attention: P
+    lora: L | None
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
 
@@ -37,9 +47,9 @@ def ragged_batch(
     rows: list[ScheduledRow],
     block_tokens: int,
     dummy_page: int,
-    attention: Attention | NativeRows,
-    lora: StepLora | None,
-) -> StepBatch:
+    attention: P,
+    lora: L | None,
+) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, page, offset, qo_indptr, score_tokens = [], [], [], [], [0], []
     for row in rows:

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import embedding, linear
 
 from ...memory.pages.arena import Arena
-from ...ops.attention import PagedAttention
+from ...ops.attention import Attention, PagedAttention
 from ...ops.elementwise import (
     HeadNorms,
     RotaryEmbedding,
@@ -20,8 +20,12 @@ from ...ops.elementwise import (
 )
 from .batch import StepBatch
 from .config import ModelConfig
+from .lora_state import StepLora
 from .nvtx_spans import span
 from .weights import LayerWeights, Weights
+
+#: A step's batch in the form that this decoder takes.
+Batch = StepBatch[Attention, StepLora]
 
 
 class DecoderModel:
@@ -63,7 +67,7 @@ class DecoderModel:
     def close(self) -> None:
         """Nothing outlives the object."""
 
-    def forward(self, batch: StepBatch, logits: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(self, batch: Batch, logits: torch.Tensor | None = None) -> torch.Tensor:
         """Compute the step's tokens and write their KV. Returns logits `[logit_tokens, vocab]` float32, in `logits` if
         that is given.
         """
@@ -97,7 +101,12 @@ class DecoderModel:
         return linear(self._scored[begin:end], self._lm_head).float()
 
     def _attention(
-        self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch, rotation: Rotation
+        self,
+        x: torch.Tensor,
+        index: int,
+        layer: LayerWeights,
+        batch: Batch,
+        rotation: Rotation,
     ) -> torch.Tensor:
         lora = batch.lora
         k_cache, v_cache = self._arena.kv_layers[index]
@@ -117,7 +126,7 @@ class DecoderModel:
                 lora.o(out, attended, index)
         return out
 
-    def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: StepBatch) -> torch.Tensor:
+    def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: Batch) -> torch.Tensor:
         lora = batch.lora
         with span("mlp"):
             gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]

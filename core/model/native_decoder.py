@@ -16,6 +16,7 @@ from ...ops.sampling import Chances
 from ...ops.sgmv import Segments
 from .batch import StepBatch
 from .config import ModelConfig
+from .lora_state import LoraState
 from .weights import LayerWeights, Weights
 
 
@@ -72,7 +73,7 @@ class NativeDecoderModel:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens, until the next call."""
         return self._decoder.score_logits(begin, end)
 
-    def forward(self, batch: StepBatch) -> torch.Tensor:
+    def forward(self, batch: StepBatch[native.NativeRows, LoraState]) -> torch.Tensor:
         """Compute the step's tokens and write their KV; logits `[kept, vocab]` float32, until the next step."""
         logit_tokens = batch.logit_tokens
         if logit_tokens is None:

@@ -83,8 +83,8 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
                 decodes.append(row)
             row.slot = slot
     bucket = None if prefills else buckets.pick(len(decodes))
-    adapters = list(groups)
-    return StepPlan(step_id, prefills + decodes, adapters[1:] if None in groups else adapters, bucket)
+    adapters = [adapter for adapter in groups if adapter is not None]
+    return StepPlan(step_id, prefills + decodes, adapters, bucket)
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

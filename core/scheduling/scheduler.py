@@ -197,7 +197,8 @@ class Scheduler:
 
     def _is_awaited(self, request: Request) -> bool:
         """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
-        return request.state is RequestState.LATE and self._store.images.is_requested(request.adapter)
+        adapter = request.adapter
+        return request.state is RequestState.LATE and adapter is not None and self._store.images.is_requested(adapter)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..host.buffers import Buffers
     from ..host.image import HostImage
 
-# How much is read at once, in whole layers; those of one read wait for each other.
+# Bytes read at once, in whole layers; layers of one read wait for each other.
 _FIRST_READ_BYTES = 256 << 10
 _LAST_READ_BYTES = 8 << 20
 

@@ -57,6 +57,8 @@ class Outcome:
 
 @dataclass(eq=False)
 class Live:
+    """A request in progress."""
+
     adapter: Adapter
     table: BlockTable
     num_tokens: int

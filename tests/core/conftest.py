@@ -49,7 +49,7 @@ class RecordingExecutor:
 
 @dataclass
 class Answer:
-    """What a request has got so far."""
+    """The outputs of a request so far."""
 
     tokens: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None

@@ -118,7 +118,7 @@ def pattern_subject(tmp_path_factory: pytest.TempPathFactory) -> PatternSubject:
 def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], int]], **config: Any) -> list[list[int]]:
     """All requests at once; the pool's books are checked after every step."""
     defaults = {"dtype": "float32", "threads": 1, "memory_bytes": 8 << 20, "cpu_kernels": kernels}
-    # Where evictions are counted, which adapters are read in time is not left to the disk.
+    # The test that counts evictions does not leave it to the disk which adapters are read in time.
     reads = InlineReads() if config.get("num_pages") else None
     engine = Engine.from_config(EngineConfig(model=it.model, **{**defaults, **config}), reads)
     for name, path in it.adapters.items():

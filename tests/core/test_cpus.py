@@ -1,4 +1,4 @@
-"""How many threads are of use: affinity mask and control groups' quotas."""
+"""The number of threads that are of use: affinity mask and control groups' quotas."""
 
 from __future__ import annotations
 

@@ -86,7 +86,7 @@ def add_all(driver: Driver, asked: list[tuple[str | None, list[int]]], count: in
 
 
 def margin(answer: Answer) -> float:
-    """How clearly the greedy tokens were chosen."""
+    """Margin by which the greedy tokens were chosen."""
     return min(entry.top[0][1] - entry.top[1][1] for entry in answer.logprobs)
 
 

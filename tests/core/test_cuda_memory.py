@@ -1,4 +1,4 @@
-"""How large a GPU's arena may be, and what is said when that is too little."""
+"""The size of a GPU's arena, and the error when that is too little."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which executor `device` comes to."""
+"""The executor that `device` comes to."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def profiler(gqa, executor):
 
 
 def check_plan(plan, executor):
-    """What every executor relies on."""
+    """The order that every executor relies on."""
     assert {row.slot for row in plan.rows} - {-1} == set(range(len(plan.adapters)))
     single = [len(row.tokens) == 1 for row in plan.rows]
     assert single == sorted(single)

@@ -1,4 +1,4 @@
-"""What leaves the process: a step's plan, and a request that goes on elsewhere."""
+"""Objects that leave the process: a step's plan, and a request that goes on elsewhere."""
 
 from __future__ import annotations
 

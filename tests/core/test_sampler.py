@@ -40,7 +40,7 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 
 
 def draw(rows, logits):
-    """What an executor without a native decoder does with a row of logits for each row."""
+    """The sampling of an executor without a native decoder, a row of logits for each row."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
     return sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
 

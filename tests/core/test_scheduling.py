@@ -1,4 +1,4 @@
-"""Who runs when: slow adapters, several tenants, equal prompts, a short arena, a full queue."""
+"""The order in which requests run: slow adapters, several tenants, equal prompts, a short arena, a full queue."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ NAMES = ("alto", "bass", "tenor")
 #: Adapter reads wait for the machine, which lets time go by in leaps.
 PATIENT = 1e9
 
-#: How often what the machine is for came about, over all of its runs.
+#: Number of times that what the machine is for came about, over all of its runs.
 reached: Counter[str] = Counter()
 
 
@@ -349,7 +349,7 @@ class Expected:
         return None if self.adapter is None else self.adapter.manifest.path
 
     def alone(self) -> tuple[list[int], FinishReason]:
-        """What the request gets when nothing disturbs it."""
+        """The tokens that the request gets when nothing disturbs it."""
         output: list[int] = []
         seed = self.request.seed if self.params.temperature else None
         while True:

@@ -1,4 +1,4 @@
-"""Which batch sizes are captured, and which one a step takes."""
+"""Batch sizes that are captured, and the one that a step takes."""
 
 from __future__ import annotations
 

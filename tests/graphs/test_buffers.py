@@ -53,7 +53,7 @@ def test_views_show_the_last_step_and_padding_only(sequence):
 
 
 def addresses(buffers):
-    """Where everything that a captured step reads lies."""
+    """Addresses of everything that a captured step reads."""
     return {
         size: (id(view.kv_lens), *(getattr(view, name).data_ptr() for name in TENSORS))
         for size, view in buffers.views.items()

@@ -132,7 +132,7 @@ def tiny_engine(tiny_base: Path):
 
 
 def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor, float]]:
-    """What a resident adapter's pages hold: (layer, module) → A `[rank, in]`, B `[out, rank]`, scale.
+    """The contents of a resident adapter's pages: (layer, module) → A `[rank, in]`, B `[out, rank]`, scale.
 
     Reads row by row by the layout's definition, not by the code that serves.
     """

@@ -27,7 +27,7 @@ def num_open_files() -> int:
 @pytest.mark.parametrize("name", [CONFIG, WEIGHTS])
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
 def test_a_file_that_is_swapped_after_it_was_looked_at(adapter_draft, tmp_path, monkeypatch, name, make):
-    """What is read is what was looked at, though there is a pipe, a directory or a device in its place by now."""
+    """The file that is read is the one that was looked at, though a pipe, a directory or a device took its place."""
     path = adapter_draft().write(tmp_path / "a")
     expected = inspect_adapter(path, DIMS, LAYERS)
     opened, plain_open = [], os.open

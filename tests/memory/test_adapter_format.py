@@ -1,4 +1,4 @@
-"""What is read as an adapter, and what is refused with which words."""
+"""Directories that are read as adapters, and the errors for others."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ FIELDS = [
 
 
 def good_adapters(draft, root: Path) -> list[Path]:
-    """What the damage starts from: every feature of the format."""
+    """The adapter that the damage starts from: every feature of the format."""
     everywhere = tuple(MODULES)
     drafts = [
         draft(everywhere, 4),
@@ -212,7 +212,7 @@ PIECES = [
 
 
 def edit_pattern(path, rng):
-    """What is taken must match what `re` matches; none of these keeps `re` for long."""
+    """A pattern that is taken must match what `re` matches; none of these keeps `re` for long."""
     config = json.loads((path / CONFIG).read_text())
     for _ in range(rng.choice([1, 1, 2])):
         pattern = "".join(rng.choices(PIECES, k=rng.randrange(1, 7)))

@@ -1,4 +1,4 @@
-"""When a file is another one, what two adapters have in common, and which of them change nothing."""
+"""Files that became others, adapters with equal parts, and adapters that change nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which adapters are where: tiers, pins, versions, and never a page lost on the way."""
+"""The places of adapters: tiers, pins, versions, and never a page lost on the way."""
 
 from __future__ import annotations
 

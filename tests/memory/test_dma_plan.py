@@ -1,4 +1,4 @@
-"""Which runs are copied, in which order and under which events."""
+"""The runs that are copied, their order and their events."""
 
 from __future__ import annotations
 

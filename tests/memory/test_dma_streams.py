@@ -26,7 +26,7 @@ GARBAGE = -1
 
 @dataclass(eq=False)
 class Load:
-    """What a test knows of a transfer. image is the reader's hold on its image, gone when the read has ended."""
+    """A transfer as a test sees it. image is the reader's hold on its image, gone when the read has ended."""
 
     transfer: CudaTransfer
     pages: list[int]

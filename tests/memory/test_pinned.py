@@ -35,7 +35,7 @@ class Memory:
 
 
 class HostMemory:
-    """What a custom allocator gives CuPy's pool, which asks for `ptr` and `size`."""
+    """Memory that a custom allocator gives CuPy's pool, which asks for `ptr` and `size`."""
 
     def __init__(self, blocks: Blocks, size: int) -> None:
         self._blocks, self._array, self.size = blocks, np.full(size, 7, np.uint8), size

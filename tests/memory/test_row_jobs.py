@@ -25,7 +25,7 @@ LAYERS, PAGE_ELEMS = 3, 1024
 WEIGHTS = "adapter_model.safetensors"
 DTYPES = [{"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[name] for name in ITEM_BYTES]
 
-#: What an adapter is drafted with, and what its tensors are saved in.
+#: The dtypes that an adapter is drafted with and that its tensors are saved in.
 DRAFTS = {
     "all modules": ({"rank": 4}, torch.float32),
     "some modules": ({"rank": 3, "targets": ("q_proj", "down_proj")}, torch.float16),

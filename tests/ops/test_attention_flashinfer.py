@@ -67,7 +67,7 @@ def test_ragged_steps_equal_the_definition(seed, steps, heads, block_tokens, spa
     heads=st.sampled_from([(4, 4), (4, 2), (8, 1)]),
 )
 def test_buckets_share_buffers_and_replay_after_any_plan(seed, steps, heads):
-    """What a replay reads is what the last plan wrote, whichever bucket ran before and however long the rows were."""
+    """A replay reads what the last plan wrote, whichever bucket ran before and however long the rows were."""
     backend, fake = make(*heads)
     buckets = {size: backend.decode(size) for size in (1, 2, 4, 8)}
     for index, rows in enumerate(steps):

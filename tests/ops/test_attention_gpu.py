@@ -88,7 +88,7 @@ def test_decode_replays_with_other_lengths(shape, dtype):
 
 
 def test_torch_attention():
-    """What FlashInfer does not take: float32 and small heads."""
+    """Cases that FlashInfer does not take: float32 and small heads."""
     backend = device_backend((4, 2, 16), torch.float32, wanted="torch")
     for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)]]):
         DeviceStep(seed, rows, (4, 2, 16), torch.float32).check(backend.ragged())

@@ -1,5 +1,6 @@
 """The fused elementwise kernels without a GPU: values in Triton's interpreter against their torch paths, and an offline
-compile; a process for each."""
+compile; a process for each.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,15 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from chorus.ops.elementwise import HeadNorms, RotaryEmbedding, Rotation, add_rms_norm, rms_norm, rotate_and_write, silu_and_mul
+from chorus.ops.elementwise import (
+    HeadNorms,
+    RotaryEmbedding,
+    Rotation,
+    add_rms_norm,
+    rms_norm,
+    rotate_and_write,
+    silu_and_mul,
+)
 
 #: Largest difference, as a share of the largest output: two units in its last place. The kernels round where torch
 #: rounds; sums in another order and other approximations of exp and 1/sqrt move a value by a unit, at most twice.

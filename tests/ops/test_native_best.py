@@ -144,7 +144,7 @@ def test_room_for_logits_is_that_of_the_rows_that_are_kept():
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(("vocab", "rows"), [(1, 1), (31, 3), (33, 8), (1000, 13), (257, 50), (4097, 300)])
 def test_drawn_tokens_are_those_drawn_from_the_logits(dtype, threads, vocab, rows):
-    """What torch draws from them, whatever the temperature and whoever else draws; nothing is kept for it."""
+    """Tokens that torch draws from them, whatever the temperature and whoever else draws; nothing is kept for it."""
     generator = torch.Generator().manual_seed(vocab)
     head = torch.randn(vocab, HIDDEN, generator=generator)
     model = Head(head, torch.randn(rows, HIDDEN, generator=generator), dtype, threads)

@@ -290,7 +290,7 @@ def test_an_adapter_taken_off_itself_leaves_the_base_model(base):
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("lengths", [[1] * 9, [1] * 40, [2, 1, 1], [60, 1, 1, 1], [200, 17, 3]], ids=str)
 def test_threads_share_the_work_without_a_trace(base, threads, lengths):
-    """Who does what depends on luck; the logits don't, to the last bit."""
+    """The threads' shares of the work depend on luck; the logits don't, to the last bit."""
     step = mixed_step(len(lengths), base("usual"), lengths)
     expected = step.logits(torch.bfloat16, "native")
     for _ in range(5):

@@ -145,7 +145,7 @@ def test_gaps_between_rows_are_never_read():
 
 
 def test_result_does_not_depend_on_the_other_segments():
-    """What an adapter adds to a token is the same alone and in a batch."""
+    """An adapter's product for a token is the same alone and in a batch."""
     generator = torch.Generator().manual_seed(3)
     arena = torch.randn(60, 256, generator=generator)
     free = iter(range(60))

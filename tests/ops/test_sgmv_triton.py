@@ -1,5 +1,6 @@
 """The Triton SGMV kernels without a GPU: values in Triton's interpreter against `ops.sgmv_ref`, over random steps and a
-seeded grid, and an offline compile; a process for each."""
+seeded grid, and an offline compile; a process for each.
+"""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def _adapters(
     generator: torch.Generator,
 ) -> tuple[torch.Tensor, list[list[AdapterRows]]]:  # fmt: skip
     """An arena that is NaN wherever no rank-row lies, and the adapters in it; the last has a second part where modules
-    are left over."""
+    are left over.
+    """
     plans: list[list[tuple[AdapterRows, int]]] = []
     for rank, targets, layers, skipped in zip(case.ranks, case.targets, case.layers, case.skipped, strict=True):
         parts = [_part(rank, targets, layers, skipped * vector, d_in, widths, vector)]

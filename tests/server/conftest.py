@@ -94,8 +94,8 @@ class FakeEngine:
         self.asked: list[Request] = []
         self.aborted: list[str] = []
         self.threads: set[int] = set()
-        self._running: dict[str, tuple[Request, list[int]]] = {}
-        self._steps = 0
+        self.running: dict[str, tuple[Request, list[int]]] = {}
+        self.steps = 0
         self._generated = 0
         self._last: StepInfo | None = None
 
@@ -110,10 +110,10 @@ class FakeEngine:
         if request.params.max_tokens is None:  # as the engine does
             room = self.model.max_model_len - request.num_prompt_tokens
             request.params = replace(request.params, max_tokens=room)
-        if self.refuse_from is not None and len(self._running) >= self.refuse_from:
+        if self.refuse_from is not None and len(self.running) >= self.refuse_from:
             raise Overloaded("too many requests wait", 2.5)
         self.asked.append(request)
-        self._running[request.id] = (request, self.answer(request))
+        self.running[request.id] = (request, self.answer(request))
 
     def answer(self, request: Request) -> list[int]:
         echo = [token for token in request.token_ids if token != BOS]
@@ -123,16 +123,16 @@ class FakeEngine:
         if self.fail_aborts:
             raise RuntimeError("can't abort")
         self.aborted.append(request_id)
-        return self._running.pop(request_id, None) is not None
+        return self.running.pop(request_id, None) is not None
 
     def has_work(self) -> bool:
-        return bool(self._running)
+        return bool(self.running)
 
     def wake(self) -> None:
         self.woken.set()
 
     def check_when_idle(self) -> None:
-        if not self.books_match and not self._running:
+        if not self.books_match and not self.running:
             raise IntegrityError("page 7 has two owners")
 
     def step(self) -> list[RequestOutput]:
@@ -142,17 +142,17 @@ class FakeEngine:
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("a kernel went wrong")
-        self._steps += 1
-        adapters = {request.adapter_name for request, _ in self._running.values()} - {None}
-        self._last = StepInfo(self._steps, len(self._running), len(adapters), len(self._running))
+        self.steps += 1
+        adapters = {request.adapter_name for request, _ in self.running.values()} - {None}
+        self._last = StepInfo(self.steps, len(self.running), len(adapters), len(self.running))
         outputs = []
-        for request, answer in list(self._running.values()):
-            outputs.append(self._advance(request, answer))
+        for request, answer in list(self.running.values()):
+            outputs.append(self.advance(request, answer))
             if outputs[-1].finish_reason is not None:
-                del self._running[request.id]
+                del self.running[request.id]
         return outputs
 
-    def _advance(self, request: Request, answer: list[int]) -> RequestOutput:
+    def advance(self, request: Request, answer: list[int]) -> RequestOutput:
         if self.POISON in answer:
             return RequestOutput(request.id, (), FinishReason.ERROR, error="poisoned", step=self._last)
         done = request.num_output_tokens
@@ -190,10 +190,10 @@ class FakeEngine:
         return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
-        return sorted({request.adapter_name for request, _ in self._running.values()} - {None}), []
+        return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []
 
     def stats(self) -> EngineStats:
-        busy = len(self._running)
+        busy = len(self.running)
         return EngineStats(
             num_running=busy,
             num_waiting=0,
@@ -202,7 +202,7 @@ class FakeEngine:
             num_kv_pages=busy,
             num_adapter_pages=0,
             num_cached_pages=0,
-            num_steps=self._steps,
+            num_steps=self.steps,
             num_preemptions=0,
             num_generated_tokens=self._generated,
             num_adapter_hits=0,

@@ -1,4 +1,4 @@
-"""What `vllm bench serve`, `genai-perf` and `aiperf` send is taken as it is, and answered as they read it.
+"""Requests of `vllm bench serve`, `genai-perf` and `aiperf` are taken as they are, and answered as they read it.
 
 The bodies are theirs, field for field.
 """

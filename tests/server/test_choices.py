@@ -77,7 +77,7 @@ def test_leaving_takes_all_choices_along(start, fake_engine, stream):
 def test_one_refused_choice_takes_the_others_along(start, fake_engine):
     live = start(fake_engine)
     assert live.post(model="base", prompt=[[97] * 300, [97] * 600], n=2).status_code == 400
-    live.wait_until(lambda: not fake_engine._running)
+    live.wait_until(lambda: not fake_engine.running)
 
 
 @pytest.mark.parametrize(("prompt", "text"), [("a€b", "a€b"), ([97, 256, 98], "ab")])

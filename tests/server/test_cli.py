@@ -181,7 +181,7 @@ def test_what_is_no_size(text):
 
 
 def test_a_line_comes_before_anything_heavy(tmp_path):
-    """What takes seconds to import is only asked for once the user knows that something happens."""
+    """Modules that take seconds to import are only asked for once the user knows that something happens."""
     code = (
         "import sys\n"
         "for name in ('torch', 'transformers', 'uvicorn', 'numpy'): sys.modules[name] = None\n"

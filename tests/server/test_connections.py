@@ -274,7 +274,7 @@ def test_answers_in_progress_are_not_given_up_for_new_clients(start, fake_engine
     body = b'{"model": "base", "prompt": "abc"}'
     head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     asking = [connect(live, head + body) for _ in range(12)]
-    live.wait_until(lambda: len(fake_engine._running) == 12 or len(live.worker._inbox) >= 11, 30)
+    live.wait_until(lambda: len(fake_engine.running) == 12 or len(live.worker._inbox) >= 11, 30)
     silent = [connect(live) for _ in range(40)]
     refused = live.client.post("/v1/completions", json={"model": "base", "prompt": "abc"})
     assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"

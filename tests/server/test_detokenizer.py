@@ -71,7 +71,7 @@ def stream(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool = 
 
 
 def reference(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool) -> tuple[str, bool]:
-    """What `stream` must say, by decoding everything again after every token.
+    """Texts that `stream` must give, by decoding everything again after every token.
 
     A trailing replacement character may stand for a character that isn't complete yet, so it counts only at the end.
     """
@@ -188,7 +188,7 @@ def test_endless_invalid_bytes_are_sent_as_they_come_from_a_bounded_window(token
 
 
 def test_an_endless_run_of_valid_fallback_bytes_is_decoded_once(monkeypatch):
-    """What it says is open until it ends, as one invalid byte would spoil it; but no byte costs more than the first."""
+    """Its text is open until it ends, as one invalid byte would spoil it; but no byte costs more than the first."""
     subject = wrap(byte_fallback())
     decoded = 0
     init = Detokenizer.__init__

@@ -37,26 +37,26 @@ def test_leaving_while_waiting(start, fake_engine, stream):
     live = start(fake_engine)
     fake_engine.gate.clear()
     connection = raw_request(live.url, b'{"model": "base", "prompt": "abc", "stream": ' + stream + b"}")
-    live.wait_until(lambda: len(fake_engine._running) == 1)
+    live.wait_until(lambda: len(fake_engine.running) == 1)
     connection.close()
     live.wait_until(lambda: len(live.worker._inbox) == 1)
     fake_engine.gate.set()
     live.wait_until(lambda: bool(fake_engine.aborted))
-    assert not fake_engine._running
-    assert fake_engine._steps <= 1
+    assert not fake_engine.running
+    assert fake_engine.steps <= 1
 
 
 def test_leaving_before_the_request_is_taken(start, fake_engine):
     live = start(fake_engine)
     fake_engine.gate.clear()
     blocker = raw_request(live.url, b'{"model": "base", "prompt": "abc"}')
-    live.wait_until(lambda: len(fake_engine._running) == 1)
+    live.wait_until(lambda: len(fake_engine.running) == 1)
     connection = raw_request(live.url, b'{"model": "alice", "prompt": "abc"}')
     live.wait_until(lambda: len(live.worker._inbox) == 1)
     connection.close()
     blocker.close()
     fake_engine.gate.set()
-    live.wait_until(lambda: not fake_engine._running)
+    live.wait_until(lambda: not fake_engine.running)
 
 
 def test_a_client_that_never_sends_its_body(start, fake_engine):

@@ -1,4 +1,4 @@
-"""What must not come in: foreign hosts, foreign pages, clients without a key, bodies that are no JSON."""
+"""Requests that must not come in: foreign hosts, foreign pages, clients without a key, bodies that are no JSON."""
 
 import asyncio
 import socket

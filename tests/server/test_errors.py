@@ -1,4 +1,4 @@
-"""What is wrong with a request is said in OpenAI's shape, and names the field."""
+"""A request's fault is told in OpenAI's shape, and names the field."""
 
 import pytest
 
@@ -173,7 +173,7 @@ def test_an_engine_error_is_a_500_and_an_event_in_a_stream(shared, read_events):
 )
 def test_what_an_adapters_disk_did_is_no_500(start, fake_engine, read_events, failure, status):
     failure = LoadFailure[failure]
-    fake_engine._advance = lambda request, _: RequestOutput(
+    fake_engine.advance = lambda request, _: RequestOutput(
         request.id, (), FinishReason.ERROR, error="/srv/secret/alice/x.safetensors: cannot be read", failure=failure
     )
     live = start(fake_engine)
@@ -260,5 +260,5 @@ def test_a_full_queue_is_a_429_that_says_when_to_come_back(start, fake_engine, s
     assert response.headers["retry-after"] == "3"
     assert response.json()["error"]["type"] == "rate_limit_error" and response.json()["error"]["code"] == "overloaded"
     fake_engine.gate.set()
-    live.wait_until(lambda: not fake_engine._running)
+    live.wait_until(lambda: not fake_engine.running)
     assert len(fake_engine.asked) == 2 and {asked.id for asked in fake_engine.asked} <= set(fake_engine.aborted)

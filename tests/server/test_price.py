@@ -1,4 +1,4 @@
-"""What a request would cost is known, and refused, before anything of it is done."""
+"""The cost of a request is known, and refused, before anything of it is done."""
 
 import json
 import time

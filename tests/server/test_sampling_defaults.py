@@ -1,4 +1,4 @@
-"""What a request samples with where it says nothing."""
+"""Sampling parameters of a request that names none."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""How a server ends: what runs may end, what is cut is told, and nothing that hangs keeps the process."""
+"""The end of a server: what runs may end, what is cut is told, and nothing that hangs keeps the process."""
 
 import json
 import os

@@ -297,7 +297,7 @@ def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
         waiting.result(5)
     fake_engine.gate.set()  # it answers after all
     deadline = time.monotonic() + 30
-    while fake_engine._running or worker.progress.turn_seconds():
+    while fake_engine.running or worker.progress.turn_seconds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
     watchdog.look()
@@ -321,7 +321,7 @@ def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeyp
     watchdog.look()
     assert receiver.done.result(5).finish_reason is FinishReason.ERROR
     deadline = time.monotonic() + 30
-    while fake_engine._running or worker.progress.waiting_seconds():
+    while fake_engine.running or worker.progress.waiting_seconds():
         assert time.monotonic() < deadline
         time.sleep(0.001)
     watchdog.look()

@@ -1,4 +1,4 @@
-"""What a server answers to bytes: read whole, and its faults are seen."""
+"""A server's answers to bytes: read whole, and its faults are seen."""
 
 import json
 import socket

@@ -38,7 +38,7 @@ def hasty_release(monkeypatch):
 
 
 def lasting_pins(monkeypatch):
-    """What a running request holds of its adapter is never given back."""
+    """The pages that a running request holds of its adapter are never given back."""
     monkeypatch.setattr(AdapterStore, "release", lambda self, adapter: None)
 
 

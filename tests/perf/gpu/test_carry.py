@@ -1,4 +1,4 @@
-"""What is carried to a machine without a network unpacks there and fits together."""
+"""The archive for a machine without a network unpacks there and fits together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where results come from."""
+"""The origin of results: machine, versions, commit."""
 
 from __future__ import annotations
 

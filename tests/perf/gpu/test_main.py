@@ -129,7 +129,7 @@ def test_bad_arguments(argv, capsys):
 
 
 def test_an_archive_holds_everything_and_is_gone_on_from(tmp_path, sections):
-    """What comes back from a machine is one file; a second machine goes on from it."""
+    """A machine's results come back in one file; a second machine goes on from it."""
     archive = tmp_path / "out" / "gpu.tar.gz"
     done = "from pathlib import Path; import json; Path({!r}).write_text(json.dumps({}))"
     record = {

@@ -1,4 +1,4 @@
-"""How requests are spread over adapters."""
+"""The spread of requests over adapters."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def case() -> LoraCase:
 
 
 def outputs(rival_type: type, case: LoraCase) -> list[torch.Tensor]:
-    """What a way adds to y, with the same weights for every way."""
+    """The product that a way adds to y, with the same weights for every way."""
     torch.manual_seed(0)
     rival = rival_type(case)
     for group in case.groups:
@@ -62,7 +62,7 @@ def test_vllm_is_optional(case, monkeypatch):
 
 
 class Meta:
-    """What the kernels are told of a step, in vLLM's order."""
+    """The kernels' arguments for a step, in vLLM's order."""
 
     @staticmethod
     def make(max_loras: int, max_num_tokens: int, device: torch.device) -> Meta:

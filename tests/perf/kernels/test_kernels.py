@@ -1,4 +1,4 @@
-"""What the command that checks kernels refuses; the kernels themselves: `tests/ops/test_sgmv_triton.py`."""
+"""Cases that the command that checks kernels refuses; the kernels themselves: `tests/ops/test_sgmv_triton.py`."""
 
 from __future__ import annotations
 

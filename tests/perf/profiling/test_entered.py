@@ -1,4 +1,4 @@
-"""How many files one must open to follow a decode step with LoRA."""
+"""Number of files that one must open to follow a decode step with LoRA."""
 
 from __future__ import annotations
 

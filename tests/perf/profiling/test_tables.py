@@ -1,4 +1,4 @@
-"""What the profilers write is read as they write it."""
+"""The profilers' files are read as they write them."""
 
 from __future__ import annotations
 

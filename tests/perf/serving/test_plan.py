@@ -1,4 +1,4 @@
-"""What is sent: served names for a workload's adapters, prompts of its lengths, questions with known answers."""
+"""The requests of a workload: served names for its adapters, prompts of its lengths, questions with known answers."""
 
 from __future__ import annotations
 

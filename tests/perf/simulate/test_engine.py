@@ -209,7 +209,7 @@ def test_steps_are_not_taken_together_past_a_block_that_lets_a_request_in():
 
 
 def test_steps_are_not_taken_together_past_the_end_of_a_load():
-    """What was loaded ahead for a request that is gone keeps its pages until all of it is there; then another fits."""
+    """An adapter loaded ahead for a request that left keeps its pages until all of it is there; then another fits."""
     link = terms(per_byte=0.3 / (10 * PAGE_BYTES))
 
     def run(engine_type):
