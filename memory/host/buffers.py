@@ -45,8 +45,8 @@ class HostBuffers:
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
         count = math.prod(shape)
-        num_bytes = count * dtype.itemsize
-        mapping = self._find(num_bytes) or hugepages.map_memory(-(-max(1, num_bytes) // _ALIGNMENT) * _ALIGNMENT)
+        num_bytes = -(-max(1, count * dtype.itemsize) // _ALIGNMENT) * _ALIGNMENT
+        mapping = self._find(num_bytes) or hugepages.map_memory(num_bytes)
         lease = (ctypes.c_char * len(mapping)).from_buffer(mapping)
         weakref.finalize(lease, self._give_back, mapping).atexit = False
         return torch.frombuffer(lease, dtype=dtype, count=count).view(*shape)

@@ -36,6 +36,18 @@ def test_memory_is_used_again_once_nothing_refers_to_it():
     assert [taken.data_ptr() == address for taken in again].count(True) == 1
 
 
+@pytest.mark.parametrize("count", [1, 10_000, 70_000])
+def test_memory_of_the_same_size_is_used_again_however_small_it_is(count):
+    """Else every read of a small adapter would leave one more idle mapping behind."""
+    buffers = HostBuffers()
+    addresses = set()
+    for _ in range(10):
+        addresses.add(buffers.take((count,), torch.uint8).data_ptr())
+        gc.collect()
+    assert len(addresses) == 1
+    assert buffers.num_idle_bytes < 200_000
+
+
 @pytest.mark.parametrize("count", [10, 10_000_000], ids=["far smaller", "larger"])
 def test_memory_of_another_size_is_left_alone(count):
     buffers = HostBuffers()
