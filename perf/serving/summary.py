@@ -65,22 +65,15 @@ def _part(records: Sequence[Record], objectives: Objectives, seconds: float) -> 
         return count / seconds if seconds else 0.0
 
     return {
-        "requests": len(records),
-        "completed": len(done),
+        "requests": len(records), "completed": len(done),
         "errors": dict(sorted(Counter(record.error for record in records if not record.ok).items())),
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "uncounted": sum(not record.counted for record in done),
-        "requests_per_second": rate(len(done)),
-        "output_tokens_per_second": rate(output),
-        "total_tokens_per_second": rate(prompt + output),
-        "ttft_ms": spread(record.ttft for record in done),
+        "prompt_tokens": prompt, "output_tokens": output, "uncounted": sum(not record.counted for record in done),
+        "requests_per_second": rate(len(done)), "output_tokens_per_second": rate(output),
+        "total_tokens_per_second": rate(prompt + output), "ttft_ms": spread(record.ttft for record in done),
         "tpot_ms": spread(record.tpot for record in done if record.tpot is not None),
-        "itl_ms": spread(gap for record in done for gap in record.itl),
-        "e2e_ms": spread(record.e2e for record in done),
-        "client_delay_ms": spread(record.client_delay for record in done),
-        **_attainment(records, objectives, rate),
-    }
+        "itl_ms": spread(gap for record in done for gap in record.itl), "e2e_ms": spread(record.e2e for record in done),
+        "client_delay_ms": spread(record.client_delay for record in done), **_attainment(records, objectives, rate),
+    }  # fmt: skip
 
 
 def spread(seconds: Iterable[float]) -> dict[str, float] | None:
