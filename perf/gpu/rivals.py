@@ -9,17 +9,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .lora_case import LoraCase
-
-
-class Rival(Protocol):
-    def run(self) -> None:
-        """Every layer's products of all projections, added to y."""
-        ...
 
 
 class RivalAbsent(RuntimeError):
