@@ -19,7 +19,6 @@ import threading
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from ...core.config import EngineConfig
@@ -32,6 +31,7 @@ from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.worker import EngineWorker
+from ..report.spread import spread
 from ..report.table import Table
 
 BAR = 1.25
@@ -159,10 +159,6 @@ def _prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(30, 90) for _ in range(rng.randint(8, 40))]
 
 
-def p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.slow_reads", description=__doc__.split("\n")[0])
     add = parser.add_argument
@@ -173,20 +169,21 @@ def main(argv: list[str] | None = None) -> int:
     add("--rate", type=float, default=60.0, help="ordinary requests per second (default: %(default)s)")
     add("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
     args = parser.parse_args(argv)
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    seen: dict[str, list[float]] = {"without": [], "with": []}
     for index in range(args.rounds):
         for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
             with tempfile.TemporaryDirectory() as where:
                 count = args.slow if kind == "with" else 0
                 took = run_round(count, args, index, Path(where))
-            found[kind] += took
+            seen[kind] += took
+    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
     table = Table("TTFT, ms", ["slow files", "requests", "p50", "p99", "max"])
-    for kind, took in found.items():
-        table.add(kind, len(took), *(1000 * each for each in (median(took), p99(took), max(took))))
+    for kind, ms in found.items():
+        table.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"])
     table.show()
-    ratio = p99(found["with"]) / p99(found["without"])
+    ratio = found["with"]["p99"] / found["without"]["p99"]
     ok = ratio <= BAR
-    values = {kind: round(1000 * p99(took), 3) for kind, took in found.items()}
+    values = {kind: round(ms["p99"], 3) for kind, ms in found.items()}
     print(json.dumps({"ok": ok, "bar": BAR, "p99_ratio": round(ratio, 3), "ttft_p99_ms": values, "slow": args.slow}))
     return 0 if ok else 1
 
