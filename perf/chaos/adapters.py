@@ -28,6 +28,7 @@ from pathlib import Path
 import httpx
 
 from ...server.demo.builtin import BUILTIN_ADAPTERS
+from ..report.spread import spread
 from ..report.table import Table
 from .attacked_server import AttackedServer, started_server
 from .hostile_adapters import hostile
@@ -112,8 +113,9 @@ def attack(directory: Path, mutated: int, seed: int) -> tuple[list[Decided], lis
 
 
 def show_gaps(label: str, gaps: list[float]) -> None:
-    p99, p999, worst = (1e3 * gaps[int(share * (len(gaps) - 1))] for share in (0.99, 0.999, 1))
-    print(f"{len(gaps)} gaps of the neighbour's {label}: p99 {p99:.1f}, p99.9 {p999:.1f}, worst {worst:.1f} ms")
+    found = spread((1e3 * gap for gap in gaps), (99, 99.9))
+    shown = ", ".join(f"{name} {found[name]:.1f}" for name in ("p99", "p99.9", "max"))
+    print(f"{len(gaps)} gaps of the neighbour's {label}: {shown} ms")
 
 
 def many(directory: Path) -> tuple[int, int]:

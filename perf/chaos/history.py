@@ -17,6 +17,7 @@ import sys
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -83,66 +84,40 @@ class History:
         return found
 
 
-class _Operator(threading.Thread):
-    """Changes one name, again and again."""
-
-    def __init__(self, url: str, name: str, root: Path, history: History, stop: threading.Event, seed: int) -> None:
-        super().__init__(name=f"operator-{name}", daemon=True)
-        self._http = httpx.Client(base_url=url, timeout=60, trust_env=False)
-        self._name, self._root, self._history, self._stopped = name, root, history, stop
-        self._rng = random.Random(seed)
-        self._directory = root / f"{name}-live"
-        self.error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            while not self._stopped.is_set():
-                self.change()
-                time.sleep(self._rng.uniform(0, 0.02))
-        except BaseException as error:
-            self.error = error
-
-    def change(self) -> None:
-        skill = self._rng.choice([*SKILLS, *SKILLS, None])
-        begin = time.monotonic()
-        if skill is None:
-            response = self._http.delete(f"/v1/adapters/{self._name}")
-            accepted = response.status_code in (200, 404)
-        else:
-            path = self._root / skill if self._rng.random() < 0.5 else self._overwrite(skill)
-            response = self._http.post("/v1/adapters", json={"name": self._name, "path": str(path)})
-            accepted = response.status_code in (200, 201)
-        if not accepted:
-            raise RuntimeError(f"{self._name} to {skill}: {response.status_code} {response.text}")
-        self._history.changes[self._name].append(Change(begin, time.monotonic(), skill))
-
-    def _overwrite(self, skill: str) -> Path:
-        """Put another skill's files where this name's are now, each by a rename."""
-        self._directory.mkdir(exist_ok=True)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            new = self._directory / f".{file}.new"
-            shutil.copyfile(self._root / skill / file, new)
-            os.replace(new, self._directory / file)
-        return self._directory
+def change_until(stop: threading.Event, url: str, name: str, root: Path, history: History, seed: int) -> None:
+    """Load, reload in place and delete one name, again and again."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
+        while not stop.is_set():
+            skill = rng.choice([*SKILLS, *SKILLS, None])
+            begin = time.monotonic()
+            if skill is None:
+                response, accepted = http.delete(f"/v1/adapters/{name}"), (200, 404)
+            else:
+                path = root / skill if rng.random() < 0.5 else _overwrite(root / f"{name}-live", root / skill)
+                response, accepted = http.post("/v1/adapters", json={"name": name, "path": str(path)}), (200, 201)
+            if response.status_code not in accepted:
+                raise RuntimeError(f"{name} to {skill}: {response.status_code} {response.text}")
+            history.changes[name].append(Change(begin, time.monotonic(), skill))
+            time.sleep(rng.uniform(0, 0.02))
 
 
-class _Client(threading.Thread):
-    """Asks one question after another."""
+def _overwrite(directory: Path, source: Path) -> Path:
+    """Put another skill's files where a name's are now, each by a rename."""
+    directory.mkdir(exist_ok=True)
+    for file in ("adapter_config.json", "adapter_model.safetensors"):
+        new = directory / f".{file}.new"
+        shutil.copyfile(source / file, new)
+        os.replace(new, directory / file)
+    return directory
 
-    def __init__(self, url: str, texts: list[str], history: History, questions: int, seed: int) -> None:
-        super().__init__(name=f"client-{seed}", daemon=True)
-        self._http = httpx.Client(base_url=url, timeout=120, trust_env=False)
-        self._texts, self._history, self._questions = texts, history, questions
-        self._rng = random.Random(seed)
-        self.error: BaseException | None = None
 
-    def run(self) -> None:
-        try:
-            for _ in range(self._questions):
-                name, text = self._rng.choice([*self._history.changes]), self._rng.choice(self._texts)
-                self._history.asked.append(ask(self._http, name, text))
-        except BaseException as error:
-            self.error = error
+def ask_many(url: str, texts: list[str], history: History, questions: int, seed: int) -> None:
+    """Ask one question after another."""
+    rng = random.Random(seed)
+    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
+        for _ in range(questions):
+            history.asked.append(ask(http, rng.choice([*history.changes]), rng.choice(texts)))
 
 
 def ask(http: httpx.Client, name: str, text: str) -> Asked:
@@ -180,18 +155,18 @@ def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) 
             expected = {(skill, text): ask(http, skill, text).answer for skill in SKILLS for text in texts}
             history = History({f"voice-{i}": [Change(0.0, 0.0, None)] for i in range(names)})
             stop = threading.Event()
-            operators = [_Operator(url, name, root, history, stop, seed + i) for i, name in enumerate(history.changes)]
-            askers = [_Client(url, texts, history, questions, seed + 1000 + i) for i in range(clients)]
-            for thread in (*operators, *askers):
-                thread.start()
-            for asker in askers:
-                asker.join()
-            stop.set()
-            for operator in operators:
-                operator.join()
-    for thread in (*operators, *askers):
-        if thread.error is not None:
-            raise thread.error
+            with ThreadPoolExecutor(names + clients) as pool:
+                operators = [
+                    pool.submit(change_until, stop, url, name, root, history, seed + i)
+                    for i, name in enumerate(history.changes)
+                ]
+                askers = [
+                    pool.submit(ask_many, url, texts, history, questions, seed + 1000 + i) for i in range(clients)
+                ]
+                wait(askers)
+                stop.set()
+    for each in (*operators, *askers):
+        each.result()
     return history, history.wrong(expected)
 
 

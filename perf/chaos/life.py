@@ -170,25 +170,15 @@ class Life:
         rng = self.rng
         seats = rng.choice([1, 2, 4, 8, 16])
         return _calm_config(
-            num_pages=rng.choice([40, 60, 90, 400]),
-            block_tokens=rng.choice([4, 8, 16]),
-            max_num_seqs=seats,
-            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])),
-            chunked_prefill=rng.random() < 0.8,
-            adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]),
-            host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
-            eviction=rng.choice(["cost", "lru"]),
-            prefix_cache=rng.random() < 0.7,
-            share_prefix_cache=rng.random() < 0.3,
-            lookahead=rng.choice([1, 2, 8]),
-            prefetch=rng.choice([0, 1, 3]),
-            max_adapters_per_step=rng.choice([None, None, 1, 3]),
-            max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
-            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]),
-            max_waiting=rng.choice([None, 8, 64]),
-            cpu_kernels=rng.choice(["auto", "auto", "auto", "torch"]),
-            seed=rng.randrange(1 << 30),
-        )
+            num_pages=rng.choice([40, 60, 90, 400]), block_tokens=rng.choice([4, 8, 16]), max_num_seqs=seats,
+            max_num_batched_tokens=max(seats, rng.choice([16, 32, 256])), chunked_prefill=rng.random() < 0.8,
+            adapter_read_seconds=rng.choice([0.02, 0.2, 30.0]), host_cache_bytes=rng.choice([0, 100_000, 1 << 30]),
+            eviction=rng.choice(["cost", "lru"]), prefix_cache=rng.random() < 0.7,
+            share_prefix_cache=rng.random() < 0.3, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 3]), max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
+            max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
+            cpu_kernels=rng.choice(["auto", "auto", "auto", "torch"]), seed=rng.randrange(1 << 30),
+        )  # fmt: skip
 
     def _inject_reads(self) -> None:
         """Reads that come late, layer by layer, fail, or hang: for good, or until they were given up or nearly so."""
@@ -363,17 +353,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{name:40} {count:8}")
     for each in wrong[:20]:
         print(each)
-    print(
-        json.dumps(
-            {
-                "ok": not wrong,
-                "answers": answers,
-                "engines": engines - args.first,
-                "wrong": len(wrong),
-                "seed": args.seed,
-            }
-        )
-    )
+    result = {
+        "ok": not wrong,
+        "answers": answers,
+        "engines": engines - args.first,
+        "wrong": len(wrong),
+        "seed": args.seed,
+    }
+    print(json.dumps(result))
     return 1 if wrong else 0
 
 

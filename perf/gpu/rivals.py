@@ -9,19 +9,11 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from .lora_case import LoraCase
-
-
-class Rival(Protocol):
-    """Another implementation of the LoRA products."""
-
-    def run(self) -> None:
-        """Every layer's products of all projections, added to y."""
-        ...
 
 
 class RivalAbsent(RuntimeError):
@@ -30,8 +22,7 @@ class RivalAbsent(RuntimeError):
 
 class _Stacked:
     """A `[adapters, rank, in]` and B `[adapters, out, rank]` per layer, group and projection, up to the largest rank;
-    zero beyond an adapter's own.
-    """
+    zero beyond an adapter's own."""
 
     def __init__(self, case: LoraCase) -> None:
         self._case = case

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,23 +23,8 @@ class Sample:
     captured: bool = False
 
 
-class Timer(Protocol):
-    """Times `work`, which only launches device work; nothing else may be using the device."""
-
-    #: Method of timing, for the result file.
-    method: str
-
-    def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
-        """Warm up, then time calls. capture: time replays of a CUDA graph of one call, where that is possible."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until the device is idle."""
-        ...
-
-
 class WallTimer:
-    """A host clock around calls that return when their work is done."""
+    """A host clock around calls that return when their work is done. method: how it was timed, for the result file."""
 
     method = "host clock, no device"
 
@@ -48,6 +33,7 @@ class WallTimer:
         self._clock = clock
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
+        """Warm up, then time calls; nothing else may be using the device. capture: replays of a graph, if any."""
         work()
         seconds = []
         for _ in range(self._repeats):
@@ -123,3 +109,6 @@ class CudaTimer:
             event.record()
         torch.cuda.synchronize()
         return [before.elapsed_time(after) / 1e3 for before, after in pairwise(events)]
+
+
+Timer = WallTimer | CudaTimer

@@ -15,8 +15,7 @@ import time
 from importlib.metadata import version
 from importlib.util import find_spec
 
-from .elementwise_variants import elementwise_variants
-from .variants import SHARED_LIMIT, KernelVariant, compile_all, variants
+from .variants import SHARED_LIMIT, compile_all, elementwise_variants, variants
 
 _COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>8} {:>8}"
 _TITLES = (
@@ -31,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.perf_counter()
-    every: list[KernelVariant] = [*variants(), *elementwise_variants()]
+    every = [*variants(), *elementwise_variants()]
     chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
     lines = compile_all(args.compile, args.workers, chosen)
     print(_COLUMNS.format(*_TITLES))

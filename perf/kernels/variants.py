@@ -7,8 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from multiprocessing import get_context
-from typing import Any, Protocol
+from typing import Any
 
+from ...ops import elementwise_cost, elementwise_schedule
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
@@ -28,37 +29,14 @@ SHARED_LIMIT = 80 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
+_KERNELS = {"norm": "rms_norm_rows", "add": "rms_norm_rows", "silu": "silu_and_mul_rows"}
+
+#: Llama-3.1-8B: hidden and ffn. (query heads, KV heads, head size, norms) of Llama-3.1-8B and of Qwen3-8B.
+HIDDEN, FFN = 4096, 14336
+ROTARY = {"rotary": (32, 8, 128, False), "normed": (32, 8, 128, True)}
+
 _TABLES = {"tiles": "*i32", "meta": "*i32", "first_elem": "*i64", "pages": "*i32"}
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
-
-
-class KernelVariant(Protocol):
-    """Subject of a table line: a specialisation of a kernel that serving launches.
-
-    module: of `ops`, where the kernel is. tensor_cores: whether it must have a matrix instruction.
-    """
-
-    group: str
-    dtype: str
-    tokens: int
-    max_rank: int
-
-    @property
-    def kernel(self) -> str: ...
-
-    @property
-    def module(self) -> str: ...
-
-    @property
-    def tensor_cores(self) -> bool: ...
-
-    def constants(self) -> dict[str, int]: ...
-
-    def options(self) -> dict[str, int | bool]: ...
-
-    def signature(self) -> dict[str, str]: ...
-
-    def cost(self) -> Cost: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +91,71 @@ class Variant:
 
 
 @dataclass(frozen=True, slots=True)
+class ElementwiseVariant:
+    """One specialisation; group says of which launch. max_rank is 0: no adapter is read."""
+
+    group: str
+    dtype: str
+    tokens: int
+    max_rank: int = 0
+
+    @property
+    def kernel(self) -> str:
+        return _KERNELS.get(self.group, "rotate_and_write_heads")
+
+    @property
+    def module(self) -> str:
+        """The module of `ops` that the kernel is in."""
+        return {"norm": "norm_triton", "add": "norm_triton", "silu": "activation_triton"}.get(
+            self.group, "kv_write_triton"
+        )
+
+    @property
+    def tensor_cores(self) -> bool:
+        return False
+
+    def constants(self) -> dict[str, int]:
+        if self.group == "silu":
+            return elementwise_schedule.silu_constants(FFN)
+        if self.group in ROTARY:
+            return elementwise_schedule.rotary_constants(*ROTARY[self.group])
+        return elementwise_schedule.norm_constants(HIDDEN, self.group == "add")
+
+    def options(self) -> dict[str, int | bool]:
+        if self.group == "silu":
+            return elementwise_schedule.silu_options()
+        if self.group in ROTARY:
+            return elementwise_schedule.rotary_options()
+        return elementwise_schedule.norm_options(HIDDEN)
+
+    def signature(self) -> dict[str, str]:
+        own = f"*{self.dtype}"
+        if self.group == "silu":
+            return {"y": own, "gate_up": own, "gate_up_stride": "i32", "y_stride": "i32"}
+        if self.group in ROTARY:
+            pointers = ("q", "k_cache", "v_cache", "qkv", "cos", "sin", "q_norm", "k_norm")
+            strides = ("qkv", "table", "page", "token", "head")
+            return {
+                **dict.fromkeys(pointers, own), **dict.fromkeys(("rows", "page", "offset"), "*i64"), "eps": "fp32",
+                **{f"{name}_stride": "i32" for name in strides},
+            }  # fmt: skip
+        strides = {f"{name}_stride": "i32" for name in ("x", "y", "residual")}
+        return {"y": own, "x": own, "residual": own, "weight": own, "eps": "fp32", **strides}
+
+    def cost(self) -> Cost:
+        itemsize = ITEMSIZE[self.dtype]
+        if self.group == "silu":
+            return elementwise_cost.silu_cost(self.tokens, FFN, itemsize)
+        if self.group in ROTARY:
+            heads, kv_heads, head_dim, norm = ROTARY[self.group]
+            return elementwise_cost.rotary_cost(self.tokens, heads, kv_heads, head_dim, itemsize, norm)
+        return elementwise_cost.norm_cost(self.tokens, HIDDEN, itemsize, self.group == "add")
+
+
+KernelVariant = Variant | ElementwiseVariant
+
+
+@dataclass(frozen=True, slots=True)
 class Line:
     """Resources that a variant takes on a GPU."""
 
@@ -157,6 +200,13 @@ def variants() -> Iterator[Variant]:
                 yield Variant(kernel, group, "fp16", 64, 64)
                 if group == "qkv":
                     yield Variant(kernel, group, "fp32", 64, 64)
+
+
+def elementwise_variants() -> Iterator[ElementwiseVariant]:
+    """Every launch in every dtype; a kernel is the same for any number of tokens."""
+    for group in ("norm", "add", "silu", *ROTARY):
+        for dtype in ITEMSIZE:
+            yield ElementwiseVariant(group, dtype, 64)
 
 
 def compile_variant(job: tuple[KernelVariant, str]) -> Line:

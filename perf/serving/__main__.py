@@ -29,10 +29,9 @@ from .load import Outcome, run_load, warm_up
 from .options import parse, workload
 from .picture import draw, need_matplotlib
 from .plan import Names, PlanError, PlannedRequest, with_prompts, with_questions
-from .progress import LoadProgress
 from .prompts import PromptError, find_prompts
 from .server_process import launched
-from .show import show
+from .show import LoadProgress, show
 from .summary import Objectives, client_summary, summarise
 
 

@@ -1,6 +1,6 @@
 """From records to numbers: latencies, rates, attainment of objectives, errors; in all and per adapter.
 
-Percentiles interpolate linearly between order statistics, as numpy's default does. Times are in milliseconds.
+Times are in milliseconds.
 """
 
 from __future__ import annotations
@@ -12,10 +12,9 @@ from typing import Any
 
 import numpy as np
 
+from ..report.spread import spread
 from .load import ClientCost
 from .record import Record
-
-PERCENTILES = (50, 90, 99)
 
 #: Above these the client's own share of what it measures is no longer small.
 MAX_LAG_MS = 20.0
@@ -65,32 +64,23 @@ def _part(records: Sequence[Record], objectives: Objectives, seconds: float) -> 
         return count / seconds if seconds else 0.0
 
     return {
-        "requests": len(records),
-        "completed": len(done),
+        "requests": len(records), "completed": len(done),
         "errors": dict(sorted(Counter(record.error for record in records if not record.ok).items())),
-        "prompt_tokens": prompt,
-        "output_tokens": output,
-        "uncounted": sum(not record.counted for record in done),
-        "requests_per_second": rate(len(done)),
-        "output_tokens_per_second": rate(output),
+        "prompt_tokens": prompt, "output_tokens": output, "uncounted": sum(not record.counted for record in done),
+        "requests_per_second": rate(len(done)), "output_tokens_per_second": rate(output),
         "total_tokens_per_second": rate(prompt + output),
-        "ttft_ms": spread(record.ttft for record in done),
-        "tpot_ms": spread(record.tpot for record in done if record.tpot is not None),
-        "itl_ms": spread(gap for record in done for gap in record.itl),
-        "e2e_ms": spread(record.e2e for record in done),
-        "client_delay_ms": spread(record.client_delay for record in done),
+        "ttft_ms": milliseconds(record.ttft for record in done),
+        "tpot_ms": milliseconds(record.tpot for record in done if record.tpot is not None),
+        "itl_ms": milliseconds(gap for record in done for gap in record.itl),
+        "e2e_ms": milliseconds(record.e2e for record in done),
+        "client_delay_ms": milliseconds(record.client_delay for record in done),
         **_attainment(records, objectives, rate),
-    }
+    }  # fmt: skip
 
 
-def spread(seconds: Iterable[float]) -> dict[str, float] | None:
+def milliseconds(seconds: Iterable[float]) -> dict[str, float] | None:
     """Mean, percentiles and extremes in milliseconds; None of nothing."""
-    values = np.fromiter(seconds, dtype=np.float64) * 1e3
-    if not len(values):
-        return None
-    marks = np.percentile(values, PERCENTILES).tolist()
-    named = {f"p{percentile}": mark for percentile, mark in zip(PERCENTILES, marks, strict=True)}
-    return {"mean": float(values.mean()), **named, "min": float(values.min()), "max": float(values.max())}
+    return spread(np.fromiter(seconds, dtype=np.float64) * 1e3)
 
 
 def _attainment(records: Sequence[Record], objectives: Objectives, rate: Any) -> dict[str, Any]:
@@ -109,7 +99,7 @@ def _attainment(records: Sequence[Record], objectives: Objectives, rate: Any) ->
 
 def client_summary(cost: ClientCost, records: Sequence[Record]) -> dict[str, Any]:
     """Cost of the client itself, and what of it is worth a warning."""
-    delay, lag = spread(record.client_delay for record in records), spread(cost.lags)
+    delay, lag = milliseconds(record.client_delay for record in records), milliseconds(cost.lags)
     cpu = cost.cpu / cost.wall if cost.wall else 0.0
     warnings = []
     if lag and lag["p99"] > MAX_LAG_MS:

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-PERCENTILES = (50, 90, 99)
+from ..report.spread import spread
 
 
 class Served(NamedTuple):
@@ -88,7 +88,5 @@ class Records:
             values = self.column(name)
             if name == "tpot":
                 values = values[tokens > 1]
-            found[name] = {"mean": float(values.mean()) if len(values) else 0.0}
-            for percentile in PERCENTILES:
-                found[name][f"p{percentile}"] = float(np.percentile(values, percentile)) if len(values) else 0.0
+            found[name] = spread(values if len(values) else np.zeros(1))
         return found

@@ -73,15 +73,10 @@ class RequestBatch:
 
     def __iter__(self) -> Iterator[TraceRequest]:
         columns = zip(
-            range(self.first_id, self.first_id + len(self)),
-            self.arrival.tolist(),
-            self.names(),
-            self.prompt_tokens.tolist(),
-            self.output_tokens.tolist(),
+            range(self.first_id, self.first_id + len(self)), self.arrival.tolist(), self.names(),
+            self.prompt_tokens.tolist(), self.output_tokens.tolist(),
             [None if rank < 0 else rank for rank in self.rank.tolist()],
             repeat(None) if self.slo is None else [self.slo_names[index] for index in self.slo.tolist()],
-            repeat(()) if self.hash_ids is None else self.hash_ids,
-            repeat(self.hash_block_tokens),
-            strict=False,
-        )
+            repeat(()) if self.hash_ids is None else self.hash_ids, repeat(self.hash_block_tokens), strict=False,
+        )  # fmt: skip
         return map(TraceRequest._make, columns)

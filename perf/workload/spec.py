@@ -119,15 +119,11 @@ class WorkloadSpec(Strict):
                 index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
             if n:
                 yield RequestBatch(
-                    first_id=first,
-                    arrival_ns=times[:n],
-                    adapter=index,
-                    rank=self.adapters.ranks_of(index, chosen.count, self.seed),
-                    name=name,
+                    first_id=first, arrival_ns=times[:n], adapter=index,
+                    rank=self.adapters.ranks_of(index, chosen.count, self.seed), name=name,
                     slo=np.searchsorted(bounds, slo.random(n), side="right").astype(np.int8) if classes else None,
-                    slo_names=classes,
-                    **_cut(taken, n),
-                )
+                    slo_names=classes, **_cut(taken, n),
+                )  # fmt: skip
             first += n
             if n < len(times) or first == self.requests:
                 return

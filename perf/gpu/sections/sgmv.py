@@ -70,13 +70,9 @@ def run(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {
         "method": context.timer.method,
         "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
-        "per": "one layer, all seven projections, unless a group is named",
-        "max_rank": MAX_RANK,
-        "bandwidth_bytes_per_s": context.bandwidth(),
-        "cells": [],
-        "groups": [],
-        "rivals_absent": {},
-    }
+        "per": "one layer, all seven projections, unless a group is named", "max_rank": MAX_RANK,
+        "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "rivals_absent": {},
+    }  # fmt: skip
     for cell in grid:
         context.say(f"sgmv {cell}")
         case = LoraCase(

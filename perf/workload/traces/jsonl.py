@@ -61,12 +61,9 @@ def _rows(path: Path) -> Iterator[TraceRow]:
         rank = found.get("rank")
         ids = check.ids(line, "hash_ids", found.get("hash_ids", []))
         yield TraceRow(
-            arrival,
-            check.name(line, "adapter", found["adapter"]),
+            arrival, check.name(line, "adapter", found["adapter"]),
             check.tokens(line, "prompt_tokens", found["prompt_tokens"]),
             check.tokens(line, "output_tokens", found["output_tokens"]),
-            None if rank is None else check.tokens(line, "rank", rank, 0),
-            check.name(line, "slo", found.get("slo")),
-            ids,
-            check.tokens(line, "hash_block_tokens", found.get("hash_block_tokens")) if ids else 0,
-        )
+            None if rank is None else check.tokens(line, "rank", rank, 0), check.name(line, "slo", found.get("slo")),
+            ids, check.tokens(line, "hash_block_tokens", found.get("hash_block_tokens")) if ids else 0,
+        )  # fmt: skip

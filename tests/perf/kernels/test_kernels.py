@@ -9,8 +9,7 @@ import pytest
 
 from chorus.ops.sgmv_cost import Cost
 from chorus.perf.kernels import __main__ as kernels
-from chorus.perf.kernels.elementwise_variants import elementwise_variants
-from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, variants
+from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, elementwise_variants, variants
 
 GOOD = Line(Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", 8, Cost(1, 1))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from chorus.perf.serving.load import ClientCost
 from chorus.perf.serving.record import Record
 from chorus.perf.serving.stream import AnswerReader, EventReader, StreamError
-from chorus.perf.serving.summary import Objectives, client_summary, spread, summarise
+from chorus.perf.serving.summary import Objectives, client_summary, milliseconds, summarise
 
 
 def chunk(
@@ -169,8 +169,8 @@ def test_nothing_but_errors_is_a_summary_too():
 
 @given(st.lists(st.floats(0, 100), min_size=1, max_size=50))
 def test_spreads_are_ordered_and_do_not_depend_on_order(values):
-    found = spread(values)
-    shuffled = spread(random.Random(0).sample(values, len(values)))
+    found = milliseconds(values)
+    shuffled = milliseconds(random.Random(0).sample(values, len(values)))
     for name in ("p50", "p90", "p99", "min", "max"):
         assert found[name] == shuffled[name]
     assert found["min"] <= found["p50"] <= found["p90"] <= found["p99"] <= found["max"]
