@@ -22,7 +22,8 @@ class RivalAbsent(RuntimeError):
 
 class _Stacked:
     """A `[adapters, rank, in]` and B `[adapters, out, rank]` per layer, group and projection, up to the largest rank;
-    zero beyond an adapter's own."""
+    zero beyond an adapter's own.
+    """
 
     def __init__(self, case: LoraCase) -> None:
         self._case = case
