@@ -19,7 +19,7 @@ from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
 from .adapter_requests import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
 from .adapter_roots import AdapterRoots
-from .errors import ApiError, read_body
+from .errors import DISK_FAULTS, ApiError, read_body
 from .executors import PoolFull
 from .served_model import ServedModel
 from .worker import EngineWorker
@@ -133,6 +133,11 @@ class AdapterApi:
             load = self._loads.load(name, find, self._roots.roots, replace=replace)
             adapter, replaced = await asyncio.wrap_future(load)
         except AdapterFormatError as error:
+            if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
+                message = f"{error}; try again later"
+                raise ApiError(
+                    503, message, type="server_error", param=path_field, code=error.failure, retry_after=1
+                ) from None
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
         except FileExistsError:
             raise ApiError(

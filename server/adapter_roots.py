@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from .errors import ApiError
+from .errors import DISK_FAULTS, ApiError
 
 
 class AdapterRoots:
@@ -30,7 +30,7 @@ class AdapterRoots:
         It asks the disk, which may take any time: not on the thread of the event loop.
 
         Raises an ApiError that names `field`: 403 for what lies elsewhere, whether it exists or not, 404 for what
-        doesn't exist.
+        doesn't exist; and the OSError of a disk that fails.
         """
         self.require()
         try:
@@ -38,6 +38,8 @@ class AdapterRoots:
             allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
             found = next((found for found in allowed if found.is_dir()), None)
         except (OSError, ValueError, RuntimeError) as error:
+            if getattr(error, "errno", None) in DISK_FAULTS:
+                raise
             raise ApiError(400, f"{field} is no path: {error}", param=field) from None
         if found is not None:
             return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import re
@@ -56,6 +57,12 @@ class JsonResponse(JSONResponse):
         return text.encode("utf-8", "backslashreplace")  # of a lone surrogate that is JSON's own escape
 
 
+DISK_FAULTS = frozenset(
+    {errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENODEV, errno.ENXIO, errno.EMFILE, errno.ENFILE}
+)
+"""Errors that say nothing about a file, only that it can't be had just now."""
+
+
 class ApiError(Exception):
     """An answer other than success. `param` names the wrong field, the message says how to mend it."""
 
@@ -97,7 +104,7 @@ class EngineUnavailable(Exception):
 
 
 class GenerationFailed(Exception):
-    """The engine gave up a request that it had accepted. failure: why its adapter was not loaded, if that is it."""
+    """The engine gave up a request that it had accepted. failure: what adapters have to do with it, if they have."""
 
     def __init__(self, message: str, failure: LoadFailure | None = None) -> None:
         super().__init__(message)
@@ -141,12 +148,12 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, EngineUnavailable):
         return ApiError(503, _without_paths(str(error)), type="server_error", code="engine_unavailable")
     if isinstance(error, GenerationFailed) and error.failure is not None:
-        passes = error.failure in (LoadFailure.UNREADABLE, LoadFailure.TIMEOUT)
+        passes = error.failure.may_pass
         return ApiError(
             503 if passes else 424,  # clients repeat a 409 by themselves, which would not help
             _without_paths(str(error)),
             type="server_error",
-            param="model",
+            param=None if error.failure is LoadFailure.NO_ROOM else "model",
             code=error.failure,
             retry_after=1 if passes else None,
         )

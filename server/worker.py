@@ -95,9 +95,9 @@ class EngineWorker:
             self._thread.join(timeout)
         if self._thread.is_alive():
             log.warning("the engine did not end within %s s", timeout)
-            self.give_up(SHUTTING_DOWN, FinishReason.ABORT)
+            self.give_up(SHUTTING_DOWN)
 
-    def give_up(self, reason: str, finish_reason: FinishReason = FinishReason.ERROR) -> int:
+    def give_up(self, reason: str) -> int:
         """Ends all requests in progress, and calls that wait, though the engine does not answer; returns how many.
 
         The engine is told to abort the requests once it can be.
@@ -107,7 +107,7 @@ class EngineWorker:
         with self._tellers:
             ended = list(self._subscribers)
             self._given_up += ended
-            self._end_all(finish_reason, reason)
+            self._end_all(FinishReason.ABORT, reason)
         for call in calls:
             call(EngineUnavailable(reason))
         return len(ended) + len(calls)

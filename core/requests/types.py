@@ -157,7 +157,7 @@ class RequestOutput(NamedTuple):
 
     num_cached_tokens: prompt tokens whose KV came from the prefix cache.
     logprobs: one per new token, when asked for. prompt_logprobs: one per prompt token but the first, with the first
-    output, when asked for. failure: why its adapter was not loaded, where that is the error.
+    output, when asked for. failure: what its adapter, or pinned ones, have to do with the error.
     """
 
     request_id: str

@@ -111,7 +111,8 @@ class Admission:
             self._waiting.remove(request)
             order.go_on()
             if not has_room:  # nothing runs that could free more pages
-                self._fail(request, "the arena has too few pages left beside pinned adapters; unpin some", None)
+                message = "the arena has too few pages left beside pinned adapters; unpin some"
+                self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
                 admitted[request] = count
                 budget -= count

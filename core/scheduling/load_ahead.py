@@ -9,7 +9,7 @@ from weakref import WeakSet
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
-from ...memory.files.error import AdapterFormatError
+from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
 from ..config import SchedulerLimits
 from ..requests.request import Request
@@ -50,7 +50,7 @@ class LoadAhead:
             if (error := store.images.error(adapter)) is not None:
                 found.append((request, error))
             elif adapter in self._unfit and store.unfit((adapter,)):
-                found.append((request, AdapterFormatError(
+                found.append((request, NoRoom(
                     f"adapter {adapter.name!r} needs {adapter.num_pages} pages, more than the arena has left beside "
                     "pinned adapters; unpin some"
                 )))  # fmt: skip

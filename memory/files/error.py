@@ -8,12 +8,18 @@ _LONGEST = 160
 
 
 class LoadFailure(StrEnum):
-    """Reason why a registered adapter was not loaded; the values are the codes that clients are told."""
+    """Reason why an adapter was not loaded, or pages were lacking; the values are the codes that clients are told."""
 
     UNREADABLE = "adapter_unreadable"
     TIMEOUT = "adapter_timeout"
     CHANGED = "adapter_changed"
     INVALID = "adapter_invalid"
+    NO_ROOM = "no_room_beside_pinned"
+
+    @property
+    def may_pass(self) -> bool:
+        """True if the same request may succeed later, though nobody mends the adapter."""
+        return self not in (LoadFailure.CHANGED, LoadFailure.INVALID)
 
 
 class AdapterFormatError(ValueError):
@@ -32,6 +38,12 @@ class AdapterUnreadable(AdapterFormatError):
     """The disk gave an error; the same read may succeed later."""
 
     failure = LoadFailure.UNREADABLE
+
+
+class NoRoom(AdapterFormatError):
+    """Pinned adapters leave too few pages for this one."""
+
+    failure = LoadFailure.NO_ROOM
 
 
 def shown(value: object) -> str:

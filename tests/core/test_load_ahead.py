@@ -10,7 +10,7 @@ import pytest
 
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.files.error import AdapterFormatError
+from chorus.memory.files.error import AdapterFormatError, LoadFailure
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.host.reads import ReadStalled
@@ -194,3 +194,18 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
         engine.check_integrity()
     finally:
         go.set()
+
+
+@pytest.mark.parametrize(("adapter", "num_tokens", "num_pages"), [(None, 200, 17), ("r33-all", 20, 34)])
+def test_who_was_accepted_before_adapters_were_pinned_is_told_that_they_leave_no_room(
+    gqa, drive, adapter, num_tokens, num_pages
+):
+    names = filter(None, ["r8-attention", adapter])
+    driver = drive(gqa, adapters={name: gqa.adapters[name] for name in names}, num_pages=num_pages)
+    driver.add("large", adapter, [5] * num_tokens, max_tokens=1)
+    assert driver.engine.pin_adapter("r8-attention")
+    driver.add("small", None, [5] * 9, max_tokens=2)
+    answers = driver.drain()
+    assert answers["large"].finish_reason is FinishReason.ERROR and "pinned adapters" in answers["large"].error
+    assert answers["large"].failure is LoadFailure.NO_ROOM
+    assert answers["small"].tokens == gqa.greedy(None, [5] * 9, 2)

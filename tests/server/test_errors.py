@@ -169,9 +169,16 @@ def test_an_engine_error_is_a_500_and_an_event_in_a_stream(shared, read_events):
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [("UNREADABLE", 503), ("TIMEOUT", 503), ("CHANGED", 424), ("INVALID", 424)]
+    ("failure", "status", "param"),
+    [
+        ("UNREADABLE", 503, "model"),
+        ("TIMEOUT", 503, "model"),
+        ("CHANGED", 424, "model"),
+        ("INVALID", 424, "model"),
+        ("NO_ROOM", 503, None),
+    ],
 )
-def test_what_an_adapters_disk_did_is_no_500(start, fake_engine, read_events, failure, status):
+def test_what_adapters_keep_from_running_is_no_500(start, fake_engine, read_events, failure, status, param):
     failure = LoadFailure[failure]
     fake_engine.advance = lambda request, _: RequestOutput(
         request.id, (), FinishReason.ERROR, error="/srv/secret/alice/x.safetensors: cannot be read", failure=failure
@@ -179,10 +186,19 @@ def test_what_an_adapters_disk_did_is_no_500(start, fake_engine, read_events, fa
     live = start(fake_engine)
     response = live.post(model="alice", prompt="a")
     error = response.json()["error"]
-    assert response.status_code == status and error["code"] == failure and error["param"] == "model"
+    assert response.status_code == status and error["code"] == failure and error["param"] == param
     assert ("retry-after" in response.headers) == (status == 503)
     assert error["message"] == "x.safetensors: cannot be read"
     assert read_events(live.post(model="alice", prompt="a", stream=True))[-1]["error"] == error
+
+
+def test_who_waited_for_an_engine_that_hangs_is_told_to_come_again(start, fake_engine):
+    live = start(fake_engine, settings={"stall_seconds": 0.2, "give_up_seconds": 0.5})
+    fake_engine.gate.clear()
+    answer = live.post(model="base", prompt="a")
+    assert answer.status_code == 503 and answer.json()["error"]["code"] == "engine_unavailable"
+    assert "given up" in answer.json()["error"]["message"]
+    fake_engine.gate.set()
 
 
 def test_one_bad_prompt_of_many_takes_the_others_with_it(shared):

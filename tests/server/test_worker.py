@@ -292,7 +292,7 @@ def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
     clock.now = 31
     watchdog.look()
     output = receiver.done.result(5)
-    assert output.finish_reason is FinishReason.ERROR and "given up" in output.error
+    assert output.finish_reason is FinishReason.ABORT and "given up" in output.error
     with pytest.raises(EngineUnavailable, match="given up"):
         waiting.result(5)
     fake_engine.gate.set()  # it answers after all
@@ -319,7 +319,7 @@ def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeyp
     assert not worker.healthy
     clock.now = 31
     watchdog.look()
-    assert receiver.done.result(5).finish_reason is FinishReason.ERROR
+    assert receiver.done.result(5).finish_reason is FinishReason.ABORT
     deadline = time.monotonic() + 30
     while fake_engine.running or worker.progress.waiting_seconds():
         assert time.monotonic() < deadline
