@@ -240,12 +240,16 @@ def byte_level_backend() -> Backend:
 
 
 @pytest.fixture(scope="session")
-def tokenizer() -> Tokenizer:
-    return Tokenizer(
-        PreTrainedTokenizerFast(
-            tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
-        )
+def pretrained() -> PreTrainedTokenizerFast:
+    """The tokenizer of transformers that the server's is made from."""
+    return PreTrainedTokenizerFast(
+        tokenizer_object=byte_level_backend(), bos_token="<bos>", eos_token="<eos>", chat_template=CHAT_TEMPLATE
     )
+
+
+@pytest.fixture(scope="session")
+def tokenizer(pretrained: PreTrainedTokenizerFast) -> Tokenizer:
+    return Tokenizer(pretrained)
 
 
 @pytest.fixture(scope="session")

@@ -87,9 +87,9 @@ def test_the_template_is_used_as_asked(shared):
     assert shared.post(CHAT, messages=USER, tools=tools, tool_choice="none").status_code == 200
 
 
-def test_variables_reach_the_template(start, fake_engine, tokenizer, monkeypatch):
+def test_variables_reach_the_template(start, fake_engine, pretrained, monkeypatch):
     template = "{{ messages[0]['content'] }}{% if shout %}!{% endif %}{% if tools %}{{ tools[0]['name'] }}{% endif %}"
-    monkeypatch.setattr(tokenizer._tokenizer, "chat_template", template)
+    monkeypatch.setattr(pretrained, "chat_template", template)
     live = start(fake_engine)
     body = {"messages": USER, "return_token_ids": True}
     asked = live.post(CHAT, **body, chat_template_kwargs={"shout": True}).json()

@@ -15,10 +15,10 @@ LENGTH, COUNT = 12, 8
 
 
 @pytest.fixture(scope="module")
-def model_dir(subject, tokenizer, tmp_path_factory):
+def model_dir(subject, pretrained, tmp_path_factory):
     directory = tmp_path_factory.mktemp("served") / "tiny"
     shutil.copytree(subject("wide_heads").model, directory)
-    tokenizer._tokenizer.save_pretrained(directory)
+    pretrained.save_pretrained(directory)
     return directory
 
 

@@ -54,16 +54,15 @@ def test_conversations_that_the_template_refuses(tokenizer):
     assert caught.value.field == "messages"
 
 
-def test_a_model_without_template(tokenizer):
-    bare = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend))
+def test_a_model_without_template(pretrained):
+    bare = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=pretrained.backend_tokenizer))
     assert not bare.has_chat_template
     with pytest.raises(InvalidRequest, match="/v1/completions"):
         bare.encode_chat_now([{"role": "user", "content": "x"}])
 
 
-def test_saved_truncation_is_ignored(tokenizer, tmp_path):
-    wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer._backend, bos_token="<bos>", eos_token="<eos>")
-    wrapped.save_pretrained(tmp_path)
+def test_saved_truncation_is_ignored(pretrained, tmp_path):
+    pretrained.save_pretrained(tmp_path)
     backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
     backend.enable_truncation(5)
     backend.save(str(tmp_path / "tokenizer.json"))
@@ -75,9 +74,9 @@ def test_a_directory_without_fast_tokenizer(tmp_path):
         Tokenizer.load(Path(tmp_path))
 
 
-def test_of_a_text_far_too_long_only_the_beginning_is_encoded(tokenizer, monkeypatch):
+def test_of_a_text_far_too_long_only_the_beginning_is_encoded(pretrained, monkeypatch):
     """A vocabulary with a long token says nothing about ordinary texts, so a part of them is looked at first."""
-    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend = Backend.from_str(pretrained.backend_tokenizer.to_str())
     backend.add_tokens(["=" * 200])
     wrapped = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     encoded = []

@@ -35,8 +35,8 @@ def wordpiece() -> Backend:
 
 
 @pytest.fixture(scope="module")
-def vocabularies(tokenizer):
-    backends = [tokenizer._backend, byte_fallback(), metaspace(), wordpiece()]
+def vocabularies(pretrained):
+    backends = [pretrained.backend_tokenizer, byte_fallback(), metaspace(), wordpiece()]
     return [(backend, Vocabulary(backend)) for backend in backends]
 
 
