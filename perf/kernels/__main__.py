@@ -1,4 +1,4 @@
-"""What the Triton kernels take when compiled, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
+"""Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
 
 Compiles every variant that serving launches and fails on a register spill, on too much shared memory, and where loads
 are narrow or a matrix instruction is missing. The last line is one JSON object.
