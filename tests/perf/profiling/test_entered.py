@@ -22,4 +22,4 @@ def test_a_decode_step_enters_few_files(kernels, files):
 
 def test_prints_the_files(capsys):
     assert main(["--list"]) == 0
-    assert "ops/native.py" in capsys.readouterr().out
+    assert "ops/native.py: NativeDecoder" in capsys.readouterr().out
