@@ -1,14 +1,14 @@
 """Files and functions of the engine that one decode step with LoRA enters: how much a reader must open to follow it.
 
 `python -m chorus.perf.profile.entered` counts them for the native CPU path and for the one on torch's operators;
-`--list` names them. The CUDA path is counted where it runs without a GPU, in tests/core/interpreted_cuda.py.
+`--list` names them, and in each what is called. The CUDA path is counted where it runs without a GPU, in
+tests/core/interpreted_cuda.py.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ("core", "ops", "memory", "graphs")
 
 
-def entered(step: Callable[[], object]) -> Counter[str]:
-    """Functions entered per file of the engine while `step` runs on this thread; paths are relative to the package."""
+def entered(step: Callable[[], object]) -> dict[str, list[str]]:
+    """Functions entered by file of the engine while `step` runs on this thread; paths are relative to the package."""
     codes: set[CodeType] = set()
 
     def note(frame: FrameType, event: str, argument: Any) -> None:
@@ -37,15 +37,15 @@ def entered(step: Callable[[], object]) -> Counter[str]:
         step()
     finally:
         sys.setprofile(None)
-    counts: Counter[str] = Counter()
-    for code in codes:
+    found: dict[str, list[str]] = {}
+    for code in sorted(codes, key=lambda code: code.co_qualname):
         path = Path(code.co_filename).resolve()
         if path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in ENGINE:
-            counts[path.relative_to(ROOT).as_posix()] += 1
-    return counts
+            found.setdefault(path.relative_to(ROOT).as_posix(), []).append(code.co_qualname)
+    return found
 
 
-def of_cpu(kernels: str) -> Counter[str]:
+def of_cpu(kernels: str) -> dict[str, list[str]]:
     """One decode step of two requests, of which one uses an adapter. kernels: `native` or `torch`."""
     config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
     engine = Engine.from_config(config)
@@ -61,14 +61,14 @@ def of_cpu(kernels: str) -> Counter[str]:
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.profile.entered", description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="name the files")
+    parser.add_argument("--list", action="store_true", help="name the files and functions")
     args = parser.parse_args(argv)
     for kernels in ("native", "torch"):
-        counts = of_cpu(kernels)
-        print(f"{kernels}: {len(counts)} files, {counts.total()} functions")
+        found = of_cpu(kernels)
+        print(f"{kernels}: {len(found)} files, {sum(map(len, found.values()))} functions")
         if args.list:
-            for path, count in sorted(counts.items()):
-                print(f"  {count:3} {path}")
+            for path, functions in sorted(found.items()):
+                print(f"  {path}: {', '.join(functions)}")
     return 0
 
 

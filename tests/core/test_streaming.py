@@ -14,7 +14,7 @@ from chorus.core.model.config import ModelConfig
 from chorus.core.model.lora_state import LoraState
 from chorus.core.requests.types import FinishReason
 from chorus.core.scheduling.load_ahead import LoadPolicy
-from chorus.memory.adapters import image
+from chorus.memory.adapters import image as adapter_image
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.images import ThreadReads
@@ -72,8 +72,8 @@ class _Gated:
 def start(gqa, drive, monkeypatch):
     """`start(**config)`: a driver with a base request decoding, reads that a gate holds up, and the gate."""
     for most in ("_FIRST_READ_BYTES", "_LAST_READ_BYTES"):
-        monkeypatch.setattr(image, most, 1)  # else layers as small as here are read at once
-    image.row_jobs.cache_clear()
+        monkeypatch.setattr(adapter_image, most, 1)  # else layers as small as here are read at once
+    adapter_image.row_jobs.cache_clear()
     gates = []
 
     def make(**config):
@@ -87,7 +87,7 @@ def start(gqa, drive, monkeypatch):
     yield make
     for gate in gates:
         gate.allow()
-    image.row_jobs.cache_clear()
+    adapter_image.row_jobs.cache_clear()
 
 
 def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
