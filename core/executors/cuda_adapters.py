@@ -16,6 +16,7 @@ from ...memory.transfers.dma import open_dma
 from ...memory.transfers.transfer import Transfer
 from ..model.config import ModelConfig
 from ..model.lora_state_cuda import MAX_PARTS
+from .base import watched
 from .cpu import CpuAdapterBackend
 
 
@@ -46,7 +47,7 @@ class CudaAdapterBackend(CpuAdapterBackend):
         return manifest
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        with self._device.scope():
+        with watched(self._device):
             transfer = self._dma.copies.start(image, layout, pages)
         return None if transfer.is_done() else transfer
 
