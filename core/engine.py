@@ -26,7 +26,7 @@ from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import RequestOutput, StepPlan, StepResult
+from .requests.types import ExecutorLost, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.policies import Policies
 from .scheduling.request_memory import RequestMemory
@@ -157,7 +157,8 @@ class Engine:
         self._reads.wake()
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the new outputs. A failing request gets an error output; the others go on.
+        """Run one step and return the new outputs. A failing request gets an error output; the others go on. Raises
+        ExecutorLost when no step can run any more.
 
         When nothing can run until an adapter has been read, it sleeps for a moment, or until `wake`.
         """
@@ -346,10 +347,12 @@ class Engine:
     def _execute(self, plan: StepPlan) -> StepResult:
         """Execute a plan; if that raises, run its rows one by one so that only those that raise again fail.
 
-        A step writes nothing but its own rows' KV slots, so running a row again is harmless.
+        A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
         """
         try:
             return self._executor.execute(plan)
+        except ExecutorLost:
+            raise
         except Exception:
             logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
         merged = StepResult()
@@ -359,6 +362,8 @@ class Engine:
             alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket)
             try:
                 result = self._executor.execute(alone)
+            except ExecutorLost:
+                raise
             except Exception as error:
                 logger.exception("request %s failed", row.request_id)
                 merged.errors[row.request_id] = f"the step failed: {type(error).__name__}: {error}"

@@ -71,6 +71,10 @@ class Device(Protocol):
     def synchronize(self) -> None:
         """Wait until all work is done."""
 
+    def failure(self) -> str | None:
+        """Reason why the device does nothing more for this process; None while it works."""
+        ...
+
     def release(self) -> None:
         """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
 
@@ -118,6 +122,9 @@ class HostDevice:
 
     def synchronize(self) -> None:
         """Nothing is under way."""
+
+    def failure(self) -> str | None:
+        return None
 
     def release(self) -> None:
         """Memory goes back by itself."""
@@ -189,6 +196,19 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.torch_device)
+
+    def failure(self) -> str | None:
+        """An illegal address, a failed assertion in a kernel, an ECC error and their like are told by every later call,
+        until the process ends; by whichever library they are told first, and under whatever name. What an earlier call
+        left behind is told once."""
+        for _ in range(2):
+            try:
+                self.synchronize()
+            except RuntimeError as error:  # torch.AcceleratorError is one
+                found = str(error).partition("\n")[0]
+            else:
+                return None
+        return found
 
     def release(self) -> None:
         self.synchronize()

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.requests.types import FinishReason, RequestOutput
+from ..core.requests.types import ExecutorLost, FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
 from .errors import EngineUnavailable
 from .progress import Progress
@@ -41,8 +41,9 @@ class EngineWorker:
     """Runs an engine on a thread of its own; all methods may be called from any thread.
 
     A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
-    can't even be cleared, steps go on failing or its books don't match, the worker is unhealthy for good: `failure`
-    says why. What hangs is seen from outside, see `Watchdog`: `progress` says since when, `give_up` ends the requests.
+    can't even be cleared, steps go on failing, its device is lost or its books don't match, the worker is unhealthy for
+    good: `failure` says why. What hangs is seen from outside, see `Watchdog`: `progress` says since when, `give_up`
+    ends the requests.
     """
 
     def __init__(self, build: Callable[[], Engine], clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,6 +193,9 @@ class EngineWorker:
         except IntegrityError as error:
             log.critical("the engine's books don't match, so it stops: %s", error)
             self.failure = "the engine's books don't match; the server ends and has to be started again"
+        except ExecutorLost as error:
+            log.critical("the engine stops", exc_info=True)
+            self.failure = f"{error}; the server ends and has to be started again"
         except Exception:
             log.exception("the engine's thread ended")
             self.failure = "the engine broke down"
@@ -246,6 +250,8 @@ class EngineWorker:
     def _step(self) -> None:
         try:
             outputs = self._engine.step()
+        except ExecutorLost:
+            raise
         except Exception as error:
             log.exception("a step failed; ending the requests in progress")
             self._recover(error)

@@ -22,6 +22,7 @@ from ...memory.transfers.transfer import Transfer
 from ...ops import native_reader
 from ..model.config import ModelConfig
 from ..model.lora_state_cuda import MAX_PARTS
+from .base import watched
 
 
 class ModelAdapters:
@@ -93,11 +94,11 @@ class CudaAdapters(ModelAdapters):
         return manifest
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        with self._device.scope():
+        with watched(self._device):
             return super().place(image, layout, pages)
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        with self._device.scope():
+        with watched(self._device):
             return super().save(layout, pages)
 
     def advance(self) -> None:

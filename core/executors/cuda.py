@@ -22,7 +22,7 @@ from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
-from .base import ModelInfo
+from .base import ModelInfo, watched
 from .cuda_steps import CudaSteps
 from .model_len import max_model_len_of
 
@@ -69,7 +69,7 @@ class CudaExecutor:
         return self._steps.captured
 
     def execute(self, plan: StepPlan) -> StepResult:
-        with self._device.scope(), torch.inference_mode(), span(_name(plan)):
+        with watched(self._device), torch.inference_mode(), span(_name(plan)):
             self.adapters.advance()
             rows, steps = plan.rows, self._steps
             if plan.bucket is None:

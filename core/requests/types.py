@@ -143,6 +143,10 @@ class StepResult:
         self.unready |= other.unready
 
 
+class ExecutorLost(RuntimeError):
+    """A step's device failed for good: in this process nothing can be computed any more."""
+
+
 class StepInfo(NamedTuple):
     """Size of a step; carried on outputs so that clients can see their batch."""
 

@@ -12,6 +12,7 @@ from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.pages.prefix import Block
 from ..config import SchedulerLimits
 from ..requests.request import Request, RequestState
+from ..requests.types import ExecutorLost
 from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
 from .policies import QueuePolicy
@@ -167,6 +168,8 @@ class Admission:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
+        except ExecutorLost:
+            raise
         except Exception as error:
             self._fail(request, *load_error(request, error))
             return False

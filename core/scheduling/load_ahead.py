@@ -13,6 +13,7 @@ from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
 from ..config import SchedulerLimits
 from ..requests.request import Request
+from ..requests.types import ExecutorLost
 from .request_memory import RequestMemory
 from .waiting import WaitingQueue
 
@@ -91,6 +92,8 @@ class LoadAhead:
                     return
                 try:
                     self._store.prefetch(adapter)
+                except ExecutorLost:
+                    raise
                 except Exception as error:
                     logger.error("loading %r ahead failed: %s", adapter, error)
                     self._refused.add(adapter)

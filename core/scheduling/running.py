@@ -21,7 +21,7 @@ def group_by_adapter(requests: Iterable[Request]) -> Groups:
 
 
 class Running(list[Request]):
-    """Running requests in order of admission; only `append` and `remove` change it, which also maintain the groups."""
+    """Running requests in order of admission; only `append` and `remove` change it, which also maintain the rest."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,6 +30,8 @@ class Running(list[Request]):
         """Those that belong to a call with others, by call; whoever deals out their turns may reorder both."""
         self.lone: dict[Request, None] = {}
         """The others."""
+        self.plan: StepPlan | None = None
+        """The last step's, if each of them decoded a token in it and they are still the same: their rows are reused."""
 
     @property
     def num_calls(self) -> int:
@@ -37,12 +39,14 @@ class Running(list[Request]):
 
     def append(self, request: Request) -> None:
         list.append(self, request)
+        self.plan = None
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
+        self.plan = None
         members = self.calls[request.call] if request.call else self.lone
         del members[request]
         if request.call and not members:

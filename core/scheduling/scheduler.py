@@ -140,10 +140,14 @@ class Scheduler:
             rows = len(self._running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
             counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, rows, preempted)
+        last = self._running.plan if all_decode else None
+        if last is not None:
+            return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
         groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
+        self._running.plan = plan if all_decode and not counts else None
         if plan.bucket is None:
             self._shares.forget()
         return plan
@@ -214,7 +218,7 @@ class Scheduler:
         running = self._running
         if len(running) > self._limits.max_num_batched_tokens:
             return False
-        if not self._all_decode():
+        if running.plan is None and not self._all_decode():
             return False
         short = [request for request in running if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)

@@ -12,6 +12,7 @@
 #include <pthread.h>
 #include <sched.h>
 #include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 #include <algorithm>
 #include <atomic>
@@ -45,11 +46,12 @@ class Team {
         for (auto& counter : counters_) counter.store(0, std::memory_order_relaxed);
         done_.store(0, std::memory_order_relaxed);
         if (size_ == 1 && most_ == 1) return body(0);
-        const auto began = Clock::now();
+        const auto began = Clock::now(), worked = work_time();
         if (size_ > 1 || size_ < told_) begin_round(size_);
         body(0);
         wait(done_, [this](int done) { return done == size_ - 1; });
-        choose_size(began, Clock::now());
+        const auto ended = Clock::now();
+        choose_size(ended, ended - began, work_time() - worked);
     }
 
     // Hand out units 0 … count-1 to whichever thread is free, then meet. Called by every thread of the team alike.
@@ -123,13 +125,15 @@ class Team {
     // Wait until word is ready; whoever makes it so wakes its sleepers.
     template <class Ready>
     void wait(std::atomic<int>& word, Ready ready) {
-        if (spin([&] { return ready(word.load(std::memory_order_acquire)); })) return;
+        if (ready(word.load(std::memory_order_acquire))) return;
         const bool counts = pthread_equal(pthread_self(), caller_);
         const auto began = counts ? Clock::now() : Clock::time_point{};
+        const bool spun = spin([&] { return ready(word.load(std::memory_order_acquire)); });
+        if (counts) spun_ += Clock::now() - began;
+        if (spun) return;
         sleepers_.fetch_add(1);
         for (int now; !ready(now = word.load());) futex(word, FUTEX_WAIT_BITSET_PRIVATE, now);
         sleepers_.fetch_sub(1);
-        if (counts) waited_ += Clock::now() - began;
     }
 
     // True if it was ready within some 50 µs. Who takes longer isn't running, but waits for this or another core: sleep, and
@@ -143,12 +147,20 @@ class Team {
         return false;
     }
 
-    // By the caller's waiting against all of its time, over so long that one interruption doesn't count: threads that lose
-    // more than half of their time are no faster than half as many.
-    void choose_size(Clock::time_point began, Clock::time_point ended) {
-        spent_ += ended - began;
+    // Processor time of this thread: what it sleeps and what others take of its processor is not in it.
+    static Clock::time_point work_time() {
+        timespec now;
+        clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+        return Clock::time_point(std::chrono::seconds(now.tv_sec) + std::chrono::nanoseconds(now.tv_nsec));
+    }
+
+    // By the caller's work against all of its time, over so long that one interruption doesn't count: threads that lose more
+    // than half of their time, to waiting for each other or to other processes, are no faster than half as many.
+    void choose_size(Clock::time_point ended, Clock::duration spent, Clock::duration worked) {
+        spent_ += spent;
+        worked_ += worked;
         if (spent_ < kWindow) return;
-        if (size_ > 1 && 2 * waited_ > spent_) {
+        if (size_ > 1 && 2 * (worked_ - spun_) < spent_) {
             size_ /= 2;
             again_ = ended + pause_;
             pause_ = std::min(2 * pause_, kLongestPause);
@@ -157,7 +169,7 @@ class Team {
         } else if (size_ == most_) {
             pause_ = kShortestPause;
         }
-        spent_ = waited_ = {};
+        spent_ = worked_ = spun_ = {};
     }
 
     static void futex(std::atomic<int>& word, int operation, int value, uint32_t threads = ~0u) {
@@ -196,8 +208,9 @@ class Team {
     const std::function<void(int)>* body_ = nullptr;
     std::atomic<bool> stop_{false};
     pthread_t caller_{};
-    Clock::duration spent_{}, waited_{}, pause_ = kShortestPause;  // the caller's time at this size, and of it asleep
-    Clock::time_point again_{};                                    // when to try more threads
+    Clock::duration spent_{}, worked_{}, spun_{};  // the caller's time at this size, on a processor, and of that waiting
+    Clock::duration pause_ = kShortestPause;
+    Clock::time_point again_{};  // when to try more threads
     alignas(64) std::atomic<int> epoch_{0};                        // the step's number and its threads
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};

@@ -91,14 +91,15 @@ class Bench:
 
 
 def open_library(path: Path) -> ctypes.CDLL:
-    """A build of the decoder, also one whose descriptors are shorter than ours."""
+    """A build of the decoder. ValueError where its descriptors are not ours: it would read them wrongly."""
     found = ctypes.CDLL(str(path))
     ours = native.library()
+    found.chorus_descriptors.restype = ctypes.c_int64
+    if found.chorus_descriptors() != ours.chorus_descriptors():
+        raise ValueError(f"{path} takes other descriptors; compare it with the benchmark of the checkout it is from")
     for name in ("chorus_decoder_create", "chorus_decoder_forward", "chorus_decoder_destroy"):
         function = getattr(found, name)
         function.restype, function.argtypes = getattr(ours, name).restype, getattr(ours, name).argtypes
-    if not hasattr(found, "chorus_decoder_sample"):  # a build from before that: it is looked up, but not called here
-        found.chorus_decoder_sample = ours.chorus_decoder_sample
     return found
 
 
@@ -139,7 +140,7 @@ def main() -> int:
     native.library = lambda: other_library
     other = native.NativeDecoder(bench.model, args.threads)
     native.library = own_library
-    ours.keeps_logits = other.keeps_logits = False
+    ours.kept = other.kept = ()
     result = {}
     print(f"{'step':26}{'ms':>9}{'tokens/s':>10}{'other/ours':>12}{'quarters':>16}")
     for name, (rows, count, before, mixed) in STEPS.items():

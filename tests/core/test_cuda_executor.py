@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.executors.base import watched
+from chorus.core.requests.types import ExecutorLost
+from chorus.graphs.device import HostDevice
+
 HERE = Path(__file__).parent
 
 
@@ -26,3 +30,26 @@ def test_interpreted():
         check=False,
     )
     assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+
+
+class Failing(HostDevice):
+    """Works until it has failed."""
+
+    reason = None
+
+    def failure(self):
+        return self.reason
+
+
+def test_an_error_after_which_the_device_works_is_the_callers():
+    with pytest.raises(ZeroDivisionError), watched(Failing()):
+        raise ZeroDivisionError
+
+
+def test_an_error_after_which_the_device_does_nothing_more_is_final():
+    """Whatever library told it: Triton's and CuPy's errors are classes of their own."""
+    device = Failing()
+    with pytest.raises(ExecutorLost, match="an illegal memory access") as caught, watched(device):
+        device.reason = "CUDA error: an illegal memory access was encountered"
+        raise ZeroDivisionError
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)

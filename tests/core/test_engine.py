@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.requests.types import FinishReason
+from chorus.core.requests.types import ExecutorLost, FinishReason
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
 from chorus.memory.pages.pool import IntegrityError, PageKind
@@ -484,6 +484,38 @@ def test_executor_that_raises_for_one_request_fails_only_that(gqa, drive, guilty
     assert answers["guilty"].tokens == gqa.greedy(adapter, [5] * 12, 10)[: max(0, start - 11)]
     for name in others:
         assert answers[str(name)].tokens == gqa.greedy(name, prompts[name], 10), name
+
+
+def test_a_lost_executor_ends_the_step_and_no_row_is_tried_alone(gqa, drive):
+    plans = []
+
+    def before(plan):
+        plans.append(len(plan.rows))
+        raise ExecutorLost("the device failed: an illegal address")
+
+    driver = drive(gqa, before=before)
+    for name in "ab":
+        driver.add(name, None, [5] * 6, max_tokens=4)
+    with pytest.raises(ExecutorLost, match="illegal address"):
+        driver.step()
+    assert plans == [2]
+    assert not driver.answers["a"].tokens
+
+
+@pytest.mark.parametrize("prefetch", [0, 4])
+def test_an_executor_that_is_lost_while_it_loads_an_adapter_fails_no_request_alone(gqa, drive, monkeypatch, prefetch):
+    driver = drive(gqa, prefetch=prefetch, max_num_seqs=1)
+
+    def lost(image, layout, pages):
+        raise ExecutorLost("the device failed: an ECC error")
+
+    monkeypatch.setattr(driver.executor.adapters, "place", lost)
+    if prefetch:  # the seat is taken: the other's adapter is loaded ahead
+        driver.add("runs", None, [5] * 9, max_tokens=30)
+    driver.add("x", "r1-all", [5] * 9, max_tokens=6)
+    with pytest.raises(ExecutorLost, match="ECC"):
+        for _ in range(20):
+            driver.step()
 
 
 def make_overflowing(gqa, path):

@@ -345,3 +345,38 @@ def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
     assert lengths.final_length(request) == 2 + (50 * 1 + 50 * 9) // 50 + 1, "ten tokens were drawn for every end"
     request.token_ids += [3] * 9
     assert lengths.final_length(request) == 2 + 9 + 9 // 4 + 1, "none of those that ended got so far"
+
+
+# -- plans
+
+
+def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
+    """Until one comes, ends or is preempted, or only some of them share the step."""
+    house = House(None, "ab", num_pages=40, max_num_seqs=4)
+    plans = []
+    house.executor.on_plan = plans.append
+
+    def step():
+        house.step()
+        return plans[-1]
+
+    for name, adapter in (("base", None), ("one", "a"), ("two", "b"), ("other", "a")):
+        house.add(name, adapter, max_tokens=40)
+    first, second = step(), step()
+    assert (first.bucket, second.bucket) == (None, 4)
+    for _ in range(9):  # pages are added meanwhile
+        plan = step()
+        assert plan.rows is second.rows
+        assert plan.adapters is second.adapters
+    house.engine.abort("one")
+    house.expected.pop("one")
+    plan = step()
+    assert [row.request_id for row in plan.rows] == ["base", "two", "other"]
+    assert step().rows is plan.rows
+    house.add("late", "b", max_tokens=5)
+    assert [len(row.tokens) for row in step().rows] == [3, 1, 1, 1]
+    after = step()
+    assert sorted(row.request_id for row in after.rows) == ["base", "late", "other", "two"]
+    assert after.rows is not plan.rows
+    assert step().rows is after.rows
+    house.drain()

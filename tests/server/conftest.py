@@ -84,6 +84,7 @@ class FakeEngine:
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0
+        self.step_error: Exception | None = None  # of every step, if any
         self.refuse_from: int | None = None
         self.fail_aborts = False
         self.books_match = True
@@ -142,6 +143,8 @@ class FakeEngine:
         if self.fail_steps:
             self.fail_steps -= 1
             raise RuntimeError("a kernel went wrong")
+        if self.step_error is not None:
+            raise self.step_error
         self.steps += 1
         adapters = {request.adapter_name for request, _ in self.running.values()} - {None}
         self._last = StepInfo(self.steps, len(self.running), len(adapters), len(self.running))

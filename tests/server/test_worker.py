@@ -10,7 +10,7 @@ import pytest
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.requests.types import FinishReason
+from chorus.core.requests.types import ExecutorLost, FinishReason
 from chorus.server.errors import EngineUnavailable
 from chorus.server.watchdog import Watchdog
 from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker
@@ -145,6 +145,18 @@ def test_an_engine_that_cannot_be_cleared_is_unhealthy(worker, fake_engine):
     fake_engine.fail_steps, fake_engine.fail_aborts = 1, True
     assert run(worker, request()).outputs[-1].finish_reason is FinishReason.ERROR
     assert not worker.healthy
+
+
+def test_a_lost_device_tells_the_requests_and_stops_the_worker(worker, fake_engine):
+    """At once: no later step can do better."""
+    fake_engine.step_error = ExecutorLost("the device failed: CUDA error: an illegal memory access was encountered")
+    output = run(worker, request()).outputs[-1]
+    assert output.finish_reason is FinishReason.ERROR and "illegal memory access" in output.error
+    worker._thread.join(10)
+    assert not worker.healthy and "illegal memory access" in worker.trouble
+    with pytest.raises(EngineUnavailable, match="started again"):
+        worker.submit(request("late"), Receiver()).result(5)
+    assert fake_engine.closed
 
 
 def test_a_receiver_that_raises_harms_nobody(worker):
@@ -375,3 +387,12 @@ def test_health_is_503_once_the_engine_broke_down(start, fake_engine):
     assert live.post(model="base", prompt="a").status_code == 503
     assert live.client.get("/v1/models").status_code == 503
     assert live.client.get("/metrics").status_code == 200
+
+
+def test_health_is_503_once_the_device_is_lost(start, fake_engine):
+    live = start(fake_engine)
+    fake_engine.step_error = ExecutorLost("the device failed: CUDA error: unspecified launch failure")
+    assert live.post(model="base", prompt="a").status_code == 500
+    response = live.client.get("/health")
+    assert response.status_code == 503 and "launch failure" in response.json()["reason"]
+    assert live.post(model="base", prompt="a").status_code == 503
