@@ -105,7 +105,7 @@ class PagedAttention:
 
     @staticmethod
     def _who_sees(broken: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """The heads `[1, heads, tokens, 1]` of a chunk's tokens that see one of the `broken` keys `[1, kv_heads, kv_len, 1]`.
+        """True for heads `[1, heads, tokens, 1]` of a chunk that see a `broken` key `[1, kv_heads, kv_len, 1]`.
 
         Neither a masked score nor a weight of 0 undoes NaN: such keys are taken out, and put back where they are seen.
         """
