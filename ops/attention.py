@@ -75,10 +75,15 @@ class PagedAttention:
         out = torch.empty_like(q)
         for tokens, pages, kv_len, mask in self._prefills:
             k, v = self._gather(k_cache, pages, kv_len), self._gather(v_cache, pages, kv_len)
+            broken = None if (k.sum() + v.sum()).isfinite() else ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
+            if broken is not None:
+                k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
             rows = q[tokens].transpose(0, 1).unsqueeze(0)
             attended = scaled_dot_product_attention(
                 rows, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self._gqa
             )
+            if broken is not None:
+                attended = attended.masked_fill(self._who_sees(broken, attended.shape), torch.nan)
             out[tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
@@ -97,6 +102,15 @@ class PagedAttention:
         if length != kv_len:
             mask = torch.ones(length, kv_len, dtype=torch.bool, device=self._device).tril(kv_len - length)
         return slice(first, last), pages[: -(-kv_len // self._block_tokens)].to(self._device), kv_len, mask
+
+    @staticmethod
+    def _who_sees(broken: torch.Tensor, shape: torch.Size) -> torch.Tensor:
+        """True for heads `[1, heads, tokens, 1]` of a chunk that see a `broken` key `[1, kv_heads, kv_len, 1]`.
+
+        Neither a masked score nor a weight of 0 undoes NaN: such keys are taken out, and put back where they are seen.
+        """
+        seen = broken.cumsum(2)[:, :, -shape[2] :] > 0
+        return seen.repeat_interleave(shape[1] // seen.shape[1], dim=1)
 
     def _gather_decode(self, cache: torch.Tensor) -> torch.Tensor:
         """The decode rows' cache `[rows · places, kv_heads, head_dim]`, zero where nothing is visible.

@@ -139,6 +139,7 @@ template <> struct Kind<bf16> {
         return (Reg)_mm512_set1_epi32(both);
     }
     static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_dpbf16_ps(acc, a, b); }
+    static Reg first(Reg pairs) { return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xFFFF)); }  // the others are 0
 };
 
 template <> struct Kind<float> {
@@ -148,6 +149,7 @@ template <> struct Kind<float> {
     static Reg load(const float* p, int count) { return _mm512_maskz_loadu_ps(head_mask(count), p); }
     static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
     static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_fmadd_ps(a, b, acc); }
+    static Reg first(Reg one) { return one; }
 };
 
 }  // namespace chorus

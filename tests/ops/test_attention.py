@@ -171,3 +171,18 @@ def test_padding_may_write_one_place_many_times():
     write_kv(k_cache, v_cache, torch.ones(5, 2, 8), torch.ones(5, 2, 8), zeros, zeros)
     assert k_cache[0, 0].eq(1).all()
     assert k_cache.sum() == v_cache.sum() == 16
+
+
+@pytest.mark.parametrize("before", [0, 5])
+@pytest.mark.parametrize("which", ["k", "v"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_a_later_token_holds_does_not_reach_an_earlier_one(before, which, bad):
+    step = Step(3, [(9, before), (4, 0)])
+    clean, at = step.run(), 6
+    slot = before + at
+    block_tokens = step.shape[-1]
+    getattr(step, which)[step.tables[0][slot // block_tokens], slot % block_tokens] = bad
+    found = step.run()
+    torch.testing.assert_close(found[:at], clean[:at])
+    assert not found[at:9].isfinite().any()
+    torch.testing.assert_close(found[9:], clean[9:])

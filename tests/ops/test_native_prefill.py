@@ -129,3 +129,21 @@ def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, s
         found = rows.step([(other, 0, before), (row, 0, 330), (short, 0, 4)])[1]
         assert torch.equal(found, alone), before
     rows.close()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_a_later_token_holds_does_not_reach_an_earlier_one(tmp_path, shape, dtype):
+    """A weight of 0 does not undo NaN: a later token's values stay out of the sum."""
+    rows = Rows(shape, dtype, 2, tmp_path)
+    row, bad = rows.sequence(123), 7
+    row.tokens[row.tokens == bad] = bad + 1
+    (clean,) = rows.step([(row, 0, 123)])
+    assert clean.isfinite().all()
+    rows._executor._model._decoder._model.embed[bad] = float("nan")
+    for at in (1, 2, 3, 15, 16, 17, 50, 121, 122):
+        row.tokens[at], kept = bad, row.tokens[at].item()
+        (found,) = rows.step([(row, 0, 123)])
+        assert torch.equal(found[:at], clean[:at]), at
+        assert found[at:].isnan().all()
+        row.tokens[at] = kept
+    rows.close()
