@@ -200,7 +200,8 @@ class CudaDevice:
     def failure(self) -> str | None:
         """An illegal address, a failed assertion in a kernel, an ECC error and their like are told by every later call,
         until the process ends; by whichever library they are told first, and under whatever name. What an earlier call
-        left behind is told once."""
+        left behind is told once.
+        """
         for _ in range(2):
             try:
                 self.synchronize()

@@ -7,7 +7,8 @@
 namespace chorus {
 
 template <class T>
-struct PagedCache {  // one layer: K or V of page p, token o, head h starts at data + p·page_elems + (o·kv_heads + h)·head_dim
+struct
+    PagedCache {  // one layer: K or V of page p, token o, head h starts at data + p·page_elems + (o·kv_heads + h)·head_dim
     const T* k;
     const T* v;
     int64_t page_elems;
@@ -34,8 +35,9 @@ inline void column_scores(const T* const* q, const float* keys, int words, float
     using K = Kind<T>;
     __m512 acc[2][ROWS][BLOCKS];
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * ROWS * BLOCKS; i++) acc[i / (ROWS * BLOCKS)][i / BLOCKS % ROWS][i % BLOCKS] = _mm512_setzero_ps();
-    auto word = [&](int w, __m512 (*to)[BLOCKS]) {
+    for (int i = 0; i < 2 * ROWS * BLOCKS; i++)
+        acc[i / (ROWS * BLOCKS)][i / BLOCKS % ROWS][i % BLOCKS] = _mm512_setzero_ps();
+    auto word = [&](int w, __m512(*to)[BLOCKS]) {
         typename K::Reg key[BLOCKS];
 #pragma GCC unroll 2
         for (int b = 0; b < BLOCKS; b++) key[b] = K::load((const T*)(keys + (long)(b * words + w) * kLanes));
@@ -52,7 +54,8 @@ inline void column_scores(const T* const* q, const float* keys, int words, float
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) store16(scores + r * lds + b * kLanes, _mm512_add_ps(acc[0][r][b], acc[1][r][b]));
+        for (int b = 0; b < BLOCKS; b++)
+            store16(scores + r * lds + b * kLanes, _mm512_add_ps(acc[0][r][b], acc[1][r][b]));
 }
 
 // exp(scores · scale - the highest) over scores[0, visible), zero up to `padded`, as T in the same memory; returns 1 / their
@@ -79,7 +82,8 @@ inline float softmax(float* scores, int visible, int padded, float scale) {
 inline void join_values(const bf16* one, const bf16* other, int columns, Kind<bf16>::Reg* out) {
     using K = Kind<bf16>;
     const __m512i a = (__m512i)(columns < 32 ? K::load(one, columns) : K::load(one));
-    const __m512i b = other ? (__m512i)(columns < 32 ? K::load(other, columns) : K::load(other)) : _mm512_setzero_si512();
+    const __m512i b =
+        other ? (__m512i)(columns < 32 ? K::load(other, columns) : K::load(other)) : _mm512_setzero_si512();
     out[0] = (K::Reg)_mm512_unpacklo_epi16(a, b);
     out[1] = (K::Reg)_mm512_unpackhi_epi16(a, b);
 }
@@ -106,7 +110,8 @@ inline int whole_columns(int head_dim) { return (head_dim + 4 * kLanes - 1) / (4
 // out[r] += Σ_s p[r][s] · v[s] for ROWS query vectors, 64 columns at a time as `join_values` lays them out; v[s] lies `offset`
 // elements after values[s].
 template <class T, int ROWS>
-inline void weighted_values(const T* p, long ldp, const T* const* values, long offset, int keys, int head_dim, float* out) {
+inline void weighted_values(const T* p, long ldp, const T* const* values, long offset, int keys, int head_dim,
+                            float* out) {
     using K = Kind<T>;
     const int columns = whole_columns(head_dim);
     for (int c = 0; c < head_dim; c += 4 * kLanes) {
@@ -117,7 +122,8 @@ inline void weighted_values(const T* p, long ldp, const T* const* values, long o
             typename K::Reg v[4];
             const T *one = values[s] + offset + c, *other = s + 1 < keys ? values[s + 1] + offset + c : nullptr;
             join_values(one, other, head_dim - c, v);
-            join_values(one + 2 * kLanes, other ? other + 2 * kLanes : nullptr, std::max(0, head_dim - c - 2 * kLanes), v + 2);
+            join_values(one + 2 * kLanes, other ? other + 2 * kLanes : nullptr, std::max(0, head_dim - c - 2 * kLanes),
+                        v + 2);
 #pragma GCC unroll 4
             for (int r = 0; r < ROWS; r++) {
                 const auto weight = K::broadcast(p + r * ldp + s);
@@ -133,12 +139,13 @@ inline void weighted_values(const T* p, long ldp, const T* const* values, long o
 template <class T>
 inline void weighted_values(int rows, const T* p, long ldp, const T* const* values, long offset, int keys, int head_dim,
                             float* out) {
-    for (const int columns = whole_columns(head_dim); rows > 0; rows -= 4, p += 4 * ldp, out += 4 * columns) switch (rows) {
-        case 1: weighted_values<T, 1>(p, ldp, values, offset, keys, head_dim, out); break;
-        case 2: weighted_values<T, 2>(p, ldp, values, offset, keys, head_dim, out); break;
-        case 3: weighted_values<T, 3>(p, ldp, values, offset, keys, head_dim, out); break;
-        default: weighted_values<T, 4>(p, ldp, values, offset, keys, head_dim, out); break;
-    }
+    for (const int columns = whole_columns(head_dim); rows > 0; rows -= 4, p += 4 * ldp, out += 4 * columns)
+        switch (rows) {
+            case 1: weighted_values<T, 1>(p, ldp, values, offset, keys, head_dim, out); break;
+            case 2: weighted_values<T, 2>(p, ldp, values, offset, keys, head_dim, out); break;
+            case 3: weighted_values<T, 3>(p, ldp, values, offset, keys, head_dim, out); break;
+            default: weighted_values<T, 4>(p, ldp, values, offset, keys, head_dim, out); break;
+        }
 }
 
 struct AttentionScratch {
@@ -157,7 +164,9 @@ inline void locate(const PagedCache<T>& cache, const T* plane, const int64_t* pa
 }
 
 // One token of one row, for K/V heads first … first+heads-1: its K streams past once, then its V, whole tokens at a time.
-struct DecodeUnit { int row, first, heads; };
+struct DecodeUnit {
+    int row, first, heads;
+};
 
 // Units of about the same size, enough of them that all threads have work.
 inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, int kv_heads, int threads) {
@@ -165,7 +174,8 @@ inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, in
     long total = 0;
     for (int row = 0; row < rows; row++) total += kv_lens[row];
     for (int row = 0; row < rows; row++) {
-        const int parts = (int)std::min<long>(kv_heads, threads == 1 ? 1 : (2L * threads * kv_lens[row] + total - 1) / total);
+        const int parts =
+            (int)std::min<long>(kv_heads, threads == 1 ? 1 : (2L * threads * kv_lens[row] + total - 1) / total);
         for (int i = 0; i < parts; i++) {
             const int first = kv_heads * i / parts;
             units.push_back({row, first, kv_heads * (i + 1) / parts - first});
@@ -177,8 +187,9 @@ inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, in
 // q, out: [heads, head_dim] of the row's token. next_pages: the block table of the `next_len` tokens, from head next_first
 // on, that this thread reads afterwards.
 template <class T>
-inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const T* q, T* out, int group, const int64_t* pages,
-                          int kv_len, float scale, AttentionScratch& scratch, const int64_t* next_pages, int next_len, int next_first) {
+inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const T* q, T* out, int group,
+                          const int64_t* pages, int kv_len, float scale, AttentionScratch& scratch,
+                          const int64_t* next_pages, int next_len, int next_first) {
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
     const int words = head_dim / Kind<T>::pair, columns = whole_columns(head_dim);
     const int token_bytes = unit.heads * head_dim * (int)sizeof(T);

@@ -42,7 +42,10 @@ inline Found first_above(int n, double target, Of masses) {
         _mm512_store_pd(mass + 8, m[1]);
         if (before + sum <= target) {
             for (int c = kLanes - 1; c >= 0; c--)
-                if (mass[c] > 0) { last = {i + c, before + sum - mass[c]}; break; }
+                if (mass[c] > 0) {
+                    last = {i + c, before + sum - mass[c]};
+                    break;
+                }
             before += sum;
             continue;
         }
@@ -67,7 +70,10 @@ struct Candidates {
     std::vector<int> ids, live;
     std::vector<float> values, ordered;
     std::vector<double> masses;
-    struct Bucket { double mass[4]{}; bool any = false; };
+    struct Bucket {
+        double mass[4]{};
+        bool any = false;
+    };
     std::vector<Bucket> buckets;
     int count = 0;
 
@@ -89,7 +95,8 @@ struct Candidates {
             const __mmask16 above = _mm512_mask_cmp_ps_mask(valid, v, floor, _CMP_GE_OQ);
             if (!above) continue;
             _mm512_storeu_ps(values.data() + count, _mm512_maskz_compress_ps(above, v));
-            _mm512_storeu_si512(ids.data() + count, _mm512_maskz_compress_epi32(above, _mm512_add_epi32(lane, _mm512_set1_epi32(first + i))));
+            _mm512_storeu_si512(ids.data() + count, _mm512_maskz_compress_epi32(
+                                                        above, _mm512_add_epi32(lane, _mm512_set1_epi32(first + i))));
             count += __builtin_popcount(above);
         }
     }
@@ -173,11 +180,15 @@ struct Candidates {
         cut(values[live[0]], equal);
     }
     int draw(double u) const {
-        return ids[first_above(count, u * mass(), [&](int i, __m512d* out) { out[0] = masses_at(i), out[1] = masses_at(i + 8); }).at];
+        return ids[first_above(count, u * mass(), [&](int i, __m512d* out) {
+                       out[0] = masses_at(i), out[1] = masses_at(i + 8);
+                   }).at];
     }
 
    private:
-    __m512d masses_at(int i) const { return _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, count - i)), masses.data() + i); }
+    __m512d masses_at(int i) const {
+        return _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, count - i)), masses.data() + i);
+    }
     // Larger floats have larger keys; both zeros have one.
     static uint32_t key(float value) {
         value += 0.0f;

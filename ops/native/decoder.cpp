@@ -95,7 +95,8 @@ class Decoder {
         grow(attended_, tokens * spread<T>(q));
         grow(act_, tokens * spread<T>(m_.ffn));
         decode_ = few_ && step.tokens == step.rows;
-        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters, step.segment_level};
+        const Segments segments{step.segments, step.segment_begin, step.segment_end, step.segment_adapters,
+                                step.segment_level};
         int rank = 0, levels = 1;
         for (int s = 0; s < step.segments; s++) {
             rank = std::max(rank, (int)step.segment_adapters[s]->rank);
@@ -125,7 +126,8 @@ class Decoder {
         }
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
-            split(decodes_, team_.size(), decode_split_, [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
+            split(decodes_, team_.size(), decode_split_,
+                  [&](const DecodeUnit& u) { return step.kv_lens[u.row] * u.heads; });
         } else {
             attention_units(step.qo_indptr, step.rows, m_.heads, m_.kv_heads, attention_);
             split(attention_, team_.size(), attention_split_, [&](const AttentionUnit& u) {
@@ -151,7 +153,8 @@ class Decoder {
     void cut(const StepDesc& step) {
         cuts_.assign(1, 0);
         auto up_to = [&](int end) {  // in about equal parts, of whole tiles
-            const int most = fused_ ? kSegmentChunk : kRowChunk, begin = cuts_.back(), rows = end - begin, parts = (rows + most - 1) / most;
+            const int most = fused_ ? kSegmentChunk : kRowChunk, begin = cuts_.back(), rows = end - begin,
+                      parts = (rows + most - 1) / most;
             for (int i = 1; i < parts; i++) cuts_.push_back(begin + (rows * i / parts + kRows / 2) / kRows * kRows);
             if (parts) cuts_.push_back(end);
         };
@@ -174,7 +177,9 @@ class Decoder {
         const float scale = 1.0f / std::sqrt((float)head_dim);
         auto each_token = [&](auto work) { each_part(team_, phase, thread, tokens, [&](int t, bool) { work(t); }); };
         // Not by parts: a team's very first phase has the tag that untouched shares have.
-        team_.each(phase, tokens, [&](int t) { convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx); });
+        team_.each(phase, tokens, [&](int t) {
+            convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx);
+        });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
         for (int l = 0; l < m_.layers; l++) {
             const LayerDesc& w = layers_[l];
@@ -182,42 +187,50 @@ class Decoder {
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
             normalise(thread, phase, tokens, w.input_norm);
-            project(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false, w.qkv_bias);
+            project(step, thread, phase, 0, l, normed_.data(), ldn, hidden, w.qkv, qkv, y_.data(), ldqkv, false,
+                    w.qkv_bias);
             auto rotate = [&](int t, int first, int count) {
-                for (int h = first; h < first + count; h++) rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
+                for (int h = first; h < first + count; h++)
+                    rotate_and_store(step, w, t, h, y_.data() + t * ldqkv, k_plane, v_plane);
             };
             const PagedCache<T> cache{k_plane, v_plane, m_.page_elems, m_.block_tokens, m_.kv_heads, head_dim};
             auto table = [&](int row) { return step.page_table + row * step.table_stride; };
             if (decode_) {
-                each_split(team_, phase, thread, decodes_, decode_split_, [&](const DecodeUnit& unit, const DecodeUnit* next) {
-                    const long row = unit.row;
-                    rotate(row, unit.first, unit.heads);
-                    attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq, heads_per_kv, table(row),
-                                     step.kv_lens[row], scale, scratch_[thread].attention, next ? table(next->row) : nullptr,
-                                     next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
-                });
+                each_split(team_, phase, thread, decodes_, decode_split_,
+                           [&](const DecodeUnit& unit, const DecodeUnit* next) {
+                               const long row = unit.row;
+                               rotate(row, unit.first, unit.heads);
+                               attend_decode<T>(cache, unit, q_.data() + row * ldq, attended_.data() + row * ldq,
+                                                heads_per_kv, table(row), step.kv_lens[row], scale,
+                                                scratch_[thread].attention, next ? table(next->row) : nullptr,
+                                                next ? step.kv_lens[next->row] : 0, next ? next->first : 0);
+                           });
             } else {
                 each_token([&](int t) {
                     for (int i = 0; i < qkv; i += kLanes) prefetch(y_.data() + (t + 1) * ldqkv + i);
                     rotate(t, 0, m_.kv_heads);
                 });
-                each_split(team_, phase, thread, attention_, attention_split_, [&](const AttentionUnit& unit, const AttentionUnit*) {
-                    attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row), step.kv_lens[unit.row],
-                              step.qo_indptr[unit.row + 1], scale, scratch_[thread].attention);
-                });
+                each_split(team_, phase, thread, attention_, attention_split_,
+                           [&](const AttentionUnit& unit, const AttentionUnit*) {
+                               attend<T>(cache, unit, q_.data(), attended_.data(), ldq, heads_per_kv, table(unit.row),
+                                         step.kv_lens[unit.row], step.qo_indptr[unit.row + 1], scale,
+                                         scratch_[thread].attention);
+                           });
             }
             project(step, thread, phase, 1, l, attended_.data(), ldq, q, w.o, hidden, x_.data(), ldx, true, w.o_bias);
             normalise(thread, phase, tokens, w.post_attention_norm);
             if (gated_) {
                 project_gated(step, thread, phase, l, w);
             } else {
-                project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu, false, w.gate_up_bias);
+                project(step, thread, phase, 2, l, normed_.data(), ldn, hidden, w.gate_up, 2 * m_.ffn, y_.data(), ldgu,
+                        false, w.gate_up_bias);
                 each_token([&](int t) {
                     const float* gate = y_.data() + t * ldgu;
                     silu_and_mul(gate, gate + m_.ffn, m_.ffn, act_.data() + t * lda);
                 });
             }
-            project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true, w.down_bias);
+            project(step, thread, phase, 3, l, act_.data(), lda, m_.ffn, w.down, hidden, x_.data(), ldx, true,
+                    w.down_bias);
         }
         team_.each(phase, step.logits_wanted + step.scores_wanted, [&](int r) {
             rms_norm(x_.data() + step.logit_tokens[r] * ldx, m_.norm, hidden, m_.eps, normed_.data() + r * ldn);
@@ -239,14 +252,16 @@ class Decoder {
         step.best[row] = all.nan || !std::isfinite(all.value) ? -1 : all.token;
         if (step.best[row] < 0 || !step.draws || !(step.draws[row].inverse_temperature > 0)) return;
         const int kept = !step.logits ? -1 : step.logit_rows ? step.logit_rows[row] : row;
-        step.best[row] = panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
-            if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
-            const long ldn = spread<T>(m_.hidden);
-            float* y = scratch_[thread].logits.data();
-            panel_product<T>(normed_.data() + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden), m_.hidden, y,
-                             kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
-            return y;
-        });
+        step.best[row] =
+            panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
+                if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
+                const long ldn = spread<T>(m_.hidden);
+                float* y = scratch_[thread].logits.data();
+                panel_product<T>(normed_.data() + row * ldn, ldn, 1,
+                                 (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden), m_.hidden, y, kPanel,
+                                 std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);
+                return y;
+            });
     }
 
     // The head's product with normalised rows, and the best of each while they are in the cache. logits: null when none are
@@ -257,22 +272,35 @@ class Decoder {
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
         const long ldn = spread<T>(m_.hidden);
-        Product<T> head{normed_.data() + first * ldn, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
-        run_units(team_, phase, thread, head, none_, none_split_, [&](int i, bool) {
-            const Tile t = head.tile_of(i);
-            const bool direct = logits && !kept;
-            float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
-            const int ldy = direct ? vocab : kPanel;
-            panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel, head.k, y, ldy,
-                             t.columns, false, nullptr);
-            for (int r = 0; r < t.rows; r++) {
-                const float* row = y + (long)r * ldy;
-                best[t.row + r].see(row, t.columns, t.column);
-                if (draws && draws[t.row + r].inverse_temperature > 0)
-                    panels_.see(t.row + r, row, t.columns, t.column, draws[t.row + r].weighed(vocab));
-                if (kept && kept[t.row + r] >= 0) convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
-            }
-        }, [](const LoraUnit&) {});
+        Product<T> head{normed_.data() + first * ldn,
+                        ldn,
+                        rows,
+                        (const T*)m_.lm_head,
+                        vocab,
+                        m_.hidden,
+                        logits,
+                        vocab,
+                        false,
+                        nullptr};
+        run_units(
+            team_, phase, thread, head, none_, none_split_,
+            [&](int i, bool) {
+                const Tile t = head.tile_of(i);
+                const bool direct = logits && !kept;
+                float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
+                const int ldy = direct ? vocab : kPanel;
+                panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel,
+                                 head.k, y, ldy, t.columns, false, nullptr);
+                for (int r = 0; r < t.rows; r++) {
+                    const float* row = y + (long)r * ldy;
+                    best[t.row + r].see(row, t.columns, t.column);
+                    if (draws && draws[t.row + r].inverse_temperature > 0)
+                        panels_.see(t.row + r, row, t.columns, t.column, draws[t.row + r].weighed(vocab));
+                    if (kept && kept[t.row + r] >= 0)
+                        convert(row, t.columns, logits + (long)kept[t.row + r] * vocab + t.column);
+                }
+            },
+            [](const LoraUnit&) {});
     }
 
     // A late segment is computed with what lies in its pages: its rows are to be run again, the others don't see them.
@@ -299,7 +327,8 @@ class Decoder {
     void normalise(int thread, int& phase, int tokens, const float* weight) {
         const int hidden = m_.hidden;
         each_part(team_, phase, thread, tokens, [&](int t, bool) {
-            rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps, normed_.data() + t * spread<T>(hidden));
+            rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps,
+                     normed_.data() + t * spread<T>(hidden));
         });
     }
 
@@ -308,9 +337,10 @@ class Decoder {
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
     // Many: shrink first, then expand as more of the base product's reduction dimension. By themselves still expand segments
     // of few tokens, a second part of an adapter for the same tokens, and panels that hold columns of two modules.
-    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w, int n,
-                 float* y, long ldy, bool accumulate, const float* bias) {
-        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, few_ ? nullptr : &cuts_};
+    void project(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k,
+                 const void* w, int n, float* y, long ldy, bool accumulate, const float* bias) {
+        const Product<T> product{
+            x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, few_ ? nullptr : &cuts_};
         const auto &shrinks = shrink_[g], &expands = expand_[g];
         if (fused_) {
             shrink_all(step, thread, phase, g, layer, x, ldx, k);
@@ -319,12 +349,14 @@ class Decoder {
                 run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
         } else {
-            run_units(team_, phase, thread, product, shrinks, shrink_split_[g],
-                      [&](int i, bool more) { product.run(i, more); },
-                      [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
+            run_units(
+                team_, phase, thread, product, shrinks, shrink_split_[g],
+                [&](int i, bool more) { product.run(i, more); },
+                [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
         }
-        if (!expands.empty()) each_split(team_, phase, thread, expands, expand_split_[g],
-                                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
+        if (!expands.empty())
+            each_split(team_, phase, thread, expands, expand_split_[g],
+                       [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
         for (const Later& later : later_[g])  // what tokens have a second time is added to what they have first
             each_split(team_, phase, thread, later.units, later.split,
                        [&](const LoraUnit& u, const LoraUnit*) { run_expand(step, thread, g, layer, u, y, ldy); });
@@ -335,7 +367,8 @@ class Decoder {
     void project_gated(const StepDesc& step, int thread, int& phase, int layer, const LayerDesc& w) {
         const T* x = normed_.data();
         const long ldx = spread<T>(m_.hidden), lda = spread<T>(m_.ffn);
-        const Product<T> product{x, ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden, nullptr, 0, false, w.gate_up_bias, &cuts_};
+        const Product<T> product{x,       ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden,
+                                 nullptr, 0,   false,       w.gate_up_bias,      &cuts_};
         shrink_all(step, thread, phase, 2, layer, x, ldx, m_.hidden);
         const int panels = m_.ffn / kPanel;
         each_part(team_, phase, thread, product.units() / 2, [&](int i, bool) {
@@ -356,7 +389,8 @@ class Decoder {
                    [&](const LoraUnit& u, const LoraUnit*) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
     }
 
-    void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, const LoraUnit& u) {
+    void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k,
+                    const LoraUnit& u) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
         shrink<T>(arena(), adapter, layer, groups_[g][u.module].module, u, x, ldx, k, h_of(step, u), ldh_,
@@ -369,26 +403,28 @@ class Decoder {
         if (adapter.first_elem[layer] < 0) return;
         const Target& target = groups_[g][u.module];
         Scratch& own = scratch_[thread];
-        expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u), ldh_, y + target.column, ldy, own.rows.data(),
-                  own.panel.data(), own.spare.data());
+        expand<T>(arena(), adapter, layer, target.module, u, h_of(step, u), ldh_, y + target.column, ldy,
+                  own.rows.data(), own.panel.data(), own.spare.data());
     }
 
     // A tile of a group's product at `out`, with the expands that are fused with it or, where the tile stays in the cache, `all`
     // of them. Those that aren't fused, and what the panel can't take in one piece, are added to what the product gave.
-    void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile, float* out,
-                  long ldo, bool all) {
+    void run_tile(const StepDesc& step, int thread, int g, int layer, const Product<T>& product, const Tile& tile,
+                  float* out, long ldo, bool all) {
         Scratch& own = scratch_[thread];
         int done = tile.row;  // rows below are complete
         auto at = [&](int row) { return out + (row - tile.row) * ldo; };
-        auto fits = [&](const LoraUnit& u) { return u.token >= done && u.count == tile.columns && is_fused(step, u.segment); };
+        auto fits = [&](const LoraUnit& u) {
+            return u.token >= done && u.count == tile.columns && is_fused(step, u.segment);
+        };
         bool rest = false;
         expand_tile(step, g, tile, 0, all, [&](const LoraUnit& u) {
             const Adapter& adapter = *step.segment_adapters[u.segment];
             if (adapter.first_elem[layer] < 0) return;
             if (!fits(u)) return (void)(rest = true);
             if (done < u.token) product.run(tile, done, u.token - done, at(done), ldo, nullptr);
-            const auto extra = expand_panel<T>(arena(), adapter, layer, groups_[g][u.module].module, u, h_of(step, u), ldh_,
-                                               own.rows.data(), own.panel.data(), own.spare.data());
+            const auto extra = expand_panel<T>(arena(), adapter, layer, groups_[g][u.module].module, u, h_of(step, u),
+                                               ldh_, own.rows.data(), own.panel.data(), own.spare.data());
             product.run(tile, u.token, u.tokens, at(u.token), ldo, &extra);
             done = u.token + u.tokens;
         });
@@ -431,8 +467,10 @@ class Decoder {
 
     // Of one K/V head and the query heads that share it: norm (where the architecture has it) and rotate q and k, then
     // write q to its buffer, k and v to their page.
-    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, int kv_head, float* y, T* k_plane, T* v_plane) {
-        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, group = m_.heads / m_.kv_heads;
+    void rotate_and_store(const StepDesc& step, const LayerDesc& w, int t, int kv_head, float* y, T* k_plane,
+                          T* v_plane) {
+        const int head_dim = m_.head_dim, q = m_.heads * head_dim, kv = m_.kv_heads * head_dim,
+                  group = m_.heads / m_.kv_heads;
         const float *cos = m_.cos + step.positions[t] * head_dim, *sin = m_.sin + step.positions[t] * head_dim;
         const int64_t place = step.page[t] * m_.page_elems + step.offset[t] * kv + kv_head * head_dim;
         for (int i = 0; i <= group; i++) {
@@ -486,9 +524,9 @@ class Decoder {
     Buffer<float> x_, y_;
     Buffer<T> normed_, q_, attended_, act_, h_;
     int ldh_ = 2;
-    bool fused_ = false;   // the step has a long segment
-    bool few_ = false;     // it has few tokens
-    bool gated_ = false;   // it has many, and gate and up have panels of their own
+    bool fused_ = false;  // the step has a long segment
+    bool few_ = false;  // it has few tokens
+    bool gated_ = false;  // it has many, and gate and up have panels of their own
     bool decode_ = false;  // it has few and each is a row of its own
     std::chrono::nanoseconds patience_;  // that is left in the step
 };
@@ -524,8 +562,9 @@ extern "C" {
 
 CHORUS_API int chorus_supported() {
     __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bf16");
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+           __builtin_cpu_supports("avx512bf16");
 }
 
 // Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
@@ -555,11 +594,15 @@ CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)deco
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
 
 // The rows of a file, group by group: see file_rows.h. `jobs` stay the caller's and must outlive it, as must `fd`.
-CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count, const ReadJob* jobs,
-                                  int64_t element) {
+CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count,
+                                  const ReadJob* jobs, int64_t element) {
     return new FileRows(fd, spans, groups, count, jobs, (Element)element);
 }
-CHORUS_API int chorus_rows_next(void* rows, void* out, ReadFault* fault) { return ((FileRows*)rows)->next(out, *fault); }
-CHORUS_API const char* chorus_rows_at(void* rows, int64_t start, int64_t bytes) { return ((FileRows*)rows)->at(start, bytes); }
+CHORUS_API int chorus_rows_next(void* rows, void* out, ReadFault* fault) {
+    return ((FileRows*)rows)->next(out, *fault);
+}
+CHORUS_API const char* chorus_rows_at(void* rows, int64_t start, int64_t bytes) {
+    return ((FileRows*)rows)->at(start, bytes);
+}
 CHORUS_API void chorus_rows_close(void* rows) { delete (FileRows*)rows; }
 }

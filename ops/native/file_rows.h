@@ -17,11 +17,15 @@
 namespace chorus {
 
 constexpr int64_t kSector = 4096;  // O_DIRECT wants offsets, lengths and addresses to be multiples of the disk's
-constexpr int kBuffers = 2;        // a group in use, the next under way: more would take the disk's time from that
+constexpr int kBuffers = 2;  // a group in use, the next under way: more would take the disk's time from that
 
 // Mirrors the groups of ReadJobs in ops/native_reader.py: spans and jobs of each, by their numbers.
-struct ReadGroup { int64_t spans_begin, spans_end, jobs_begin, jobs_end; };
-struct Span { int64_t start, end; };
+struct ReadGroup {
+    int64_t spans_begin, spans_end, jobs_begin, jobs_end;
+};
+struct Span {
+    int64_t start, end;
+};
 
 // State of one reader, kept from file to file: the system clears fresh pages at some cost. On huge pages, because the
 // disk's requests are of so many pages at most, and each page must be found and held: a third of the time of small ones.
@@ -148,7 +152,8 @@ class FileRows {
         if (broken_) return fail(fault, kUnreadable, EIO);
         for (Read& piece : pieces_[g])
             while (piece.first + piece.found < piece.end) {
-                const ssize_t count = pread(fd_, piece.to + piece.found, piece.bytes - piece.found, piece.first + piece.found);
+                const ssize_t count =
+                    pread(fd_, piece.to + piece.found, piece.bytes - piece.found, piece.first + piece.found);
                 if (count < 0 && errno == EINTR) continue;
                 if (count <= 0) return fail(fault, count ? kUnreadable : kEnds, count ? errno : 0);
                 piece.found += count;
@@ -169,8 +174,12 @@ class FileRows {
         for (const Read& piece : pieces) {
             const int64_t end = std::min<int64_t>(piece.first + piece.bytes, status.st_size);
             if (end <= piece.first) continue;
-            struct { uint64_t offset, bytes; } range = {(uint64_t)piece.first, (uint64_t)(end - piece.first)};
-            struct { uint64_t cached, dirty, written, evicted, lately_evicted; } pages = {};
+            struct {
+                uint64_t offset, bytes;
+            } range = {(uint64_t)piece.first, (uint64_t)(end - piece.first)};
+            struct {
+                uint64_t cached, dirty, written, evicted, lately_evicted;
+            } pages = {};
             if (syscall(kCachestat, fd_, &range, &pages, 0) == 0) {
                 if ((int64_t)pages.cached * kSector < end - piece.first) return false;
                 continue;

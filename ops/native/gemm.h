@@ -19,7 +19,12 @@ template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel;
 
 // More of the reduction dimension for the same outputs, from other memory: y += Σ_k x[m, k] · w[n, k].
 template <class T>
-struct Extra { const T* x; long ldx; const T* panel; int k; };
+struct Extra {
+    const T* x;
+    long ldx;
+    const T* panel;
+    int k;
+};
 
 template <class T, int ROWS>
 inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
@@ -86,24 +91,32 @@ inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k,
         const int height = (rows + tiles - 1) / tiles;
         if (accumulate) fetch_outputs(y + height * ldy, ldy, std::min(height, rows - height));
         switch (height) {
-#define CHORUS_TILE(n) case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
-            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
-            CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
+#define CHORUS_TILE(n) \
+    case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
+            CHORUS_TILE(1)
+            CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6) CHORUS_TILE(7) CHORUS_TILE(8)
+                CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
 #undef CHORUS_TILE
-            default: break;
+                    default : break;
         }
         rows -= height, x += height * ldx, y += height * ldy, here.x += height * here.ldx;
     }
 }
 
-struct Tile { int row, rows, column, columns; };
+struct Tile {
+    int row, rows, column, columns;
+};
 
 // A product as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
 template <class T>
 struct Product {
-    const T* x; long ldx; int rows;
-    const T* w; int n, k;
-    float* y; long ldy;
+    const T* x;
+    long ldx;
+    int rows;
+    const T* w;
+    int n, k;
+    float* y;
+    long ldy;
     bool accumulate;
     const float* bias;
     const std::vector<int>* cuts = nullptr;  // where the row chunks begin and the last ends; else every kRowChunk rows
@@ -113,7 +126,8 @@ struct Product {
     int units() const { return chunks() * panels(); }
     Tile tile_of(int unit) const {
         const int chunk = unit / panels(), column = unit % panels() * kPanel;
-        const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk, end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
+        const int row = cuts ? (*cuts)[chunk] : chunk * kRowChunk,
+                  end = cuts ? (*cuts)[chunk + 1] : std::min(rows, row + kRowChunk);
         return {row, end - row, column, n - column < kPanel ? n - column : kPanel};
     }
     // more: the next unit runs on the same thread.
@@ -125,8 +139,8 @@ struct Product {
     }
     // Some rows of a tile, to `out`.
     void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<T>* extra) const {
-        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo, t.columns, accumulate,
-                         bias ? bias + t.column : nullptr, extra);
+        panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
+                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra);
     }
 };
 

@@ -37,7 +37,8 @@ class Panels {
 
     // Every panel of a row once, by whichever thread has it. inverse: the inverse temperature, 0 where no masses are wanted.
     void see(int row, const float* logits, int columns, int first, double inverse) {
-        const __m512 x[2] = {load_or_none(logits, columns), load_or_none(logits + kLanes, std::max(0, columns - kLanes))};
+        const __m512 x[2] = {load_or_none(logits, columns),
+                             load_or_none(logits + kLanes, std::max(0, columns - kLanes))};
         const bool nan = _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q);
         const float most = nan ? INFINITY : _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1]));
         const long at = (long)row * panels_ + first / kPanel;
@@ -146,8 +147,8 @@ class Panels {
         const float* x = logits(found.at);
         const int n = width(found.at);
         return found.at * kPanel + first_above(n, target - found.before, [&](int i, __m512d* out) {
-            masses.of(load_or_none(x + i, n - i), out);
-        }).at;
+                                       masses.of(load_or_none(x + i, n - i), out);
+                                   }).at;
     }
 
     // A tempered logit, relative to the largest, below which the whole row holds less than `rest`: of a panel no more than its
@@ -161,7 +162,8 @@ class Panels {
             __m512d sum = _mm512_setzero_pd();
             for (int p = 0; p < panels_; p += 8) {
                 const __mmask8 valid = (__mmask8)head_mask(panels_ - p);
-                const __m512d all = _mm512_maskz_loadu_pd(valid, mass + p), top = _mm512_maskz_loadu_pd(valid, peak + p);
+                const __m512d all = _mm512_maskz_loadu_pd(valid, mass + p),
+                              top = _mm512_maskz_loadu_pd(valid, peak + p);
                 const __m512d others = _mm512_mask_sub_pd(all, _mm512_cmp_pd_mask(top, least, _CMP_GE_OQ), all, top);
                 sum = _mm512_add_pd(sum, _mm512_min_pd(others, most));
             }

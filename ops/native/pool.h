@@ -56,7 +56,7 @@ class Team {
 
     // Hand out units 0 … count-1 to whichever thread is free, then meet. Called by every thread of the team alike.
     template <class Work>
-    void each(int &phase, int count, Work work) {
+    void each(int& phase, int count, Work work) {
         auto& counter = counters_[phase % 3];
         for (int unit; (unit = counter.fetch_add(1, std::memory_order_relaxed)) < count;) work(unit);
         barrier(phase);
@@ -88,7 +88,8 @@ class Team {
     static constexpr int kSpins = 4000;
     static constexpr int kMost = 255;  // threads; what is left of epoch_ counts the steps
 
-    static constexpr Clock::duration kWindow = std::chrono::milliseconds(10), kShortestPause = std::chrono::milliseconds(50),
+    static constexpr Clock::duration kWindow = std::chrono::milliseconds(10),
+                                     kShortestPause = std::chrono::milliseconds(50),
                                      kLongestPause = std::chrono::seconds(2);
 
     static int take(Share& share, uint64_t tag, int count, bool from_end, bool& more) {
@@ -101,7 +102,9 @@ class Team {
             const bool none = first >= last;
             const int unit = none ? -1 : from_end ? (int)--last : (int)first++;
             more = !from_end && first < last;
-            if (share.compare_exchange_weak(state, tag << 2 * kUnitBits | last << kUnitBits | first, std::memory_order_relaxed)) return unit;
+            if (share.compare_exchange_weak(state, tag << 2 * kUnitBits | last << kUnitBits | first,
+                                            std::memory_order_relaxed))
+                return unit;
         }
     }
 
@@ -208,15 +211,19 @@ class Team {
     const std::function<void(int)>* body_ = nullptr;
     std::atomic<bool> stop_{false};
     pthread_t caller_{};
-    Clock::duration spent_{}, worked_{}, spun_{};  // the caller's time at this size, on a processor, and of that waiting
+    Clock::duration spent_{}, worked_{},
+        spun_{};  // the caller's time at this size, on a processor, and of that waiting
     Clock::duration pause_ = kShortestPause;
     Clock::time_point again_{};  // when to try more threads
-    alignas(64) std::atomic<int> epoch_{0};                        // the step's number and its threads
+    alignas(64) std::atomic<int> epoch_{0};  // the step's number and its threads
     alignas(64) std::atomic<int> arrived_{0};
     alignas(64) std::atomic<int> phase_{0};
     alignas(64) std::atomic<int> done_{0};
     alignas(64) std::atomic<int> sleepers_{0};
-    struct alignas(64) Counter : std::atomic<int> { using std::atomic<int>::atomic; using std::atomic<int>::operator=; };
+    struct alignas(64) Counter : std::atomic<int> {
+        using std::atomic<int>::atomic;
+        using std::atomic<int>::operator=;
+    };
     Counter counters_[3];
     uint32_t round_ = 0;  // phases of all steps before this one
     std::vector<Share> shares_;

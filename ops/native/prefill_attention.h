@@ -8,11 +8,14 @@
 namespace chorus {
 
 constexpr int kQueryBlock = 48;  // query vectors (token, head) of a unit
-constexpr int kQueryTile = 6;    // that share a pass over the values: 6 × 4 accumulators
+constexpr int kQueryTile = 6;  // that share a pass over the values: 6 × 4 accumulators
 
-struct AttentionUnit { int row, kv_head, token, tokens; };
+struct AttentionUnit {
+    int row, kv_head, token, tokens;
+};
 
-inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads, std::vector<AttentionUnit>& units) {
+inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int kv_heads,
+                            std::vector<AttentionUnit>& units) {
     units.clear();
     const int block = std::max(1, kQueryBlock / (heads / kv_heads));
     for (int row = 0; row < rows; row++) {
@@ -26,7 +29,8 @@ inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int k
 // keys, [columns] of each as `join_values` lays them out. Keys that a query doesn't see stay out of its sum: what they hold
 // may be NaN, which a weight of 0 does not undo.
 template <class T, int ROWS>
-inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visible, const float* factor, int head_dim, T* const* out) {
+inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visible, const float* factor, int head_dim,
+                  T* const* out) {
     using K = Kind<T>;
     for (int c = 0; c < columns; c += 4 * kLanes) {
         __m512 acc[ROWS][4];
@@ -51,7 +55,8 @@ inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visi
             for (int r = 0; r < ROWS; r++) {
                 if (visible[r] <= s) continue;
                 const auto weight = K::broadcast(p + r * ldp + s);
-                for (int j = 0; j < 4; j++) acc[r][j] = K::mac(acc[r][j], visible[r] == s + 1 ? K::first(load(j)) : load(j), weight);
+                for (int j = 0; j < 4; j++)
+                    acc[r][j] = K::mac(acc[r][j], visible[r] == s + 1 ? K::first(load(j)) : load(j), weight);
             }
         for (int r = 0; r < ROWS; r++)
             for (int j = 0; j < 4 && c + j * kLanes < head_dim; j += 2)
@@ -61,8 +66,8 @@ inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visi
 
 // ROWS queries, of which the last sees the most keys.
 template <class T, int ROWS>
-inline void attend_tile(const T* const* q, T* const* out, const int* visible, int head_dim, int columns, int padded, float scale,
-                        AttentionScratch& scratch) {
+inline void attend_tile(const T* const* q, T* const* out, const int* visible, int head_dim, int columns, int padded,
+                        float scale, AttentionScratch& scratch) {
     const int most = visible[ROWS - 1], words = head_dim / Kind<T>::pair;
     float* scores = scratch.scores.data();
     for (int s = 0; s < most; s += 2 * kLanes)
@@ -70,8 +75,8 @@ inline void attend_tile(const T* const* q, T* const* out, const int* visible, in
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
         factor[r] = softmax<T>(scores + (long)r * padded, visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
-    weigh<T, ROWS>((const T*)scores, padded * (long)(sizeof(float) / sizeof(T)), (const T*)scratch.values.data(), columns, visible, factor,
-                   head_dim, out);
+    weigh<T, ROWS>((const T*)scores, padded * (long)(sizeof(float) / sizeof(T)), (const T*)scratch.values.data(),
+                   columns, visible, factor, head_dim, out);
 }
 
 // q, out: [tokens, heads, head_dim] with row stride ld. pages: the row's block table.
@@ -82,7 +87,9 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     constexpr int pair = Kind<T>::pair;
     const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair;
-    auto grow = [](auto& v, size_t n) { if (v.size() < n) v.resize(n); };
+    auto grow = [](auto& v, size_t n) {
+        if (v.size() < n) v.resize(n);
+    };
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.values, (size_t)pairs * columns);  // a pair of bf16 is as large as a float32
     grow(scratch.places, padded);
@@ -92,10 +99,12 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     const long offset = (long)unit.kv_head * head_dim;
     locate(cache, cache.k, pages, seen, places);
     for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
-    for (int s = 0; s < padded; s += kLanes) transpose_keys(places + s, offset, words, scratch.keys.data() + (long)s * words);
+    for (int s = 0; s < padded; s += kLanes)
+        transpose_keys(places + s, offset, words, scratch.keys.data() + (long)s * words);
     locate(cache, cache.v, pages, seen, places);
     for (int s = 0; s < pairs; s++) {
-        const T *one = places[s * pair] + offset, *other = (s + 1) * pair <= seen ? places[(s + 1) * pair - 1] + offset : nullptr;
+        const T *one = places[s * pair] + offset,
+                *other = (s + 1) * pair <= seen ? places[(s + 1) * pair - 1] + offset : nullptr;
         float* to = scratch.values.data() + (long)s * columns;
         for (int c = 0; c < columns; c += 2 * kLanes) {
             typename Kind<T>::Reg joined[2];
@@ -115,10 +124,12 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
             visible[i] = kv_len - (row_end - 1 - token);
         }
         switch (count) {
-#define CHORUS_TILE(n) case n: attend_tile<T, n>(queries, outs, visible, head_dim, columns, padded, scale, scratch); break;
-            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+#define CHORUS_TILE(n) \
+    case n: attend_tile<T, n>(queries, outs, visible, head_dim, columns, padded, scale, scratch); break;
+            CHORUS_TILE(1)
+            CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
 #undef CHORUS_TILE
-            default: break;
+                default : break;
         }
     }
 }

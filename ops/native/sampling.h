@@ -41,7 +41,8 @@ class Sampling {
 
     void see(int unit) {
         const int r = unit / blocks_, begin = unit % blocks_ * kBlock, end = std::min(vocab_, begin + kBlock);
-        for (int i = begin; i < end; i += kPanel) panels_.see(r, rows_[r].logits + i, std::min(kPanel, end - i), i, rows_[r].inverse);
+        for (int i = begin; i < end; i += kPanel)
+            panels_.see(r, rows_[r].logits + i, std::min(kPanel, end - i), i, rows_[r].inverse);
     }
     void draw(int r, Draw& d, int thread) { d.token = panels_.draw(r, d, candidates_[thread], rows_[r]); }
     void score(int r, Score& s, int thread) {

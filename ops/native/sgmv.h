@@ -31,7 +31,8 @@ struct Arena {
     int64_t page_elems;
     // Places of `count` rows of `width` elements that are `step` apart in an adapter, the first at `elem`. A row that
     // goes on in another page is put together in `spare` (rows `lds` apart); without, it is where it begins.
-    void rows(const Adapter& a, int64_t elem, int64_t step, int count, int width, const T** out, T* spare, long lds) const {
+    void rows(const Adapter& a, int64_t elem, int64_t step, int count, int width, const T** out, T* spare,
+              long lds) const {
         int64_t index = elem / page_elems, at = elem % page_elems;
         for (int i = 0; i < count; i++) {
             out[i] = data + a.pages[index] * page_elems + at;
@@ -51,7 +52,9 @@ struct Arena {
     }
 };
 
-struct LoraUnit { int segment, module, first, count, token, tokens; };
+struct LoraUnit {
+    int segment, module, first, count, token, tokens;
+};
 
 // The step's segments: tokens begin[s] … end[s]-1 use *adapters[s]. Several may have the same tokens: those of one level then
 // have no module of a layer in common, so that their units never meet. level: null where all have level 0.
@@ -65,14 +68,17 @@ struct Segments {
 };
 
 // A module of a group whose outputs are packed side by side: its id, its first column in y, its width.
-struct Target { int module, column, width; };
+struct Target {
+    int module, column, width;
+};
 
 // Units are the same for all layers; those of a segment without rows in a layer are skipped there.
 inline void shrink_units(const Segments& segments, const std::vector<Target>& group, std::vector<LoraUnit>& units) {
     units.clear();
     for (int s = 0; s < segments.count; s++) {
         const Adapter& adapter = *segments.adapters[s];
-        for (int t = segments.begin[s]; t < segments.end[s]; t += kTokenChunk)  // which stay in the cache for all modules
+        for (int t = segments.begin[s]; t < segments.end[s];
+             t += kTokenChunk)  // which stay in the cache for all modules
             for (int g = 0; g < (int)group.size(); g++) {
                 if (adapter.a_offset[group[g].module] < 0) continue;
                 for (int r = 0; r < adapter.rank; r += kRankChunk)
@@ -83,7 +89,8 @@ inline void shrink_units(const Segments& segments, const std::vector<Target>& gr
 }
 
 // Those of one level: the next must not begin before they have ended.
-inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads, std::vector<LoraUnit>& units) {
+inline void expand_units(const Segments& segments, int level, const std::vector<Target>& group, int threads,
+                         std::vector<LoraUnit>& units) {
     units.clear();
     const int parts = segments.count >= 4 * threads ? 1 : threads;  // of a module, so that every thread has some
     for (int s = 0; s < segments.count; s++)
@@ -92,8 +99,8 @@ inline void expand_units(const Segments& segments, int level, const std::vector<
             const int width = group[g].width, part = (width + parts * kPanel - 1) / (parts * kPanel) * kPanel;
             const int chunk = std::min(kColumnChunk, part);
             for (int c = 0; c < width; c += chunk)
-                units.push_back({s, g, c, std::min(chunk, width - c), segments.begin[s],
-                                 segments.end[s] - segments.begin[s]});
+                units.push_back(
+                    {s, g, c, std::min(chunk, width - c), segments.begin[s], segments.end[s] - segments.begin[s]});
         }
 }
 
@@ -125,19 +132,27 @@ inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, 
         for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 8
             for (int r = 0; r < RANKS; r++)
-                acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
+                acc[t * RANKS + r] =
+                    K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
     alignas(64) T sums[16];
     store16(sums, _mm512_mul_ps(reduce16(acc), _mm512_set1_ps(scale)));
     for (int t = 0; t < TOKENS; t++) memcpy(h + t * ldh, sums + t * RANKS, RANKS * sizeof(T));
 }
 
 template <class T, int TOKENS>
-inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh, bool fetch) {
+inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh,
+                       bool fetch) {
     constexpr int most = TOKENS <= 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= ranks; r += most) dots<T, TOKENS, most>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
-    if (most == 8 && ranks - r >= 4) { dots<T, TOKENS, 4>(x, ldx, rows + r, fetch, k, scale, h + r, ldh); r += 4; }
-    if (ranks - r >= 2) { dots<T, TOKENS, 2>(x, ldx, rows + r, fetch, k, scale, h + r, ldh); r += 2; }
+    if (most == 8 && ranks - r >= 4) {
+        dots<T, TOKENS, 4>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
+        r += 4;
+    }
+    if (ranks - r >= 2) {
+        dots<T, TOKENS, 2>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
+        r += 2;
+    }
     if (ranks - r) dots<T, TOKENS, 1>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
 }
 
@@ -152,13 +167,20 @@ template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
                    const T* x, long ldx, int k, T* h, long ldh, T* spare) {
     const T* rows[kRankChunk + kAhead];
-    arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count, k, rows, spare, k);
+    arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count,
+               k, rows, spare, k);
     for (int i = 0; i < kAhead; i++) rows[unit.count + i] = rows[unit.count - 1];
     const bool last = unit.first + unit.count == adapter.rank;
     int t = unit.token, end = t + unit.tokens;
-    for (; t + 4 <= end; t += 4) dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
-    for (; t + 2 <= end; t += 2) dots_ranks<T, 2>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
-    if (t < end) dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh, t == unit.token);
+    for (; t + 4 <= end; t += 4)
+        dots_ranks<T, 4>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh,
+                         t == unit.token);
+    for (; t + 2 <= end; t += 2)
+        dots_ranks<T, 2>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh,
+                         t == unit.token);
+    if (t < end)
+        dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh,
+                         t == unit.token);
     if (last)
         for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
 }
@@ -190,7 +212,8 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
 #pragma GCC unroll 8
         for (int p = 0; p < pairs; p++) {
             const __m512i one = row(2 * p), other = 2 * p + 1 < RANKS ? row(2 * p + 1) : _mm512_setzero_si512();
-            const auto at_low = (K::Reg)_mm512_unpacklo_epi16(one, other), at_high = (K::Reg)_mm512_unpackhi_epi16(one, other);
+            const auto at_low = (K::Reg)_mm512_unpacklo_epi16(one, other),
+                       at_high = (K::Reg)_mm512_unpackhi_epi16(one, other);
             for (int t = 0; t < TOKENS; t++) {
                 lows[t] = K::mac(lows[t], at_low, factor[t][p]);
                 highs[t] = K::mac(highs[t], at_high, factor[t][p]);
@@ -204,12 +227,15 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
     int c = 0;
     // No masks where whole registers are at hand: a masked store is not forwarded to the next rows' load.
     for (; c + K::width <= columns; c += K::width)
-        add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); }, [&](const float* from, int) { return load16(from); },
+        add(
+            y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); },
+            [&](const float* from, int) { return load16(from); },
             [&](float* to, int, __m512 v) { _mm512_storeu_ps(to, v); });
     if (c == columns) return;
     const int rest = columns - c;
     const __mmask16 mask[2] = {head_mask(rest), head_mask(std::max(0, rest - kLanes))};
-    add(y + c, [&](int r) { return (__m512i)K::load(rows[r] + c, rest); },
+    add(
+        y + c, [&](int r) { return (__m512i)K::load(rows[r] + c, rest); },
         [&](const float* from, int half) { return load16(from, mask[half]); },
         [&](float* to, int half, __m512 v) { store16(to, v, mask[half]); });
 }
@@ -245,22 +271,32 @@ inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, floa
     constexpr int most = TOKENS == 1 ? 16 : TOKENS == 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= rank; r += most) add_rows<TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
-    if (most > 8 && rank - r >= 8) { add_rows<TOKENS, 8>(rows + r, h + r, ldh, y, ldy, columns); r += 8; }
-    if (most > 4 && rank - r >= 4) { add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns); r += 4; }
-    if (rank - r >= 2) { add_rows<TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns); r += 2; }
+    if (most > 8 && rank - r >= 8) {
+        add_rows<TOKENS, 8>(rows + r, h + r, ldh, y, ldy, columns);
+        r += 8;
+    }
+    if (most > 4 && rank - r >= 4) {
+        add_rows<TOKENS, 4>(rows + r, h + r, ldh, y, ldy, columns);
+        r += 4;
+    }
+    if (rank - r >= 2) {
+        add_rows<TOKENS, 2>(rows + r, h + r, ldh, y, ldy, columns);
+        r += 2;
+    }
     if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
 // Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile
 // fetches what two panels on lies in the rows: too many, and too far apart, for the processor to follow by itself.
 inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns, bf16* panel) {
-    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6, 37, 5,
-                                           36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+    const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
+                                           37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
     const __m512i half = _mm512_set1_epi16(16);
     for (int r = 0; r < rank; r += 2, panel += 64) {
         for (int i = r; i < std::min(r + 2, rank); i++) prefetch(rows[i] + offset + 2 * kPanel);
         const __m512i a = (__m512i)Kind<bf16>::load(rows[r] + offset, columns);
-        const __m512i b = r + 1 < rank ? (__m512i)Kind<bf16>::load(rows[r + 1] + offset, columns) : _mm512_setzero_si512();
+        const __m512i b =
+            r + 1 < rank ? (__m512i)Kind<bf16>::load(rows[r + 1] + offset, columns) : _mm512_setzero_si512();
         _mm512_storeu_si512(panel, _mm512_permutex2var_epi16(a, order, b));
         _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(a, _mm512_add_epi16(order, half), b));
     }
@@ -276,8 +312,8 @@ inline void pack_rows(const float* const* rows, int rank, int offset, int column
 template <class T>
 inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
                              const T* h, long ldh, const T** rows, T* panel, T* spare) {
-    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, adapter.rank,
-               unit.count, rows, spare, kPanel);
+    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems,
+               adapter.rank, unit.count, rows, spare, kPanel);
     pack_rows(rows, adapter.rank, 0, unit.count, panel);
     return {h + unit.token * ldh, ldh, panel, (adapter.rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair};
 }
@@ -288,8 +324,8 @@ template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
                    const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare) {
     const int rank = adapter.rank;
-    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank, unit.count,
-               rows, spare, kColumnChunk);
+    arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank,
+               unit.count, rows, spare, kColumnChunk);
     h += unit.token * ldh;
     y += unit.token * ldy + unit.first;
     switch (unit.tokens) {

@@ -18,8 +18,9 @@ template <class Work>
 void each_part(Team& team, int& phase, int thread, int count, Work work) {
     const int threads = team.size();
     auto begin = [&](int t) { return part_begin(count, t, threads); };
-    team.each_own(phase, thread, [&](int t) { return begin(t + 1) - begin(t); },
-                  [&](int owner, int i, bool more) { work(begin(owner) + i, more); });
+    team.each_own(
+        phase, thread, [&](int t) { return begin(t + 1) - begin(t); },
+        [&](int owner, int i, bool more) { work(begin(owner) + i, more); });
 }
 
 // A product's units and others that don't depend on them, side by side: every thread has a run of panels of its own, each of
@@ -40,7 +41,8 @@ void run_units(Team& team, int& phase, int thread, const Product<T>& product, co
 
 // run(unit, next): each thread's run of units in order.
 template <class Unit, class Run>
-void each_split(Team& team, int& phase, int thread, const std::vector<Unit>& units, const std::vector<int>& split, Run run) {
+void each_split(Team& team, int& phase, int thread, const std::vector<Unit>& units, const std::vector<int>& split,
+                Run run) {
     team.each_own(
         phase, thread, [&](int t) { return split[t + 1] - split[t]; },
         [&](int owner, int i, bool more) {

@@ -48,11 +48,13 @@ inline void store16(bf16* p, __m512 v, __mmask16 mask = 0xFFFF) {
 inline __m512 reduce16(const __m512* a) {
     __m512 u[8], v[4];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) u[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 8]), _mm512_unpackhi_ps(a[i], a[i + 8]));
+    for (int i = 0; i < 8; i++)
+        u[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 8]), _mm512_unpackhi_ps(a[i], a[i + 8]));
 #pragma GCC unroll 4
     for (int i = 0; i < 4; i++) {
         __m512d lo = _mm512_castps_pd(u[i]), hi = _mm512_castps_pd(u[i + 4]);
-        v[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
+        v[i] =
+            _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
     }
     __m512 w0 = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
     __m512 w1 = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xDD));
@@ -66,7 +68,8 @@ inline __m512 reduce16(const __m512* a) {
 inline void transpose16(const __m512* a, __m512* b) {
     __m512 u[16], v[16];
 #pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2) u[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), u[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+    for (int i = 0; i < 16; i += 2)
+        u[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), u[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {  // 128-bit lane j of v[4 * m + c]: column 4 * j + c of rows 4 * m …
         const int m = i / 2 * 4, h = i % 2;
@@ -76,8 +79,10 @@ inline void transpose16(const __m512* a, __m512* b) {
     }
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88), q = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0x88);
-        const __m512 r = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD), s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
+        const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88),
+                     q = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0x88);
+        const __m512 r = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD),
+                     s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
         b[c] = _mm512_shuffle_f32x4(p, q, 0x88), b[c + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
         b[c + 4] = _mm512_shuffle_f32x4(r, s, 0x88), b[c + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
     }
@@ -106,15 +111,28 @@ constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabil
 // 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
 // x is at most 1/32 and takes few terms.
 inline __m512d exp2_8(__m512d x) {
-    alignas(64) static constexpr double sixteenths[16] = {
-        1.0, 1.0442737824274138, 1.0905077326652577, 1.1387886347566916,
-        1.189207115002721, 1.241857812073484, 1.2968395546510096, 1.3542555469368927,
-        1.4142135623730951, 1.4768261459394993, 1.5422108254079407, 1.6104903319492543,
-        1.681792830507429, 1.7562521603732995, 1.8340080864093424, 1.9152065613971474};
+    alignas(64) static constexpr double sixteenths[16] = {1.0,
+                                                          1.0442737824274138,
+                                                          1.0905077326652577,
+                                                          1.1387886347566916,
+                                                          1.189207115002721,
+                                                          1.241857812073484,
+                                                          1.2968395546510096,
+                                                          1.3542555469368927,
+                                                          1.4142135623730951,
+                                                          1.4768261459394993,
+                                                          1.5422108254079407,
+                                                          1.6104903319492543,
+                                                          1.681792830507429,
+                                                          1.7562521603732995,
+                                                          1.8340080864093424,
+                                                          1.9152065613971474};
     const __mmask8 some = _mm512_cmp_pd_mask(x, _mm512_set1_pd(kNoMass * kLog2e), _CMP_GE_OQ);
-    const __m512d round = _mm512_set1_pd(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
+    const __m512d round =
+        _mm512_set1_pd(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
     const __m512d sum = _mm512_add_pd(x, round), n = _mm512_sub_pd(sum, round), r = _mm512_sub_pd(x, n);
-    const __m512d whole = _mm512_permutex2var_pd(_mm512_load_pd(sixteenths), _mm512_castpd_si512(sum), _mm512_load_pd(sixteenths + 8));
+    const __m512d whole =
+        _mm512_permutex2var_pd(_mm512_load_pd(sixteenths), _mm512_castpd_si512(sum), _mm512_load_pd(sixteenths + 8));
     constexpr double ln2 = 0.69314718055994530942, ln4 = ln2 * ln2, ln8 = ln4 * ln2;
     static constexpr double factors[] = {ln8 * ln8 / 720, ln8 * ln4 / 120, ln8 * ln2 / 24, ln8 / 6, ln4 / 2, ln2};
     __m512d p = _mm512_set1_pd(ln8 * ln8 * ln2 / 5040);
@@ -139,7 +157,9 @@ template <> struct Kind<bf16> {
         return (Reg)_mm512_set1_epi32(both);
     }
     static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_dpbf16_ps(acc, a, b); }
-    static Reg first(Reg pairs) { return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xFFFF)); }  // the others are 0
+    static Reg first(Reg pairs) {
+        return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xFFFF));
+    }  // the others are 0
 };
 
 template <> struct Kind<float> {

@@ -21,10 +21,16 @@ struct ReadJob {
     int64_t a_offset, b_offset;      // from the slab's beginning to row i of A, and of Bᵀ
 };
 
-struct ReadFault { int64_t fault, job, side, error; };  // side: 0 for A, 1 for B; error: errno
+struct ReadFault {
+    int64_t fault, job, side, error;
+};  // side: 0 for A, 1 for B; error: errno
 
-template <Element E> struct Stored { using type = uint16_t; };
-template <> struct Stored<kF32> { using type = float; };
+template <Element E> struct Stored {
+    using type = uint16_t;
+};
+template <> struct Stored<kF32> {
+    using type = float;
+};
 
 template <Element S> inline __m512i bits16(const typename Stored<S>::type* p, __mmask16 mask) {
     if constexpr (S == kF32) return _mm512_maskz_loadu_epi32(mask, p);
@@ -130,7 +136,8 @@ inline void transpose16(const uint16_t* x, long ldx, int rows, int columns, uint
     // b[2c + p]: column c (low half) and c + 8 (high half) of rows 8p … 8p+7
 #pragma GCC unroll 8
     for (int c = 0; c < 8; c++) {
-        if (c < columns) _mm256_mask_storeu_epi16(out + c * ldo, to, _mm256_permute2x128_si256(b[2 * c], b[2 * c + 1], 0x20));
+        if (c < columns)
+            _mm256_mask_storeu_epi16(out + c * ldo, to, _mm256_permute2x128_si256(b[2 * c], b[2 * c + 1], 0x20));
         if (c + 8 < columns)
             _mm256_mask_storeu_epi16(out + (c + 8) * ldo, to, _mm256_permute2x128_si256(b[2 * c], b[2 * c + 1], 0x31));
     }
@@ -152,9 +159,7 @@ class SlabRows {
     SlabRows(Element out, void* data) : out_(out), data_(data) {}
 
     // A's rows and Bᵀ's rows of one job. What lies between the rows stays as it is.
-    bool write(const ReadJob& job, ReadFault& fault) {
-        return side(job, 0, fault) && side(job, 1, fault);
-    }
+    bool write(const ReadJob& job, ReadFault& fault) { return side(job, 0, fault) && side(job, 1, fault); }
 
    private:
     bool side(const ReadJob& job, int side, ReadFault& fault) {
@@ -180,8 +185,7 @@ class SlabRows {
         Out* out = (Out*)data_ + job.first + (side ? job.b_offset : job.a_offset);
         const In* in = (const In*)(side ? job.b_start : job.a_start);
         uint32_t top = 0;
-        if (side)
-            transpose<S, D>(in, job.d_out, job.rank, out, job.slab_elems, top);
+        if (side) transpose<S, D>(in, job.d_out, job.rank, out, job.slab_elems, top);
         else
             for (long r = 0; r < job.rank; r++)
                 convert_values<S, D>(in + r * job.d_in, job.d_in, out + r * job.slab_elems, top);
