@@ -352,7 +352,7 @@ def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
 
 def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     """Until one comes, ends or is preempted, or only some of them share the step."""
-    house = House(None, "ab", num_pages=40, max_num_seqs=4)
+    house = House(None, "ab", max_num_seqs=4)
     plans = []
     house.executor.on_plan = plans.append
 
