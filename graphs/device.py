@@ -202,6 +202,7 @@ class CudaDevice:
         until the process ends; by whichever library they are told first, and under whatever name. What an earlier call
         left behind is told once.
         """
+        found = None
         for _ in range(2):
             try:
                 self.synchronize()

@@ -2,7 +2,7 @@
 
 `python -m chorus.perf.profile.entered` counts them for the native CPU path and for the one on torch's operators;
 `--list` names them, and in each what is called. The CUDA path is counted where it runs without a GPU, in
-tests/core/interpreted_cuda.py.
+tests/core/executors/interpreted_cuda.py.
 """
 
 from __future__ import annotations

@@ -22,8 +22,8 @@ from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
 from chorus.memory.transfers.dma import open_dma
 from chorus.memory.transfers.host_copies import HostCopies
 
-from .adapter_layouts import NUM_LAYERS, adapter_layouts
-from .fake_cuda import FakeDriver
+from ..adapter_layouts import NUM_LAYERS, adapter_layouts
+from ..fake_cuda import FakeDriver
 
 DIMS = {"q_proj": (12, 8)}
 PAGE_ELEMS = 32

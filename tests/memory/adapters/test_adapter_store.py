@@ -15,7 +15,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 
-from .fakes import FakeBackend, SlowReads
+from ..fakes import FakeBackend, SlowReads
 
 PAGE_BYTES = 10
 

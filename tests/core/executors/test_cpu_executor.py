@@ -11,7 +11,7 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from chorus.ops.native import NativeSampling
 
-from .conftest import KERNELS
+from ..conftest import KERNELS
 
 
 def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):

@@ -12,7 +12,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 
-from .fakes import FakeBackend
+from ..fakes import FakeBackend
 
 
 class FixedCosts(RestoreCosts):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.memory.transfers.cuda_transfer import CopyPlan, CopyRun
 
-from .adapter_layouts import NUM_LAYERS, adapter_layouts
+from ..adapter_layouts import NUM_LAYERS, adapter_layouts
 
 page_sizes = st.integers(4, 60).map(lambda n: 4 * n)
 

@@ -16,7 +16,7 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.policies import EvenShares, Policies
 from chorus.memory.host.images import InlineReads
 
-from .test_state_machine import CheckingExecutor, Clock, Expected
+from ..test_state_machine import CheckingExecutor, Clock, Expected
 
 
 class HeldReads(InlineReads):

@@ -15,7 +15,7 @@ from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import ThreadReads
 from chorus.memory.host.reads import ReadStalled
 
-from ..memory.fakes import SlowReads
+from ...memory.fakes import SlowReads
 
 HUNG, OTHER = "r1-all", "r2-qv"
 

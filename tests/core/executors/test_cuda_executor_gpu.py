@@ -22,8 +22,8 @@ from chorus.memory.host.images import InlineReads, Reads, ThreadReads
 from chorus.perf.cpu.random_model import adapters, checkpoint
 from chorus.perf.cpu.workload import Geometry, Workload
 
-from ..conftest import MIN_MARGIN
-from .conftest import Answer, Driver, RecordingExecutor, ticking
+from ...conftest import MIN_MARGIN
+from ..conftest import Answer, Driver, RecordingExecutor, ticking
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 

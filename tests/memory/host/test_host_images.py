@@ -16,7 +16,7 @@ from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads, ThreadReads
 from chorus.memory.host.reads import ReadStalled
 
-from .fakes import SlowReads
+from ..fakes import SlowReads
 
 
 def fails(image):

@@ -7,7 +7,7 @@ import torch
 
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
 
-from .fakes import acquire_whole
+from ..fakes import acquire_whole
 
 DIMS = {
     "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),

@@ -18,8 +18,8 @@ from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.memory.transfers.cuda_copies import CudaCopies
 from chorus.memory.transfers.cuda_transfer import CudaTransfer
 
-from .adapter_layouts import NUM_LAYERS, adapter_layouts
-from .fake_cuda import Copy, FakeDriver
+from ..adapter_layouts import NUM_LAYERS, adapter_layouts
+from ..fake_cuda import Copy, FakeDriver
 
 GARBAGE = -1
 

@@ -241,7 +241,7 @@ PARAMETERS = {
 
 @pytest.fixture(scope="module")
 def configs() -> Path:
-    default = Path(__file__).resolve().parents[3] / "shared"
+    default = Path(__file__).resolve().parents[4] / "shared"
     path = Path(os.environ.get("CHORUS_SHARED", default)) / "data" / "configs"
     if not path.is_dir():
         pytest.skip(f"no configurations in {path}; set CHORUS_SHARED")

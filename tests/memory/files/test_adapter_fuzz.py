@@ -19,7 +19,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.files.format import AdapterFormatError
 
-from .fakes import acquire_whole
+from ..fakes import acquire_whole
 
 peft_utils = pytest.importorskip("peft.tuners.tuners_utils")
 peft_other = pytest.importorskip("peft.utils.other")
