@@ -93,9 +93,10 @@ inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k,
         switch (height) {
 #define CHORUS_TILE(n) \
     case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
-            CHORUS_TILE(1)
-            CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6) CHORUS_TILE(7) CHORUS_TILE(8)
-                CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
+            // clang-format off
+            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+            CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
+            // clang-format on
 #undef CHORUS_TILE
                     default : break;
         }

@@ -126,8 +126,9 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
         switch (count) {
 #define CHORUS_TILE(n) \
     case n: attend_tile<T, n>(queries, outs, visible, head_dim, columns, padded, scale, scratch); break;
-            CHORUS_TILE(1)
-            CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+            // clang-format off
+            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
+            // clang-format on
 #undef CHORUS_TILE
                 default : break;
         }
