@@ -26,7 +26,7 @@ imports:
 	python tests/test_imports.py
 
 spelling:
-	codespell $$(git ls-files)
+	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
 
 test:
 	pytest -q
