@@ -7,7 +7,7 @@
 
 namespace chorus {
 
-// Mirrors SCORE of ops/native_sampling.py.
+// Mirrors SCORE of ops/native.py.
 struct Score {
     const float* logits;
     int64_t token, count;
