@@ -106,9 +106,7 @@ class ElementwiseVariant:
     @property
     def module(self) -> str:
         """The module of `ops` that the kernel is in."""
-        return {"norm": "norm_triton", "add": "norm_triton", "silu": "activation_triton"}.get(
-            self.group, "kv_write_triton"
-        )
+        return "elementwise_triton"
 
     @property
     def tensor_cores(self) -> bool:
