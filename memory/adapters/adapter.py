@@ -6,13 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..files.error import AdapterFormatError, shown
-from ..files.format import AdapterManifest
-from ..host.image import HostImage
-from ..pages.adapter_layout import AdapterLayout
-from ..transfers.transfer import Transfer
+
+if TYPE_CHECKING:
+    from ..files.format import AdapterManifest
+    from ..host.image import HostImage
+    from ..pages.adapter_layout import AdapterLayout
+    from ..transfers.transfer import Transfer
 
 MAX_NAME_CHARACTERS = 256
 

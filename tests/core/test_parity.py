@@ -362,17 +362,25 @@ def test_engine_from_an_adapters_directory(subject):
 
 
 def test_bfloat16_choices_are_the_references_within_rounding(subject, drive):
+    """What the reference gives up by the tokens that are chosen in bfloat16, in standard deviations of its logits."""
     it = subject("gqa")
     driver = drive(it, dtype="bfloat16")
-    prompts = {adapter: it.prompt(adapter, 20, 1, seed=8) for adapter in (None, *it.adapters)}
-    for adapter, prompt in prompts.items():
-        driver.add(str(adapter), adapter, prompt, max_tokens=12)
-    answers = driver.drain()
-    for adapter, prompt in prompts.items():
-        tokens = answers[str(adapter)].tokens
-        logits = it.logits(adapter, prompt + tokens[:-1])[len(prompt) - 1 :]
-        loss = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
-        assert float(loss.max() / logits.std()) < 0.25, adapter
+    losses = []
+    for seed in range(8, 14):
+        prompts = {adapter: it.prompt(adapter, 20, 1, seed=seed) for adapter in (None, *it.adapters)}
+        for adapter, prompt in prompts.items():
+            driver.add(f"{adapter} {seed}", adapter, prompt, max_tokens=12)
+        answers = driver.drain()
+        for adapter, prompt in prompts.items():
+            tokens = answers[f"{adapter} {seed}"].tokens
+            logits = it.logits(adapter, prompt + tokens[:-1])[len(prompt) - 1 :]
+            loss = logits.amax(-1) - logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
+            losses.append(loss / logits.std())
+    every = torch.cat(losses)
+    assert float((every > 0).float().mean()) < 0.15, "most choices are the reference's"
+    assert float(every.mean()) < 0.01
+    assert float(every.quantile(0.99)) < 0.2
+    assert float(every.max()) < 0.75
 
 
 class TestStories:

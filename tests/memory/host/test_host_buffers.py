@@ -45,7 +45,6 @@ def test_memory_of_the_same_size_is_used_again_however_small_it_is(count):
         addresses.add(buffers.take((count,), torch.uint8).data_ptr())
         gc.collect()
     assert len(addresses) == 1
-    assert buffers.num_idle_bytes < 200_000
 
 
 @pytest.mark.parametrize("count", [10, 10_000_000], ids=["far smaller", "larger"])
