@@ -80,12 +80,13 @@ def _array(items: Iterator[Any]) -> Iterator[str]:
 
 
 def encode(value: Any) -> bytes:
-    """A value's JSON, written piece by piece; between long pieces other threads have their turn."""
-    written = []
+    """A value's JSON, written piece by piece; other threads have the interpreter for half of the time."""
+    written, began = [], time.perf_counter()
     for piece in pieces(value):
         written.append(piece)
         if len(piece) > LONG_PIECE:
-            time.sleep(0)  # gives up the interpreter lock, which would otherwise be kept for milliseconds
+            time.sleep(time.perf_counter() - began)
+            began = time.perf_counter()
     return "".join(written).encode()
 
 

@@ -148,7 +148,7 @@ class Scheduler:
             return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self._running.plan = plan if all_decode and not counts else None
-        if plan.bucket is None:
+        if plan.bucket is None and any(request.row is None and not request.call for request in counts):
             self._shares.forget()
         return plan
 

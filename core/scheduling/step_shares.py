@@ -10,7 +10,7 @@ from ..requests.request import Request
 from .running import Running
 from .waiting import WaitingQueue
 
-SHARE = 0.5
+SHARE = 0.4
 """Time that the larger calls may take for their answers, as a share of the time that steps take without these."""
 
 MAX_DEBT = 64
@@ -78,7 +78,7 @@ class StepShares:
         return None if self._dealt == larger else self._deal(running, fewest, self._dealt)
 
     def forget(self) -> None:
-        """The step that was chosen last does more than to go on with answers: the time it takes says nothing."""
+        """The step that was chosen last computes a prompt of another call, too: the time it takes says nothing."""
         self._began = None
 
     def _account(self, seconds: float | None) -> None:

@@ -178,6 +178,22 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
     assert rate * (fixed + each) > 0.5
 
 
+def test_prompts_of_a_larger_call_are_charged_to_it():
+    """Its answers are short: in most steps one ends, and the prompt of another is computed in the next."""
+    fixed, each = 1.0, 0.2
+    engine, _executor, clock = make_engine(fixed, each, seats=32)
+    engine.add_request(request("neighbour", 4000))
+    engine.step()
+    for index in range(1000):
+        engine.add_request(request(f"many {index}", 1 + index % 3, call="many"))
+    began, before = clock.now, engine._scheduler.get("neighbour").num_output_tokens
+    for _ in range(300):
+        engine.step()
+    rate = (engine._scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
+    assert engine.stats().num_running > 1
+    assert rate * (fixed + each) > 0.5
+
+
 def test_a_new_call_has_a_place_though_one_call_has_all_seats():
     engine, executor, _ = make_engine(1.0, 0.0, seats=4)
     for index in range(10):
