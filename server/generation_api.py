@@ -17,7 +17,7 @@ from .completion_request import CompletionRequest
 from .errors import as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
 from .generation import Generation
-from .json_text import encode
+from .json_text import dumps, encode
 from .limits import RequestLimits
 from .logprobs import LogprobFormat
 from .metrics import Metrics
@@ -224,15 +224,18 @@ class GenerationApi:
             return EventStream(self._events(generation, answer), generation.close)
         try:
             await while_connected(request.receive, _read(generation, answer))
-            body = await self._write(lambda: encode(answer.answer()), answer.num_scores)
+            body = await self._written(answer)
         except ClientDisconnect:
             return client_gone()
         finally:
             generation.close()
         return Response(body, media_type="application/json")
 
-    async def _write(self, write: Callable[[], bytes], num_scores: int) -> bytes:
-        return await self._threads.run(write) if num_scores > THREAD_SCORES else write()
+    async def _written(self, answer: AnswerFormat) -> bytes:
+        """The whole answer; a long one is written beside the event loop, which must not make way for others there."""
+        if answer.num_scores > THREAD_SCORES:
+            return await self._threads.run(lambda: encode(answer.answer()))
+        return dumps(answer.answer()).encode()
 
     async def _events(self, generation: Generation, answer: AnswerFormat) -> AsyncIterator[bytes]:
         """A call's deltas as events; what is there together is sent together.

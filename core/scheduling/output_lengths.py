@@ -26,7 +26,7 @@ class OutputLengths:
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._latest: deque[tuple[int, bool]] = deque(maxlen=_NUM_REMEMBERED)
+        self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
         self._ends: list[int] = []  # how many of these ended of themselves
@@ -34,17 +34,17 @@ class OutputLengths:
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
         """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
-        self._latest.append((num_tokens, was_cut))
+        self._latest.append((num_tokens, int(not was_cut)))
         self._is_new = True
 
     def _answer_length(self, drawn: int) -> float:
         """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
         if self._is_new:
             self._is_new = False
-            latest = sorted(self._latest, reverse=True)
-            self._sorted = [length for length, _ in reversed(latest)]
-            self._sums = list(accumulate(length for length, _ in latest))[::-1]
-            self._ends = list(accumulate(int(not was_cut) for _, was_cut in latest))[::-1]
+            latest = sorted(self._latest)
+            self._sorted = [length for length, _ in latest]
+            self._sums = list(accumulate(reversed(self._sorted)))[::-1]
+            self._ends = list(accumulate([ended for _, ended in reversed(latest)]))[::-1]
         index = bisect_right(self._sorted, drawn)
         count = len(self._sorted) - index
         if not count:

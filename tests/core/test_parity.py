@@ -362,7 +362,7 @@ def test_engine_from_an_adapters_directory(subject):
 
 
 def test_bfloat16_choices_are_the_references_within_rounding(subject, drive):
-    """What the reference gives up by the tokens that are chosen in bfloat16, in standard deviations of its logits."""
+    """Loss of the reference by the tokens that are chosen in bfloat16, in standard deviations of its logits."""
     it = subject("gqa")
     driver = drive(it, dtype="bfloat16")
     losses = []

@@ -168,7 +168,7 @@ def test_cost_counts_what_a_launch_moves():
 @pytest.mark.parametrize("rule", [decode, prefill])
 @pytest.mark.parametrize("most", [1, 7, 64, 65, 256, 1000, 3000])
 def test_between_limits_there_is_one_schedule(rule, most):
-    """What is compiled ahead, one schedule per limit, is all that a step may take."""
+    """A step may take nothing but what is compiled ahead, one schedule per limit."""
     limits = token_limits(rule.__name__, most)
     assert limits == sorted(set(limits))
     assert limits[-1] == most

@@ -1,5 +1,9 @@
 """POST /v1/completions over a fake engine: answers, streams and counts."""
 
+import asyncio
+import time
+from types import SimpleNamespace
+
 import pytest
 
 BOS, EOS = 256, 257
@@ -127,3 +131,18 @@ def test_a_prompt_beyond_the_threshold_is_encoded_on_a_thread(start, fake_engine
     live = start(make_engine([], max_model_len=40_000))
     body = live.post(model="base", prompt="y" * 20_000).json()
     assert body["usage"]["prompt_tokens"] == 20_001
+
+
+@pytest.mark.parametrize("logprobs", [None, 1])
+def test_the_event_loop_writes_no_answer_with_pauses(start, make_engine, monkeypatch, logprobs):
+    """Only a thread beside it makes way for others while it writes."""
+    live = start(make_engine([], max_model_len=8192))
+    paused = []
+    pause = SimpleNamespace(
+        sleep=lambda _: paused.append(asyncio._get_running_loop() is not None), perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr("chorus.server.json_text.time", pause)
+    body = live.post(model="base", prompt="x" * 3000, max_tokens=3000, logprobs=logprobs).json()
+    assert body["choices"][0]["text"] == "x" * 3000
+    assert not any(paused), "on the event loop"
+    assert bool(paused) == (logprobs is not None)

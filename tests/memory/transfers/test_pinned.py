@@ -48,7 +48,7 @@ class HostMemory:
 
 
 class Blocks(Memory):
-    """What the pool holds of the system's memory, of which it grants no more than `capacity`."""
+    """Bytes that the pool holds of the system's memory, of which it grants no more than `capacity`."""
 
     def __init__(self, capacity: int = 1 << 40) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class PlainMemory(Memory):
         return block
 
     def trim(self) -> None:
-        """What nobody refers to is gone."""
+        """Allocations to which nobody refers are gone."""
 
 
 def cupy_buffers(blocks: Blocks, limit_pages: int, chunk_pages: int = 8) -> PinnedBuffers:
