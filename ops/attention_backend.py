@@ -69,7 +69,8 @@ def choose_attention(
     if wanted not in ("auto", "flashinfer", "torch"):
         raise ValueError(f"attention is {wanted!r}; it may be 'auto', 'flashinfer' or 'torch'")
     device = torch.device(device)
-    obstacle = "it is wanted" if wanted == "torch" else flashinfer_obstacle(dtype, head_dim, device)
+    group = num_heads // kv_heads
+    obstacle = "it is wanted" if wanted == "torch" else flashinfer_obstacle(group, head_dim, dtype, device)
     if obstacle is not None:
         if wanted == "flashinfer":
             raise ValueError(f"attention is 'flashinfer', but {obstacle}; use 'auto' or 'torch'")
@@ -83,9 +84,9 @@ def choose_attention(
     )  # fmt: skip
 
 
-def flashinfer_obstacle(dtype: torch.dtype, head_dim: int, device: torch.device) -> str | None:
-    """Reason why FlashInfer cannot serve, None if it can."""
-    from .attention_flashinfer import DTYPES, HEAD_DIMS
+def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Reason why FlashInfer cannot serve, None if it can. group: heads that share a KV head."""
+    from .attention_flashinfer import DTYPES, HEAD_DIMS, unavailable_modules
 
     if device.type != "cuda":
         return f"FlashInfer needs a CUDA device, this one is {device}"
@@ -99,4 +100,10 @@ def flashinfer_obstacle(dtype: torch.dtype, head_dim: int, device: torch.device)
         version("flashinfer-python")
     except PackageNotFoundError:
         return "FlashInfer is not installed: pip install 'chorus[cuda13]' or 'chorus[cuda12]'"
+    try:
+        missing, cause = unavailable_modules(group, head_dim, dtype, device)
+    except (ImportError, OSError, RuntimeError) as error:
+        return f"FlashInfer cannot be loaded ({error})"
+    if missing:
+        return f"FlashInfer has no compiled {' and no '.join(missing)}, and {cause}"
     return None

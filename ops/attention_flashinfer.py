@@ -21,8 +21,10 @@ FlashInfer itself is imported when the first backend is made.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
@@ -32,6 +34,10 @@ from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
 HEAD_DIMS = (64, 128, 256)
+
+#: Heads sharing a KV head from which decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which
+#: those heads fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
+TENSOR_CORE_GROUP = 4
 
 #: Least float workspace, what FlashInfer's authors recommend.
 FLOAT_WORKSPACE_BYTES = 128 << 20
@@ -97,10 +103,8 @@ class FlashInferBackend:
 
     @property
     def tensor_cores(self) -> bool:
-        """True if decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which the heads that share a
-        KV head fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
-        """
-        return self.group >= 4
+        """True if decode takes the tensor-core kernel."""
+        return self.group >= TENSOR_CORE_GROUP
 
 
 class RaggedAttention:
@@ -109,9 +113,9 @@ class RaggedAttention:
     def __init__(self, backend: FlashInferBackend) -> None:
         self._backend = backend
         module = backend.module
-        # fa3's tile of 192 queries at a head size of 64 suits chunks badly, and it is seldom built ahead
-        kernel = "auto" if backend.head_dim == 128 else "fa2"
-        self._prefill = module.BatchPrefillWithPagedKVCacheWrapper(backend.workspace, "NHD", backend=kernel)
+        self._prefill = module.BatchPrefillWithPagedKVCacheWrapper(
+            backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim)
+        )
         self._decode = module.BatchDecodeWithPagedKVCacheWrapper(
             backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores
         )
@@ -204,6 +208,46 @@ class DecodeAttention:
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
         return self._wrapper.run(q, (k_cache, v_cache)).view(len(q), -1)
+
+
+def prefill_kernel(head_dim: int) -> str:
+    """FlashInfer's kernel for prefill chunks: the device's best for heads of 128 elements. For others fa2, since fa3's
+    tile of 192 queries at a head size of 64 suits chunks badly, and it is seldom built ahead.
+    """
+    return "auto" if head_dim == 128 else "fa2"
+
+
+def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> tuple[list[str], str]:
+    """Compiled modules that serving such heads takes, as far as they are neither built ahead nor can be built here; and
+    the reason why they can't be built. RuntimeError or ImportError where FlashInfer itself says that it can't.
+    """
+    jit = import_module("flashinfer.jit")
+    if os.environ.get("FLASHINFER_DISABLE_JIT"):
+        cause = "FLASHINFER_DISABLE_JIT is set, so it builds none"
+    elif not _has_nvcc():
+        cause = "there is no CUDA compiler (nvcc) to build it"
+    else:
+        return [], ""
+    kernel = prefill_kernel(head_dim)
+    types = (dtype, dtype, dtype, torch.int32)
+    if kernel == "auto":
+        kernel = import_module("flashinfer.utils").determine_attention_backend(device, 0, False, False, dtype, dtype)
+    shape = (*types, head_dim, head_dim, 0, False, False)
+    modules = [jit.gen_batch_prefill_module(kernel, *shape, False)]
+    if group >= TENSOR_CORE_GROUP:
+        modules.append(jit.gen_batch_prefill_module("fa2", *shape, False))
+    else:
+        modules.append(jit.gen_batch_decode_module(*shape))
+    return list(dict.fromkeys(module.name for module in modules if not module.is_aot)), cause
+
+
+def _has_nvcc() -> bool:
+    """True if FlashInfer finds the compiler that its modules are built with."""
+    try:
+        home = import_module("flashinfer.jit.cpp_ext").get_cuda_path()
+    except RuntimeError:
+        return False
+    return Path(home, "bin", "nvcc").is_file()
 
 
 def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -245,14 +246,54 @@ def hopper(monkeypatch):
         return "flashinfer"
 
     monkeypatch.setattr(attention_flashinfer, "FlashInferBackend", fake_backend)
+    monkeypatch.delenv("FLASHINFER_DISABLE_JIT", raising=False)
+    made["modules"] = modules = FlashInferModules()
+    monkeypatch.setattr(attention_flashinfer, "import_module", modules.imported)
     return made
+
+
+class FlashInferModules:
+    """FlashInfer's compiled modules, as its own Python asks for them: those built ahead, and a compiler or none."""
+
+    def __init__(self):
+        self.built_ahead, self.cuda_home = set(), None
+
+    def imported(self, name):
+        assert name in ("flashinfer.jit", "flashinfer.jit.cpp_ext", "flashinfer.utils")
+        return self
+
+    def get_cuda_path(self):
+        if self.cuda_home is None:
+            raise RuntimeError("Could not find nvcc")
+        return self.cuda_home
+
+    def determine_attention_backend(self, device, *settings):
+        return "fa3"
+
+    def gen_batch_prefill_module(self, kernel, dtype, *_):
+        return self._spec(f"prefill_{kernel}_{dtype}")
+
+    def gen_batch_decode_module(self, dtype, *_):
+        return self._spec(f"decode_{dtype}")
+
+    def _spec(self, name):
+        return SimpleNamespace(name=name, is_aot=name in self.built_ahead)
 
 
 def choose(dtype=torch.bfloat16, head_dim=128, device="cuda:0", **kwargs):
     return choose_attention(32, 8, head_dim, 16, dtype, device, max_rows=8, max_pages_per_row=64, **kwargs)
 
 
-def test_flashinfer_where_it_can(hopper):
+@pytest.fixture
+def compiler(hopper, tmp_path):
+    """A CUDA compiler where FlashInfer looks for it."""
+    nvcc = tmp_path / "bin/nvcc"
+    nvcc.parent.mkdir()
+    nvcc.touch()
+    hopper["modules"].cuda_home = str(tmp_path)
+
+
+def test_flashinfer_where_it_can(hopper, compiler):
     assert choose() == "flashinfer"
     assert hopper["num_sms"] == 132
     assert hopper["args"] == (32, 8, 128, 16, torch.bfloat16, torch.device("cuda:0"))
@@ -277,6 +318,43 @@ def test_torch_where_it_cannot(hopper, change, reason):
     if "wanted" not in change:
         with pytest.raises(ValueError, match=reason):
             choose(**change, wanted="flashinfer")
+
+
+BFLOAT16 = {"prefill_fa3_torch.bfloat16", "prefill_fa2_torch.bfloat16"}
+
+
+def test_flashinfer_where_its_modules_were_built_ahead(hopper, monkeypatch):
+    """Without a compiler, and where building is off though there is one."""
+    hopper["modules"].built_ahead = BFLOAT16
+    assert choose() == "flashinfer"
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    assert choose() == "flashinfer"
+    assert choose(head_dim=64) == "flashinfer", "fa2 takes both prefill and decode then"
+
+
+def test_torch_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, monkeypatch):
+    hopper["modules"].built_ahead = BFLOAT16
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    backend = choose(torch.float16)
+    assert backend.name == "torch"
+    assert "no compiled prefill_fa3_torch.float16 and no prefill_fa2_torch.float16" in backend.reason
+    assert "FLASHINFER_DISABLE_JIT is set" in backend.reason
+    with pytest.raises(ValueError, match="use 'auto' or 'torch'"):
+        choose(torch.float16, wanted="flashinfer")
+    lone_heads = choose_attention(8, 8, 64, 16, torch.bfloat16, "cuda:0", max_rows=8, max_pages_per_row=64)
+    assert "no compiled decode_torch.bfloat16," in lone_heads.reason
+
+
+def test_torch_where_there_is_no_compiler(hopper):
+    assert "there is no CUDA compiler (nvcc)" in choose(head_dim=64).reason
+
+
+def test_torch_where_flashinfer_itself_fails(hopper, monkeypatch):
+    def broken(name):
+        raise RuntimeError("flashinfer-jit-cache version does not match")
+
+    monkeypatch.setattr(attention_flashinfer, "import_module", broken)
+    assert "cannot be loaded (flashinfer-jit-cache version" in choose().reason
 
 
 def test_torch_on_an_older_device_and_without_the_package(hopper, monkeypatch):

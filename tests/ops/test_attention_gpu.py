@@ -13,6 +13,7 @@ from .test_attention import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
 SHAPES = [(8, 8, 64), (8, 2, 64), (8, 1, 64), (8, 8, 128), (8, 2, 128), (8, 1, 128), (14, 2, 64)]
+LATER_ROWS = [[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4]
 
 
 class DeviceStep(Step):
@@ -36,9 +37,11 @@ class DeviceStep(Step):
         torch.testing.assert_close(got, self.want, rtol=2e-2, atol=2e-2)
 
 
-def device_backend(shape, dtype, wanted="flashinfer"):
-    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64, wanted=wanted)
-    assert backend.name.startswith(wanted)
+def device_backend(shape, dtype, name="flashinfer"):
+    """The backend that serves. In float16 torch's may, with its reason, where FlashInfer's modules are in bfloat16."""
+    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64)
+    fallback = dtype is torch.float16 and "no compiled" in backend.reason
+    assert backend.name.startswith("torch" if fallback else name), backend.reason
     return backend
 
 
@@ -68,6 +71,10 @@ def test_decode_replays_with_other_lengths(shape, dtype):
         caches[: len(step.k), 1, 0], caches[: len(step.v), 1, 1] = step.k, step.v
         four.plan(step.qo_indptr, step.page_table, step.kv_lens)
 
+    if not backend.captures:
+        for seed, rows in enumerate(LATER_ROWS):
+            DeviceStep(seed, rows, shape, dtype).check(four)
+        return
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -76,7 +83,7 @@ def test_decode_replays_with_other_lengths(shape, dtype):
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             out = four.run(q, caches[:, 1, 0], caches[:, 1, 1])
-        for seed, rows in enumerate([[(1, 500), (1, 20), (1, 0), (1, 63)], [(1, 2)] * 4, [(1, 255)] * 4]):
+        for seed, rows in enumerate(LATER_ROWS):
             step = DeviceStep(seed, rows, shape, dtype)
             load(step)
             graph.replay()
@@ -89,7 +96,7 @@ def test_decode_replays_with_other_lengths(shape, dtype):
 
 def test_torch_attention():
     """Cases that FlashInfer does not take: float32 and small heads."""
-    backend = device_backend((4, 2, 16), torch.float32, wanted="torch")
+    backend = device_backend((4, 2, 16), torch.float32, name="torch")
     for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)]]):
         DeviceStep(seed, rows, (4, 2, 16), torch.float32).check(backend.ragged())
     assert isinstance(backend.decode(2), PagedAttention)

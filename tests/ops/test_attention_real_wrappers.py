@@ -126,3 +126,19 @@ def test_buckets_in_graph_mode(kernels, heads):
         step.q = torch.cat((step.q, step.q.new_ones(padding, *step.q.shape[1:])))
         torch.testing.assert_close(step.run(buckets[size])[: len(rows)], want.flatten(1))
     assert (kernels.prefill if heads[0] // heads[1] >= 4 else kernels.decode).plans == 5
+
+
+@pytest.mark.parametrize(("group", "kinds"), [(1, ["batch_prefill", "batch_decode"]), (4, ["batch_prefill"])])
+def test_modules_that_are_missing_are_named(monkeypatch, tmp_path, group, kinds):
+    """Until FlashInfer finds them where modules built ahead lie."""
+    monkeypatch.setattr(flashinfer.jit.env, "FLASHINFER_AOT_DIR", tmp_path)
+    monkeypatch.setattr(flashinfer.jit.core.current_compilation_context, "TARGET_CUDA_ARCHS", {(9, "0a")})
+    monkeypatch.setenv("FLASHINFER_DISABLE_JIT", "1")
+    wanted = group, 64, torch.float16, torch.device("cuda:0")
+    missing, cause = attention_flashinfer.unavailable_modules(*wanted)
+    assert [name[: len(kind)] for name, kind in zip(missing, kinds, strict=True)] == kinds
+    assert "FLASHINFER_DISABLE_JIT" in cause
+    for name in missing:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.so").touch()
+    assert attention_flashinfer.unavailable_modules(*wanted) == ([], cause)
