@@ -22,11 +22,13 @@ class _Family:
     """Differences of an architecture from the others.
 
     bias, mlp_bias: whether config.json's `attention_bias` and `mlp_bias` mean anything. qkv_bias: always there.
-    defaults: what transformers assumes where config.json is silent.
+    out_bias: the field that says whether o_proj has one. defaults: what transformers assumes where config.json is
+    silent.
     """
 
     defaults: Mapping[str, int] = field(default_factory=dict)
     bias: bool = False
+    out_bias: str = "attention_bias"
     mlp_bias: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
@@ -45,6 +47,10 @@ _FAMILIES = {
         {"num_key_value_heads": 32, "max_position_embeddings": 32768, "sliding_window": 4096, "max_window_layers": 28,
          "head_dim": 128},
         bias=True, qk_norm=True,
+    ),
+    "SeedOssForCausalLM": _Family(
+        {"num_key_value_heads": 8, "max_position_embeddings": 524288, "head_dim": 128, "attention_bias": True},
+        bias=True, out_bias="attention_out_bias", mlp_bias=True,
     ),
 }  # fmt: skip
 
@@ -147,7 +153,7 @@ def _parse(raw: ConfigJson, architecture: str, eos_token_ids: tuple[int, ...]) -
     if head_dim % 2:
         raise UnsupportedModel(f"{raw.path}: head_dim is {head_dim}; rotary embedding needs an even one")
     positions = raw.integer("max_position_embeddings", family.defaults["max_position_embeddings"])
-    attention_bias = family.bias and raw.boolean("attention_bias")
+    attention_bias = family.bias and raw.boolean("attention_bias", bool(family.defaults.get("attention_bias")))
     return ModelConfig(
         architecture=architecture,
         vocab_size=raw.integer("vocab_size"),
@@ -163,7 +169,7 @@ def _parse(raw: ConfigJson, architecture: str, eos_token_ids: tuple[int, ...]) -
         sliding_window=_sliding_window(raw, architecture, layers),
         tie_word_embeddings=raw.boolean("tie_word_embeddings"),
         qkv_bias=family.qkv_bias or attention_bias,
-        o_bias=attention_bias,
+        o_bias=family.bias and raw.boolean(family.out_bias, attention_bias and family.out_bias == "attention_bias"),
         mlp_bias=family.mlp_bias and raw.boolean("mlp_bias"),
         qk_norm=family.qk_norm,
         dtype=_dtype(raw),

@@ -44,6 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "qwen2-untied": ("Qwen2Config", {"rms_norm_eps": 1e-5, "num_hidden_layers": 3}, "50GB"),
     "qwen3": ("Qwen3Config", {"head_dim": 32, "hidden_size": 40, "tie_word_embeddings": True}, "50GB"),
     "qwen3-biased": ("Qwen3Config", {"head_dim": 16, "attention_bias": True, "hidden_size": 48}, "20KB"),
+    "seed-oss": ("SeedOssConfig", {"head_dim": 16, "num_key_value_heads": 1}, "50GB"),
+    "seed-oss-out-bias": ("SeedOssConfig", {"head_dim": 32, "attention_out_bias": True, "mlp_bias": True}, "20KB"),
 }  # fmt: skip
 
 ATTENTION, MLP = ["q_proj", "k_proj", "v_proj", "o_proj"], ["gate_proj", "up_proj", "down_proj"]

@@ -107,6 +107,9 @@ def test_biases_and_norms_by_architecture(read):
     assert flags(architectures=["MistralForCausalLM"]) == (False, False, False, False)
     assert flags(architectures=["Qwen2ForCausalLM"]) == (True, False, False, False)
     assert flags(architectures=["Qwen3ForCausalLM"]) == (True, True, False, True)
+    assert flags(architectures=["SeedOssForCausalLM"]) == (True, False, True, False)
+    silent = read(architectures=["SeedOssForCausalLM"], attention_out_bias=True)
+    assert (silent.qkv_bias, silent.o_bias, silent.mlp_bias) == (True, True, False)
     assert not any((read().qkv_bias, read().o_bias, read().mlp_bias))
 
 
