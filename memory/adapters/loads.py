@@ -55,6 +55,10 @@ class AdapterLoads:
         """Start reading it unless it is in host memory, on its way, or has failed."""
         if self._images.keep(adapter):
             return
+        if adapter.transfer is not None and _is_whole(load := self.under_way[adapter.transfer]):
+            # The image made room for others when it was only copied from. The directory may hold something else by now.
+            self.keep(adapter, load.image)
+            return
         manifest, layout = adapter.manifest, adapter.layout
 
         def read(image: HostImage) -> None:
@@ -174,8 +178,8 @@ class AdapterLoads:
 
     def unread(self) -> list[Adapter]:
         """Adapters that have pages into which bytes are still being read."""
-        loads = self.under_way.values()
-        return [load.adapter for load in loads if load.left is None and not self._images.is_ready(load.adapter)]
+        loads = [load for load in self.under_way.values() if load.left is None and load.image.error is None]
+        return [load.adapter for load in loads if not _is_whole(load)]
 
     def cancel(self, transfer: Transfer, pages: list[int]) -> None:
         """End a load before its time; its pages are free once nothing writes to them."""
@@ -203,6 +207,11 @@ class AdapterLoads:
 
     def _size(self, adapter: Adapter) -> int:
         return adapter.num_pages * self._page_bytes
+
+
+def _is_whole(load: _Load) -> bool:
+    """True once all of its bytes have been read."""
+    return load.image.stream.num_ready == load.adapter.layout.num_layers
 
 
 def _may_drop(adapter: Adapter) -> bool:

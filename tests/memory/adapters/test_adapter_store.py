@@ -473,6 +473,34 @@ def test_replaced_version_that_is_held_is_read_at_once(slow):
     assert slow.store.tier(old) is Tier.LOADING
 
 
+@pytest.fixture
+def copied(slow, streaming):
+    """An adapter whose pages are filled, as is still to be noticed; nobody held it, so its image made room."""
+    slow.reads.finish()
+    slow.store.release(streaming)
+    slow.store.let_go(streaming)
+    slow.store.images.drop(streaming)
+    assert streaming.transfer is not None
+    return streaming
+
+
+def test_replaced_version_that_is_being_copied_is_not_read_again(slow, copied):
+    """Its directory holds something else by now, so that the read would fail, and its requests with it."""
+    store = slow.store
+    store.hold(copied)
+    register(store, a="two")
+    assert not slow.reads.pending
+    assert store.images.is_ready(copied), "a request holds it, so it has an image"
+    store.poll()
+    assert store.tier(copied) is Tier.DEVICE
+
+
+def test_pages_whose_bytes_have_all_been_read_are_not_taken_back(slow, copied):
+    assert not slow.store.give_up_loads()
+    slow.store.poll()
+    assert slow.store.tier(copied) is Tier.DEVICE
+
+
 def test_weights_that_were_checked_are_not_read_again(store, backend, pool, use):
     (old,) = register(store, a="two")
     use(old)
