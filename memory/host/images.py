@@ -216,10 +216,12 @@ class HostImages(Generic[Key]):
         """
         if (entry := self._entries.pop(key, None)) is None:
             return
-        is_read_on = self._under_way.pop(key, None) is not None and not entry.future.done()
-        if is_read_on and not entry.future.cancel():
-            self._set_aside(entry)  # nobody looks after it any more
-            entry.image.fail(ReadGivenUp("it is not needed any more"))
+        if self._under_way.pop(key, None) is not None:
+            if entry.future.done():
+                self._last_moved = self._clock()  # those that wait for its thread could begin meanwhile
+            elif not entry.future.cancel():
+                self._set_aside(entry)  # nobody looks after it any more
+                entry.image.fail(ReadGivenUp("it is not needed any more"))
         self._failed.discard(key)
         if self._given_up.get(key) is not entry:
             self.num_bytes -= entry.num_bytes

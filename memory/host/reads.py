@@ -121,16 +121,20 @@ class ThreadReads(Reads):
         return True
 
     def shutdown(self) -> None:
-        """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others."""
+        """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others.
+
+        Their threads have let go of what they held then: one that frees a tensor while the interpreter ends would end
+        the process by a signal.
+        """
         with self._changed:
             self._is_closed = True
             dropped = [future for future, _ in self._queue]
             self._queue.clear()
-            running = self._running - self._aside
             self._changed.notify_all()
         for future in dropped:
             future.cancel()
-        wait(running, CLOSE_SECONDS)
+        with self._changed:
+            self._changed.wait_for(lambda: self._num_threads <= len(self._aside), CLOSE_SECONDS)
 
     def _find_threads(self) -> None:
         """Have somebody come for each read in the queue, as far as threads may be. The caller holds the lock."""
@@ -166,6 +170,7 @@ class ThreadReads(Reads):
             if not self._changed.wait_for(lambda: self._queue or self._is_closed, IDLE_SECONDS) or not self._queue:
                 self._num_idle -= 1
                 self._num_threads -= 1
+                self._changed.notify_all()
                 return None
             self._num_idle -= 1
             job = self._queue.popleft()
@@ -179,6 +184,7 @@ class ThreadReads(Reads):
             self._aside.discard(done)
             if self._num_threads - len(self._aside) > self._num_wanted:
                 self._num_threads -= 1
+                self._changed.notify_all()
                 return False
             self._num_idle += 1
             return True

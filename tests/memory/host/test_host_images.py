@@ -355,12 +355,18 @@ def test_what_waits_behind_others_that_go_on_is_not_given_up(watched):
     assert "could not begin" in str(watched.images.error("behind"))
 
 
-def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched):
-    """Nobody looks at the reads for long; then the one ahead is dropped, and its thread is free at that moment."""
+@pytest.mark.parametrize("has_ended", [False, True])
+def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched, has_ended):
+    """Nobody looks at the reads for long; then the one ahead is dropped, and its thread is free at that moment, or is
+    since it ended.
+    """
     watched.request("unwanted")
     assert watched.began["unwanted"].wait(60)
     watched.request("behind")
     watched.now += 40
+    if has_ended:
+        watched.steps["unwanted"].release(4)
+        watched.until(lambda: watched.images.is_ready("unwanted"))
     watched.images.drop("unwanted")
     watched.images._under_way["behind"][0].future.running = lambda: False  # its thread has not come round to it yet
     watched.images.watch()

@@ -119,6 +119,25 @@ def test_closing_waits_for_no_read_that_was_set_aside():
     behind[0].go.set()
 
 
+def test_closed_reads_have_let_go_of_what_they_held():
+    """Freed while the interpreter ends, a tensor would take the process with it."""
+    freed = threading.Event()
+
+    class Read:
+        def __call__(self):
+            return 1
+
+        def __del__(self):
+            time.sleep(0.2)
+            freed.set()
+
+    reads = ThreadReads(threads=1)
+    future = reads.submit(Read())  # an assertion here would hold the read
+    assert future.result() == 1
+    reads.shutdown()
+    assert freed.is_set()
+
+
 def test_a_thread_that_cannot_be_started_is_told(reads, monkeypatch):
     def refuse(self):
         raise RuntimeError("can't start new thread")
