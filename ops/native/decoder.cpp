@@ -6,9 +6,9 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
-#include "attention.h"
 #include "best.h"
 #include "buffer.h"
+#include "decode_attention.h"
 #include "descriptors.h"
 #include "elementwise.h"
 #include "file_rows.h"

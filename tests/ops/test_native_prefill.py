@@ -26,6 +26,7 @@ SHAPES = {
     "gate and up in panels of their own": Geometry(hidden=128, ffn=352, layers=LAYERS, heads=4, kv_heads=2, vocab=512),
     "a panel with columns of both": Geometry(hidden=96, ffn=80, layers=LAYERS, heads=6, kv_heads=2, vocab=512),
     "narrow heads": Geometry(hidden=80, ffn=64, layers=LAYERS, heads=5, kv_heads=1, vocab=512),
+    "three heads with keys of their own": Geometry(hidden=96, ffn=96, layers=LAYERS, heads=3, kv_heads=3, vocab=512),
     "wide heads": Geometry(hidden=320, ffn=96, layers=LAYERS, heads=2, kv_heads=2, vocab=512),
 }
 
