@@ -136,8 +136,8 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     locate(cache, cache.v + offset, pages, kv_len, values);
     locate(cache, cache.k + (long)next_first * head_dim, next_pages, upcoming, values + kv_len);
     for (int s = upcoming; s < ahead + kLanes; s++) values[kv_len + s] = values[kv_len - 1];
-    // run(shape…, s, count, h, i): sixteen tokens' part from s on in the work of heads h … and of query vectors i …. Before and
-    // after it is fetched a half of what is read `ahead` tokens later in its place: more at once would be in the way of the work.
+    // run(heads, rows, s, count, h, i): the work of `count` tokens from s on for K/V heads from h on and query vectors from i
+    // on. What is read `ahead` tokens later is fetched half before it and half after it: more at once would be in its way.
     auto each = [&](const T* const* tokens, auto run) {
         for (int s = 0; s < kv_len; s += kLanes) {
             const int count = std::min(kLanes, kv_len - s);

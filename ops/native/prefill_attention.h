@@ -5,6 +5,7 @@
 // other.
 #pragma once
 #include "attention.h"
+#include "buffer.h"
 
 namespace chorus {
 
@@ -129,9 +130,6 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     constexpr int pair = Kind<T>::pair;
     const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair;
-    auto grow = [](auto& v, size_t n) {
-        if (v.size() < n) v.resize(n);
-    };
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.values, (size_t)pairs * columns);  // a pair of bf16 is as large as a float32
     grow(scratch.places, padded);

@@ -93,7 +93,8 @@ inline void transpose16(const __m512* a, __m512* b) {
     }
 }
 
-// b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, a[4 + i] rows 8 + i and 12 + i.
+// b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, and a[4 + i] rows 8 + i and
+// 12 + i.
 inline void transpose16x8(const __m512* a, __m512* b) {
     __m512 v[8];
     transpose4(a, v);
