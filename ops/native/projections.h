@@ -57,8 +57,10 @@ class Projections {
                 split(later.units, team_.size(), later.split, cost);
             }
         }
+        int longest = 0;  // of the chunks: rounded to whole tiles, one may exceed what they are to have at most
+        for (size_t i = 1; i < cuts_.size(); i++) longest = std::max(longest, cuts_[i] - cuts_[i - 1]);
         for (auto& s : scratch_) {
-            if (gated_) grow(s.gated, 2 * kPanel * kSegmentChunk);
+            if (gated_) grow(s.gated, (size_t)2 * kPanel * longest);
             grow(s.rows, rank);
             grow(s.panel, (size_t)(rank + 1) * kPanel);
             const int widest = std::max({m_.hidden, m_.heads * m_.head_dim, m_.ffn});

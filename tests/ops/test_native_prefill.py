@@ -132,6 +132,18 @@ def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, s
     rows.close()
 
 
+@pytest.mark.parametrize("length", [889, 890, 1190, 1191])
+def test_chunks_of_a_long_segment_fit_their_buffers(tmp_path, length):
+    """Of these lengths, rounding to whole tiles makes a chunk longer than chunks are to be."""
+    rows = Rows(SHAPES["gate and up in panels of their own"], "bfloat16", 1, tmp_path)
+    row = rows.sequence(length, rows.adapter(8, MODULES))
+    (alone,) = rows.step([(row, 0, length)])
+    parts = [(begin, min(begin + 200, length)) for begin in range(0, length, 200)]
+    found = [rows.step([(row, begin, end)])[0] for begin, end in parts]
+    assert torch.equal(torch.cat(found), alone)
+    rows.close()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_what_a_later_token_holds_does_not_reach_an_earlier_one(tmp_path, shape, dtype):
     """A weight of 0 does not undo NaN: a later token's values stay out of the sum."""
