@@ -80,7 +80,7 @@ class Projections {
         const auto &shrinks = shrink_[g], &expands = expand_[g];
         if (fused_) {
             shrink_all(step, thread, phase, g, layer, x, ldx, k);
-            each_part(team_, phase, thread, product.units(), [&](int i, bool) {
+            each_tile(phase, thread, product.panels(), [&](int i) {
                 const Tile tile = product.tile_of(i);
                 run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
@@ -106,7 +106,7 @@ class Projections {
                                  nullptr, 0,   false,       w.gate_up_bias,      &cuts_};
         shrink_all(step, thread, phase, 2, layer, x, ldx, m_.hidden);
         const int panels = m_.ffn / kPanel;
-        each_part(team_, phase, thread, product.units() / 2, [&](int i, bool) {
+        each_tile(phase, thread, panels, [&](int i) {
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
             up.column += m_.ffn;
@@ -138,13 +138,36 @@ class Projections {
             for (int i = 1; i < parts; i++) cuts_.push_back(begin + (rows * i / parts + kRows / 2) / kRows * kRows);
             if (parts) cuts_.push_back(end);
         };
+        const int threads = team_.size();
+        const bool apart = step.tokens >= threads * kRowChunk;  // else threads share chunks: each reads all weights
+        first_chunk_.assign(apart, 0);
+        auto through = [&](int end) {  // chunks end where a thread's rows do
+            while (apart && (int)first_chunk_.size() < threads) {
+                const int row = part_begin(step.tokens, (int)first_chunk_.size(), threads) / kRows * kRows;
+                if (row > end) break;
+                up_to(std::max(row, cuts_.back()));
+                first_chunk_.push_back((int)cuts_.size() - 1);
+            }
+            up_to(end);
+        };
         if (fused_)
             for (int s = 0; s < step.segments; s++) {
                 if (!is_fused(step, s) || step.segment_end[s] - step.segment_begin[s] < kSegmentChunk / 4) continue;
-                if (step.segment_begin[s] >= cuts_.back()) up_to(step.segment_begin[s]);
-                if (step.segment_end[s] > cuts_.back()) up_to(step.segment_end[s]);
+                if (step.segment_begin[s] >= cuts_.back()) through(step.segment_begin[s]);
+                if (step.segment_end[s] > cuts_.back()) through(step.segment_end[s]);
             }
-        up_to(step.tokens);
+        through(step.tokens);
+        if (apart) first_chunk_.resize(threads + 1, (int)cuts_.size() - 1);
+    }
+
+    // A product's units of work for many tokens: a thread's own are those of the rows that it normalises.
+    template <class Work>
+    void each_tile(int& phase, int thread, int panels, Work work) {
+        const int units = ((int)cuts_.size() - 1) * panels;
+        if (first_chunk_.empty()) return each_part(team_, phase, thread, units, [&](int i, bool) { work(i); });
+        team_.each_own(
+            phase, thread, [&](int t) { return (first_chunk_[t + 1] - first_chunk_[t]) * panels; },
+            [&](int owner, int i, bool) { work(first_chunk_[owner] * panels + i); });
     }
 
     void shrink_all(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k) {
@@ -243,6 +266,7 @@ class Projections {
     std::vector<LoraUnit> shrink_[4], expand_[4];
     std::vector<Later> later_[4];  // of the levels from 1 on
     std::vector<int> cuts_, shrink_split_[4], expand_split_[4];
+    std::vector<int> first_chunk_;  // of each thread and their number; empty where threads share chunks
     Buffer<T> h_;
     int ldh_ = 2;
     bool fused_ = false;  // the step has a long segment
