@@ -39,4 +39,16 @@ struct HugePages {
 template <class V>
 using Buffer = std::vector<V, HugePages<V>>;
 
+// Elements from row to row: an odd number of cache lines, so that rows don't fall into the same few sets.
+template <class E>
+inline long spread(int n) {
+    constexpr int line = 64 / (int)sizeof(E);
+    return ((n + line - 1) / line | 1) * (long)line;
+}
+
+template <class V>
+inline void grow(V& v, size_t n) {
+    if (v.size() < n) v.resize(n);
+}
+
 }  // namespace chorus

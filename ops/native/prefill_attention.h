@@ -1,9 +1,11 @@
 // Causal grouped-query attention of many tokens of a row: queries share what is read of the paged KV cache.
 //
 // Every score and every output is computed in the order in which `attend_decode` computes it, so that a token's bits are the
-// same whichever of the two it meets: scores by `column_scores`; values one key, or one pair of keys in bf16, after the other.
+// same whichever of the two it meets: scores word by word in two chains; values one key, or one pair of keys in bf16, after the
+// other.
 #pragma once
 #include "attention.h"
+#include "buffer.h"
 
 namespace chorus {
 
@@ -23,6 +25,47 @@ inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int k
         for (int t = begin; t < end; t += block)
             for (int h = 0; h < kv_heads; h++) units.push_back({row, h, t, std::min(block, end - t)});
     }
+}
+
+// Sixteen keys as columns: word w of each, sixteen side by side, for w < words.
+template <class T>
+inline void transpose_keys(const T* const* keys, long offset, int words, float* out) {
+    for (int first = 0; first < words; first += 8) {
+        const int count = std::min(8, words - first);
+        __m512 columns[8];
+        key_columns(keys, offset + first * Kind<T>::pair, count, columns);
+        for (int w = 0; w < count; w++) store16(out + (long)(first + w) * kLanes, columns[w]);
+    }
+}
+
+// scores[r][0 … 16·BLOCKS-1] = q[r] · key for ROWS queries and the keys of as many `transpose_keys`: the words with an even
+// number one after the other, those with an odd one likewise, and the two together.
+template <class T, int ROWS, int BLOCKS>
+inline void column_scores(const T* const* q, const float* keys, int words, float* scores, long lds) {
+    using K = Kind<T>;
+    __m512 acc[2][ROWS][BLOCKS];
+#pragma GCC unroll 24
+    for (int i = 0; i < 2 * ROWS * BLOCKS; i++)
+        acc[i / (ROWS * BLOCKS)][i / BLOCKS % ROWS][i % BLOCKS] = _mm512_setzero_ps();
+    auto word = [&](int w, __m512(*to)[BLOCKS]) {
+        typename K::Reg key[BLOCKS];
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++) key[b] = K::load((const T*)(keys + (long)(b * words + w) * kLanes));
+#pragma GCC unroll 6
+        for (int r = 0; r < ROWS; r++) {
+            const auto query = K::broadcast(q[r] + w * K::pair);
+#pragma GCC unroll 2
+            for (int b = 0; b < BLOCKS; b++) to[r][b] = K::mac(to[r][b], key[b], query);
+        }
+    };
+    int w = 0;
+    for (; w + 2 <= words; w += 2) word(w, acc[0]), word(w + 1, acc[1]);
+    if (w < words) word(w, acc[0]);
+#pragma GCC unroll 6
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int b = 0; b < BLOCKS; b++)
+            store16(scores + r * lds + b * kLanes, _mm512_add_ps(acc[0][r][b], acc[1][r][b]));
 }
 
 // out[r] = factor[r] · Σ_s p[r][s] · v[s] over the visible[r] keys that each of ROWS queries sees, the last the most; v: pairs of
@@ -87,9 +130,6 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
     constexpr int pair = Kind<T>::pair;
     const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair;
-    auto grow = [](auto& v, size_t n) {
-        if (v.size() < n) v.resize(n);
-    };
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.values, (size_t)pairs * columns);  // a pair of bf16 is as large as a float32
     grow(scratch.places, padded);

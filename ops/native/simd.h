@@ -25,8 +25,11 @@ inline float widen(bf16 v) {
 inline float widen(float v) { return v; }
 
 // Weights are streamed faster than out-of-order execution alone looks ahead: eight rows' products fill its window after
-// some 2 KB. Reading beyond an allocation's end is harmless for a prefetch.
-inline void prefetch(const void* p, long ahead_bytes = 0) { _mm_prefetch((const char*)p + ahead_bytes, _MM_HINT_T0); }
+// some 2 KB. Reading beyond an allocation's end is harmless for a prefetch. An intrinsic will not do: GCC takes a function
+// that does nothing but prefetch for one without effects, and where it is not inlined, leaves its calls out.
+inline void prefetch(const void* p, long ahead_bytes = 0) {
+    asm volatile("prefetcht0 %a0" : : "p"((const char*)p + ahead_bytes));
+}
 
 // Load 16 elements as float32; the masked forms read only `mask`'s elements and give 0 elsewhere.
 inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
@@ -64,19 +67,21 @@ inline __m512 reduce16(const __m512* a) {
     return _mm512_permutexvar_ps(order, z);
 }
 
+// In each of the four 128-bit lanes by itself, b[j][i] = a[i][j] for i, j < 4.
+inline void transpose4(const __m512* a, __m512* b) {
+    const __m512d u0 = _mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1])),
+                  u1 = _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3])),
+                  u2 = _mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1])),
+                  u3 = _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]));
+    b[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(u0, u1)), b[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(u0, u1));
+    b[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(u2, u3)), b[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(u2, u3));
+}
+
 // b[j][i] = a[i][j]
 inline void transpose16(const __m512* a, __m512* b) {
-    __m512 u[16], v[16];
-#pragma GCC unroll 8
-    for (int i = 0; i < 16; i += 2)
-        u[i] = _mm512_unpacklo_ps(a[i], a[i + 1]), u[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; i++) {  // 128-bit lane j of v[4 * m + c]: column 4 * j + c of rows 4 * m …
-        const int m = i / 2 * 4, h = i % 2;
-        const __m512d lo = _mm512_castps_pd(u[m + h]), hi = _mm512_castps_pd(u[m + h + 2]);
-        v[m + 2 * h] = _mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi));
-        v[m + 2 * h + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi));
-    }
+    __m512 v[16];  // 128-bit lane j of v[m + c]: column 4 · j + c of rows m …
+#pragma GCC unroll 4
+    for (int m = 0; m < 16; m += 4) transpose4(a + m, v + m);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
         const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88),
@@ -85,6 +90,19 @@ inline void transpose16(const __m512* a, __m512* b) {
                      s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
         b[c] = _mm512_shuffle_f32x4(p, q, 0x88), b[c + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
         b[c + 4] = _mm512_shuffle_f32x4(r, s, 0x88), b[c + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
+    }
+}
+
+// b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, and a[4 + i] rows 8 + i and
+// 12 + i.
+inline void transpose16x8(const __m512* a, __m512* b) {
+    __m512 v[8];
+    transpose4(a, v);
+    transpose4(a + 4, v + 4);
+#pragma GCC unroll 4
+    for (int c = 0; c < 4; c++) {
+        b[c] = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88);
+        b[c + 4] = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD);
     }
 }
 

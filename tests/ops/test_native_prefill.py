@@ -26,6 +26,7 @@ SHAPES = {
     "gate and up in panels of their own": Geometry(hidden=128, ffn=352, layers=LAYERS, heads=4, kv_heads=2, vocab=512),
     "a panel with columns of both": Geometry(hidden=96, ffn=80, layers=LAYERS, heads=6, kv_heads=2, vocab=512),
     "narrow heads": Geometry(hidden=80, ffn=64, layers=LAYERS, heads=5, kv_heads=1, vocab=512),
+    "three heads with keys of their own": Geometry(hidden=96, ffn=96, layers=LAYERS, heads=3, kv_heads=3, vocab=512),
     "wide heads": Geometry(hidden=320, ffn=96, layers=LAYERS, heads=2, kv_heads=2, vocab=512),
 }
 
@@ -128,6 +129,18 @@ def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, s
         short = rows.sequence(4, rows.adapter(5, MODULES))
         found = rows.step([(other, 0, before), (row, 0, 330), (short, 0, 4)])[1]
         assert torch.equal(found, alone), before
+    rows.close()
+
+
+@pytest.mark.parametrize("length", [889, 890, 1190, 1191])
+def test_chunks_of_a_long_segment_fit_their_buffers(tmp_path, length):
+    """Of these lengths, rounding to whole tiles makes a chunk longer than chunks are to be."""
+    rows = Rows(SHAPES["gate and up in panels of their own"], "bfloat16", 1, tmp_path)
+    row = rows.sequence(length, rows.adapter(8, MODULES))
+    (alone,) = rows.step([(row, 0, length)])
+    parts = [(begin, min(begin + 200, length)) for begin in range(0, length, 200)]
+    found = [rows.step([(row, begin, end)])[0] for begin, end in parts]
+    assert torch.equal(torch.cat(found), alone)
     rows.close()
 
 
