@@ -1,0 +1,28 @@
+"""Commands that measure: their parsers, and their last line, one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+
+def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
+    """Parser of the command that a module is; of its docstring the first paragraph describes it, the rest follows."""
+    name = spec.name.removesuffix(".__main__")
+    about, _, details = doc.partition("\n\n")
+    return argparse.ArgumentParser(f"python -m {name}", description=about, epilog=details, formatter_class=_Format)
+
+
+class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Text as it was written, and every default."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return super()._get_help_string(action) if action.default not in (None, False) else action.help
+
+
+def conclude(result: dict[str, Any], ok: bool) -> int:
+    """Print the result for programs; the command's exit code."""
+    print(json.dumps(result))
+    return 0 if ok else 1
