@@ -41,8 +41,8 @@ def main(argv: list[str] | None = None) -> int:
         need_aiohttp()
         if args.out and args.picture:
             need_matplotlib()
-        with launched(shlex.split(args.serve_flags)) if args.launch else nullcontext(args.url) as url:
-            result, outcome = asyncio.run(_measure(args, url))
+        with launched(shlex.split(args.serve_flags)) if args.launch else nullcontext() as server:
+            result, outcome = asyncio.run(_measure(args, server.url if server else args.url))
         _write(args, result, outcome)
     except (MissingPackage, ServerError, PlanError, PromptError, WorkloadError) as error:
         print(f"serving: {error}", file=sys.stderr)

@@ -40,7 +40,7 @@ class AnswerReader:
     def __init__(self, record: Record) -> None:
         self._record = record
         self._events = EventReader()
-        self._begun: float | None = None
+        self.begun: float | None = None
         self._texts: list[str] = []
         self.done = False
 
@@ -61,10 +61,10 @@ class AnswerReader:
         """The stream is over. Raises StreamError if the answer is not complete."""
         record = self._record
         record.text = "".join(self._texts)
-        if record.finish_reason is None and not (self.done and self._begun is not None):
+        if record.finish_reason is None and not (self.done and self.begun is not None):
             raise StreamError("cut short", "the stream ended before the answer did")
         if not record.token_times:  # an answer without any text, from a server that does not count as it goes
-            record.token_times.append(self._begun if self._begun is not None else record.ended)
+            record.token_times.append(self.begun if self.begun is not None else record.ended)
         if not record.counted:
             record.output_tokens = len(record.token_times)
 
@@ -80,8 +80,8 @@ class AnswerReader:
         part = choice.get("delta", choice)
         text = part.get("text" if part is choice else "content") or ""
         self._texts.append(text)
-        if self._begun is None:
-            self._begun = now
+        if self.begun is None:
+            self.begun = now
         record.finish_reason = choice.get("finish_reason") or record.finish_reason
         if grown or (not usage and (text or part.get("reasoning_content") or part.get("reasoning"))):
             record.token_times.append(now)
