@@ -6,6 +6,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
+class LoadError(Exception):
+    """A load that can't be sent; the text says what to do about it."""
+
+
 @dataclass(slots=True)
 class Record:
     """One request's times, in seconds since the load began, and its answer.

@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .client import ServerError
+from .record import LoadError
 
 _LISTENING = re.compile(r"listening on (http\S+)")
 _STOP_SECONDS = 60
@@ -25,7 +25,7 @@ class LaunchedServer:
     """`chorus serve` in a process of its own: where it listens, and what it takes of the machine."""
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
-        """Wait until it listens, and go on reading its log, so that it is never held up. Raises ServerError."""
+        """Wait until it listens, and go on reading its log, so that it is never held up. Raises LoadError."""
         self.process, self.pid = process, process.pid
         self.log_bytes = 0
         self._tail: deque[str] = deque(maxlen=20)
@@ -37,7 +37,7 @@ class LaunchedServer:
                 break
         else:
             text = "".join(self._tail)
-            raise ServerError(f"chorus serve ended with {process.wait()} before it listened:\n{text}")
+            raise LoadError(f"chorus serve ended with {process.wait()} before it listened:\n{text}")
         where = urlsplit(self.url)
         self.address = where.hostname, where.port
 
@@ -95,7 +95,7 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 @contextmanager
 def launched(flags: Sequence[str], descriptors: int | None = None) -> Iterator[LaunchedServer]:
-    """`chorus serve` on a free port. Raises ServerError if it does not start.
+    """`chorus serve` on a free port. Raises LoadError if it does not start.
 
     descriptors: most that it may have open.
     """
