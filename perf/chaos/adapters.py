@@ -26,16 +26,12 @@ from pathlib import Path
 import httpx
 
 from ...server.demo.builtin import BUILTIN_ADAPTERS
-from ..report.command import conclude, parser
-from ..report.spread import spread
-from ..report.table import Table
+from ..report.command import judge, parser
+from ..report.table import Goal, Table, spread
 from ..serving.server_process import LaunchedServer, launched
 from .attacked_server import Neighbour
 from .hostile_adapters import hostile
 
-MAX_SECONDS = 2.0
-MAX_BYTES = 64 << 20
-MAX_GAP = 0.05
 NUM_ADAPTERS = 1000
 FLAGS = ["--threads", "1", "--memory-bytes", str(64 << 20)]
 
@@ -166,14 +162,15 @@ def main() -> int:
         "serving_of_1000": answering,
         "quarantined_of_1000": quarantined,
     }
-    result["met"] = (
-        not result["unexpected_answers"]
-        and result["worst_seconds"] <= MAX_SECONDS
-        and result["worst_extra_mib"] <= MAX_BYTES >> 20
-        and result["worst_gap_ms"] <= 1e3 * MAX_GAP
-        and (answering, quarantined) == (NUM_ADAPTERS - 1, 1)
-    )
-    return conclude(result, result["met"])
+    goals = [
+        Goal("unexpected answers", len(result["unexpected_answers"]), 0, at_most=True),
+        Goal("seconds until a directory is decided", result["worst_seconds"], 2.0, at_most=True),
+        Goal("MiB beyond its own size", result["worst_extra_mib"], 64, at_most=True),
+        Goal("ms between a neighbour's tokens", result["worst_gap_ms"], 50, at_most=True),
+        Goal("good adapters of 1,000 that answer", answering, NUM_ADAPTERS - 1),
+        Goal("broken ones in quarantine", quarantined, 1),
+    ]
+    return judge(result, goals)
 
 
 if __name__ == "__main__":

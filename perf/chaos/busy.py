@@ -21,8 +21,8 @@ from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...server.demo.builtin import BUILTIN_MODEL
-from ..report.command import conclude, parser
-from ..report.table import Table
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
 
 ROWS, PROMPT, ANSWER = 8, 16, 256
 
@@ -86,8 +86,8 @@ def main() -> int:
     table.show()
     least = min(rate / rates[1, number] for (_, number), rate in rates.items())
     rows = [{"threads": key[0], "neighbours": key[1], "tokens_per_second": rate} for key, rate in rates.items()]
-    met = least >= args.floor
-    return conclude({"busy": rows, "least_of_one_thread": round(least, 3), "floor": args.floor, "met": met}, met)
+    result = {"busy": rows, "least_of_one_thread": round(least, 3), "floor": args.floor}
+    return judge(result, [Goal("least share of one thread's rate", least, args.floor)])
 
 
 if __name__ == "__main__":

@@ -24,9 +24,8 @@ import httpx
 from ...server.demo.builtin import BUILTIN_ADAPTERS
 from ...server.demo.skills import SKILLS, sample_inputs
 from ..report.command import conclude, parser
-from ..serving.record import Record
+from ..serving.record import AnswerReader, Record, StreamError
 from ..serving.server_process import launched
-from ..serving.stream import AnswerReader, StreamError
 
 MAX_TOKENS = 40
 

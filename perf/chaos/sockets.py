@@ -24,12 +24,11 @@ from typing import Any
 
 import httpx
 
-from ..report.command import conclude, parser
-from ..report.table import Table
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
 from ..serving.server_process import LaunchedServer, launched
 from .attacked_server import Address
 
-SERVED_SECONDS = 1.0
 LOG_BYTES = 1 << 20
 SPARE = 100
 """Descriptors that a process keeps for all but its sockets."""
@@ -193,13 +192,15 @@ def main() -> int:
     for kind, row in result["kinds"].items():
         table.add(kind, *row.values())
     table.show()
-    # The probe's own connection, and one that is being closed, may be open when the server is looked at.
-    result["met"] = (
-        result["open_in_server_after"] <= 2 and not result["probe_failures"]
-        and result["slowest_probe_s"] <= SERVED_SECONDS and result["log_bytes"] < LOG_BYTES
-        and result["exit_code"] == 0
-    )  # fmt: skip
-    return conclude(result, result["met"])
+    goals = [
+        # The probe's own connection, and one that is being closed, may be open when the server is looked at.
+        Goal("sockets still open", result["open_in_server_after"], 2, at_most=True),
+        Goal("probes that failed", len(result["probe_failures"]), 0, at_most=True),
+        Goal("seconds of the slowest probe", result["slowest_probe_s"], 1.0, at_most=True),
+        Goal("bytes of log", result["log_bytes"], LOG_BYTES - 1, at_most=True),
+        Goal("the server's exit code", abs(result["exit_code"]), 0, at_most=True),
+    ]
+    return judge(result, goals)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
+
+from .table import Goal, goal_table
 
 
 def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
@@ -26,3 +29,10 @@ def conclude(result: dict[str, Any], ok: bool) -> int:
     """Print the result for programs; the command's exit code."""
     print(json.dumps(result))
     return 0 if ok else 1
+
+
+def judge(result: dict[str, Any], goals: Sequence[Goal]) -> int:
+    """Show the bars that a result is held against and print it with whether it meets them all; the exit code."""
+    goal_table("bars", goals).show()
+    met = all(goal.met for goal in goals)
+    return conclude({**result, "met": met}, met)

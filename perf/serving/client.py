@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .plan import PlannedRequest
-from .record import LoadError, Record
-from .stream import AnswerReader, StreamError
+from .record import AnswerReader, LoadError, Record, StreamError
 
 if TYPE_CHECKING:
     import aiohttp
