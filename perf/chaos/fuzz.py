@@ -19,7 +19,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -93,7 +93,7 @@ class Fuzz:
         """Send the mutants, then look at what they left; descriptors, threads and bytes more than before."""
         before, more = self._held(), {}
         try:
-            self._attack_all(iter(range(first, first + count)), clients)
+            self._attack_all(range(first, first + count), clients)
             self._ask_again()
             self._check_books()
             for _ in range(100):
@@ -109,13 +109,13 @@ class Fuzz:
         server = self.server
         return {"descriptors": len(server.descriptors()), "threads": server.num_threads(), "bytes": server.rss()}
 
-    def _attack_all(self, numbers: Iterator[int], clients: int) -> None:
+    def _attack_all(self, numbers: range, clients: int) -> None:
         """Send the mutants, a question after each, while adapters change."""
         changes = threading.Thread(target=self._guarded, args=(self._change_adapters,), daemon=True)
         changes.start()
         with ThreadPoolExecutor(clients) as pool:
-            for client in range(clients):
-                pool.submit(self._guarded, self._call, numbers, client)
+            for number in numbers:
+                pool.submit(self._guarded, self._call, number)
         self._stop.set()
         changes.join()
 
@@ -125,15 +125,10 @@ class Fuzz:
         except Exception as error:
             self.found.violation(f"a client broke: {type(error).__name__}: {error}")
 
-    def _call(self, numbers: Any, client: int) -> None:
-        draw = random.Random(self.seed * 1000 + client)
-        while True:
-            with self.found.lock:
-                number = next(numbers, None)
-            if number is None or len(self.found.violations) > MAX_SHOWN:
-                return
+    def _call(self, number: int) -> None:
+        if len(self.found.violations) <= MAX_SHOWN:
             self._attack(mutant(number, self.calls))
-            self._ask(draw)
+            self._ask(random.Random(f"{self.seed} {number}"))
 
     def _attack(self, one: Mutant) -> None:
         again = f"again: python -m chorus.perf.chaos.fuzz --requests 1 --seed {self.seed} --first {one.number} --show"

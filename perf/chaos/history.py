@@ -83,26 +83,21 @@ class History:
         return found
 
 
-def client(url: str) -> httpx.Client:
-    return httpx.Client(base_url=url, timeout=120, trust_env=False)
-
-
-def change_until(stop: threading.Event, url: str, name: str, root: Path, history: History, seed: int) -> None:
+def change_until(stop: threading.Event, http: httpx.Client, name: str, root: Path, history: History, seed: int) -> None:
     """Load, reload in place and delete one name, again and again."""
     rng = random.Random(seed)
-    with client(url) as http:
-        while not stop.is_set():
-            skill = rng.choice([*SKILLS, *SKILLS, None])
-            begin = time.monotonic()
-            if skill is None:
-                response, accepted = http.delete(f"/v1/adapters/{name}"), (200, 404)
-            else:
-                path = root / skill if rng.random() < 0.5 else _overwrite(root / f"{name}-live", root / skill)
-                response, accepted = http.post("/v1/adapters", json={"name": name, "path": str(path)}), (200, 201)
-            if response.status_code not in accepted:
-                raise RuntimeError(f"{name} to {skill}: {response.status_code} {response.text}")
-            history.changes[name].append(Change(begin, time.monotonic(), skill))
-            time.sleep(rng.uniform(0, 0.02))
+    while not stop.is_set():
+        skill = rng.choice([*SKILLS, *SKILLS, None])
+        begin = time.monotonic()
+        if skill is None:
+            response, accepted = http.delete(f"/v1/adapters/{name}"), (200, 404)
+        else:
+            path = root / skill if rng.random() < 0.5 else _overwrite(root / f"{name}-live", root / skill)
+            response, accepted = http.post("/v1/adapters", json={"name": name, "path": str(path)}), (200, 201)
+        if response.status_code not in accepted:
+            raise RuntimeError(f"{name} to {skill}: {response.status_code} {response.text}")
+        history.changes[name].append(Change(begin, time.monotonic(), skill))
+        time.sleep(rng.uniform(0, 0.02))
 
 
 def _overwrite(directory: Path, source: Path) -> Path:
@@ -113,14 +108,6 @@ def _overwrite(directory: Path, source: Path) -> Path:
         shutil.copyfile(source / file, new)
         os.replace(new, directory / file)
     return directory
-
-
-def ask_many(url: str, texts: list[str], history: History, questions: int, seed: int) -> None:
-    """Ask one question after another."""
-    rng = random.Random(seed)
-    with client(url) as http:
-        for _ in range(questions):
-            history.asked.append(ask(http, rng.choice([*history.changes]), rng.choice(texts)))
 
 
 def ask(http: httpx.Client, name: str, text: str) -> Asked:
@@ -150,23 +137,27 @@ def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) 
         for skill in SKILLS:
             shutil.copytree(BUILTIN_ADAPTERS / skill, root / skill)
         flags = ["--adapters", str(root), "--memory-bytes", str(memory_bytes), "--host-cache-bytes", "64MiB"]
-        with launched([*flags, "--threads", "1"]) as server, client(server.url) as http:
-            url = server.url
+        with (
+            launched([*flags, "--threads", "1"]) as server,
+            httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http,
+        ):
             expected = {(skill, text): ask(http, skill, text).answer for skill in SKILLS for text in texts}
             history = History({f"voice-{i}": [Change(0.0, 0.0, None)] for i in range(names)})
             stop = threading.Event()
             with ThreadPoolExecutor(names + clients) as pool:
                 operators = [
-                    pool.submit(change_until, stop, url, name, root, history, seed + i)
+                    pool.submit(change_until, stop, http, name, root, history, seed + i)
                     for i, name in enumerate(history.changes)
                 ]
-                askers = [
-                    pool.submit(ask_many, url, texts, history, questions, seed + 1000 + i) for i in range(clients)
+                asked = [
+                    pool.submit(ask, http, rng.choice([*history.changes]), rng.choice(texts))
+                    for _ in range(clients * questions)
                 ]
-                wait(askers)
+                wait(asked)
                 stop.set()
-    for each in (*operators, *askers):
+    for each in operators:
         each.result()
+    history.asked += [each.result() for each in asked]
     return history, history.wrong(expected)
 
 

@@ -1,4 +1,4 @@
-"""True if a request's logits depend on anything but the request: the native decoder, bit for bit, over random shapes.
+"""Logits of the native decoder, alone and in company, bit for bit, over random shapes.
 
     python -m chorus.perf.chaos.invariance --cases 10000
 

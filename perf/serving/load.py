@@ -23,7 +23,7 @@ _BEAT = 0.02
 
 @dataclass
 class ClientCost:
-    """True if the client kept up: what it measures is too long by about its loop's lag.
+    """Cost of the client itself: what it measures is too long by about its event loop's lag.
 
     lags: by how many seconds a timer of the event loop fired late, several times a second. cpu: processor seconds.
     """
