@@ -19,10 +19,11 @@ def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Text as it was written, and every default."""
+    """Text as it was written, and the defaults that say something."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        return super()._get_help_string(action) if action.default not in (None, False) else action.help
+        silent = isinstance(action.default, bool) or action.default in (None, "", [])
+        return action.help if silent else super()._get_help_string(action)
 
 
 def conclude(result: dict[str, Any], ok: bool) -> int:

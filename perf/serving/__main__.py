@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -66,8 +67,8 @@ class _Served:
 async def _measure(args: argparse.Namespace, url: str) -> tuple[dict[str, Any], Outcome]:
     counts = {"include_usage": True} if args.plain else {"include_usage": True, "continuous_usage_stats": True}
     extra = {"temperature": 0.0, "stream_options": counts}
-    client = Client(url, args.endpoint, timeout=args.timeout, api_key=args.api_key, extra=extra)
-    async with client:
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    async with Client(url, args.endpoint, timeout=args.timeout, api_key=key, extra=extra) as client:
         served = _choose(args, await client.models())
         spec = workload(args, len(served.adapters))
         names = Names(served.adapters)

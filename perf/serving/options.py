@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
@@ -29,7 +28,7 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
     add("--endpoint", choices=tuple(PATHS), default="completions")
     add("--model", metavar="NAME", help="the base model's name; default: the first that is served without a parent")
     add("--adapters", metavar="NAMES", help="adapters to use, with commas; none; default: all that are served")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")  # which --help must not print
     add("--plain", action="store_true", help="send only fields that OpenAI has: answers may be shorter than planned")
 
     add = command.add_argument_group("workload").add_argument
