@@ -1,22 +1,89 @@
-"""A real server in a process of its own, watched while it is attacked: its health, its memory and a neighbour."""
+"""A server's neighbour, its health and an attacker: what is done to one that is attacked, and what others see of it.
+
+Neighbour and attacker are processes of their own that take bytes as they come and read nothing in them. What a client
+makes of an answer costs more than it costs a server to give it: in one process, those who attack would slow down the
+neighbour whose rate is measured.
+"""
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
+import socket
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from http.client import HTTPConnection, HTTPException
-from pathlib import Path
-from urllib.parse import urlsplit
+from typing import Any
 
-from ..serving.server_process import launched
-from .raw_clients import Attacker, Neighbour
+import httpx
 
+from ..serving.server_process import LaunchedServer, launched
+
+Address = tuple[str, int]
+
+ATTACKER_NICENESS = 10
 POLL_SECONDS = 0.02
 TIMEOUT = 60.0
+MAX_TOKENS = 1 << 21
+EVENT = b"data: {"
+
+_spawn = multiprocessing.get_context("spawn")
+
+
+def ask(address: Address, path: str, body: bytes, timeout: float = TIMEOUT) -> socket.socket:
+    """A connection on which a request has been sent whose answer ends with it."""
+    head = f"POST {path} HTTP/1.1\r\nhost: {address[0]}\r\ncontent-type: application/json\r\nconnection: close\r\n"
+    connection = socket.create_connection(address, timeout=timeout)
+    connection.sendall(f"{head}content-length: {len(body)}\r\n\r\n".encode() + body)
+    return connection
+
+
+class Neighbour:
+    """Streams one answer after another and notes when each token came."""
+
+    def __init__(self, address: Address) -> None:
+        self._times: Any = _spawn.RawArray("d", MAX_TOKENS)
+        self._count: Any = _spawn.RawValue("q", 0)
+        self._process = _spawn.Process(target=_stream, args=(address, self._times, self._count), daemon=True)
+        self._process.start()
+        deadline = time.monotonic() + TIMEOUT
+        while not self._count.value and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+
+    def __iter__(self) -> Iterator[float]:
+        return iter(self._times[: self._count.value])
+
+    def close(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+def _stream(address: Address, times: Any, count: Any) -> None:
+    body = json.dumps({"prompt": "neighbour", "max_tokens": 400, "ignore_eos": True, "stream": True,
+                       "temperature": 0, "return_token_ids": True}).encode()  # fmt: skip
+    while True:
+        with suppress(OSError), ask(address, "/v1/completions", body) as connection:
+            rest = b""
+            while data := connection.recv(1 << 16):
+                now, data = time.monotonic(), rest + data
+                for _ in range(data.count(EVENT)):
+                    times[count.value] = now
+                    count.value += 1
+                rest = data[-len(EVENT) + 1 :]
+
+
+def _attack(address: Address, path: str, body: bytes) -> int:
+    status = b""
+    with suppress(OSError), ask(address, path, body) as connection:
+        begin = connection.recv(1 << 20)
+        while connection.recv(1 << 20):
+            pass
+        status = begin[9:12]
+    return int(status) if status.isdigit() else 0
 
 
 @dataclass(slots=True)
@@ -35,86 +102,42 @@ class Watch:
         """The neighbour's tokens per second."""
         return sum(begin <= at < end for at in self.tokens) / (end - begin)
 
+    def poll(self, url: str, stop: threading.Event) -> None:
+        with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as http:
+            while not stop.wait(POLL_SECONDS):
+                sent = time.monotonic()
+                try:
+                    http.get("/health")
+                except httpx.HTTPError:
+                    self.failures += 1
+                self.health.append((sent, time.monotonic() - sent))
 
+
+@dataclass(frozen=True, slots=True)
 class AttackedServer:
-    """A launched server and the watch over it."""
+    """A launched server, the watch over it, and one who attacks and gives way to everybody else on the machine."""
 
-    def __init__(self, url: str, pid: int) -> None:
-        self.address = urlsplit(url).netloc
-        self.pid = pid
-        self.watch = Watch()
-        self._stopping = threading.Event()
+    server: LaunchedServer
+    watch: Watch
+    attacker: ProcessPoolExecutor
 
-    def post(self, path: str, body: bytes, timeout: float = TIMEOUT) -> int:
+    def post(self, path: str, body: bytes) -> int:
         """Status of an answer that was received whole; 0 when there was none in time."""
-        return self._attacker.post(path, body, timeout)
-
-    def rss(self) -> int:
-        return self._status("VmRSS")
-
-    def peak(self) -> int:
-        """Most bytes resident since `forget_peak`."""
-        return self._status("VmHWM")
-
-    def forget_peak(self) -> None:
-        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
-
-    def _status(self, name: str) -> int:
-        for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
-            if line.startswith(name + ":"):
-                return int(line.split()[1]) * 1024
-        raise RuntimeError(f"/proc/{self.pid}/status has no {name}")
-
-    @contextmanager
-    def watched(self) -> Iterator[None]:
-        polling = threading.Thread(target=self._poll, daemon=True)
-        polling.start()
-        host, port = self.address.rsplit(":", 1)
-        self._attacker, neighbour = Attacker((host, int(port))), Neighbour((host, int(port)))
-        self.watch.tokens = neighbour
-        try:
-            deadline = time.monotonic() + TIMEOUT
-            while not any(neighbour) and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
-            yield
-        finally:
-            self._stopping.set()
-            self._attacker.close()
-            neighbour.close()
-            polling.join(TIMEOUT)
-
-    def _poll(self) -> None:
-        connection = HTTPConnection(self.address, timeout=TIMEOUT)
-        while not self._stopping.is_set():
-            sent = time.monotonic()
-            try:
-                connection.request("GET", "/health")
-                connection.getresponse().read()
-            except (OSError, HTTPException):
-                self.watch.failures += 1
-                connection.close()
-            self.watch.health.append((sent, time.monotonic() - sent))
-            self._stopping.wait(POLL_SECONDS)
-
-
-@contextmanager
-def started_server(flags: list[str]) -> Iterator[AttackedServer]:
-    """Starts a server with these flags."""
-    before = _children()
-    with launched(flags) as url:
-        (pid,) = _children() - before
-        yield AttackedServer(url, pid)
+        return self.attacker.submit(_attack, self.server.address, path, body).result()
 
 
 @contextmanager
 def attacked_server(flags: list[str]) -> Iterator[AttackedServer]:
-    """Starts a server with these flags and watches it."""
-    with started_server(flags) as server, server.watched():
-        yield server
-
-
-def _children() -> set[int]:
-    found = set()
-    for task in os.listdir("/proc/self/task"):
-        found |= {int(pid) for pid in Path(f"/proc/self/task/{task}/children").read_text().split()}
-    return found
+    """Start a server with these flags and watch it."""
+    stop = threading.Event()
+    with launched(flags) as server, ProcessPoolExecutor(1, _spawn, os.nice, (ATTACKER_NICENESS,)) as attacker:
+        neighbour = Neighbour(server.address)
+        watch = Watch(tokens=neighbour)
+        polling = threading.Thread(target=watch.poll, args=(server.url, stop), daemon=True)
+        polling.start()
+        try:
+            yield AttackedServer(server, watch, attacker)
+        finally:
+            stop.set()
+            polling.join(TIMEOUT)
+            neighbour.close()

@@ -17,6 +17,7 @@ from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...memory.pages.pool import PageKind, PagePool
+from .asked import Violation, promise
 from .virtual_reads import VirtualReads, World
 
 VOCAB = 48
@@ -33,15 +34,6 @@ def next_token(content: int, tokens: Sequence[int], seed: int | None) -> int:
 def kv_of(content: int, tokens: Sequence[int]) -> list[int]:
     """The KV of `tokens`, position by position: it depends on the adapter's content and on every token so far."""
     return list(itertools.accumulate(tokens, lambda before, token: hash((before, token)), initial=hash(content)))[1:]
-
-
-class Violation(AssertionError):
-    """The engine broke a promise."""
-
-
-def promise(kept: bool, text: str) -> None:
-    if not kept:
-        raise Violation(text)
 
 
 @dataclass

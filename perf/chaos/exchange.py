@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from http.client import HTTPException, HTTPResponse
 from typing import Any
 
+from .attacked_server import Address
+
 HANG_SECONDS = 20.0
 HANGS = 3
 """Times in a row that nothing may come for so long: this process may itself have been stopped."""
@@ -68,59 +70,45 @@ class Answer:
             return f"status {self.status} with {self.body[:200]!r}"
 
 
-def exchange(address: str, raw: bytes, may_wait: bool = False) -> Answer:
+def exchange(address: Address, raw: bytes, may_wait: bool = False) -> Answer:
     """Send bytes and read one answer. Raises NoAnswer.
 
     may_wait: what was sent may be half a request, so that after a while no more is promised.
     """
-    host, port = address.split(":")
     is_head = raw.startswith(b"HEAD ")
     try:
-        with socket.create_connection((host, int(port)), timeout=HANG_SECONDS) as connection:
+        with socket.create_connection(address, timeout=HANG_SECONDS) as connection:
             with suppress(OSError):  # it may be answered before all of it was read
                 connection.sendall(raw)
-            received, silences, is_open = b"", 0, may_wait
-            connection.settimeout(PAUSE if may_wait else HANG_SECONDS)
-            while not _is_whole(received, is_head):
-                try:
-                    part = connection.recv(1 << 16)
-                except TimeoutError:
-                    if is_open:
-                        connection.shutdown(socket.SHUT_WR)
-                        connection.settimeout(HANG_SECONDS)
-                        is_open = False
-                    elif (silences := silences + 1) == HANGS:
-                        raise NoAnswer(f"it hangs; {len(received)} bytes came") from None
-                    continue
-                if not part:
-                    break
-                received += part
-    except OSError as error:
-        raise NoAnswer(f"{type(error).__name__}: {error}") from None
-    try:
-        response = HTTPResponse(_Received(received), method="HEAD" if is_head else None)
-        response.begin()
-        return Answer(response.status, response.headers.get("content-type", ""), response.read(), not is_head)
+            response = HTTPResponse(_Received(connection, may_wait), method="HEAD" if is_head else None)
+            response.begin()
+            return Answer(response.status, response.headers.get("content-type", ""), response.read(), not is_head)
     except (HTTPException, OSError, ValueError) as error:
-        raise NoAnswer(f"no whole answer, {error!r}: {received[:200]!r}") from None
+        raise NoAnswer(f"no whole answer, {type(error).__name__}: {error}") from None
 
 
-class _Received:
-    """Bytes in a socket's clothes, for the standard library to read."""
+class _Received(io.RawIOBase):
+    """Bytes of a connection, for the standard library to read; a timeout is not yet the end of them."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = data
+    def __init__(self, connection: socket.socket, may_wait: bool) -> None:
+        self._connection, self._count = connection, 0
+        self._timeouts = [HANG_SECONDS] * HANGS + [PAUSE] * may_wait
+        connection.settimeout(self._timeouts[-1])
 
-    def makefile(self, _: str) -> io.BytesIO:
-        return io.BytesIO(self._data)
+    def makefile(self, _: str) -> io.BufferedReader:
+        return io.BufferedReader(self)
 
+    def readable(self) -> bool:
+        return True
 
-def _is_whole(received: bytes, is_head: bool) -> bool:
-    head, blank, body = received.partition(b"\r\n\r\n")
-    if blank and head.startswith(b"HTTP/1.1 100"):
-        return _is_whole(body, is_head)
-    lines = head.lower().split(b"\r\n")
-    if not blank or is_head:
-        return bool(blank)
-    length = next((int(line[15:]) for line in lines if line.startswith(b"content-length:")), None)
-    return len(body) >= length if length is not None else body.endswith(b"0\r\n\r\n")
+    def readinto(self, buffer: Any) -> int:
+        while self._timeouts:
+            try:
+                count = self._connection.recv_into(buffer)
+                self._count += count
+                return count
+            except TimeoutError:
+                if self._timeouts.pop() == PAUSE:
+                    self._connection.shutdown(socket.SHUT_WR)
+                    self._connection.settimeout(HANG_SECONDS)
+        raise NoAnswer(f"it hangs; {self._count} bytes came")

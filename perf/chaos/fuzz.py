@@ -11,9 +11,7 @@ be the one that it gets alone. At the end what greedy mutants were answered is a
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import random
 import shutil
 import sys
@@ -22,6 +20,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,16 +28,15 @@ from urllib.parse import quote
 
 from ...server.demo.builtin import BUILTIN_ADAPTERS
 from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
-from .attacked_server import AttackedServer, started_server
+from ..report.command import conclude, parser
+from ..serving.server_process import LaunchedServer, launched
 from .exchange import NoAnswer, exchange
 from .mutants import Call, Mutant, mutant, other_calls, questions
 
-MAX_GROWTH = 64 << 20
-MAX_POOLED = 32
-"""Threads that the server's pools may start when they are needed first."""
+MAX_MORE = {"descriptors": 0, "threads": 32, "bytes": 64 << 20}
+"""What a run may leave; the server's pools may start threads when they are needed first."""
 PATIENCE = "--head-seconds", "--body-seconds", "--send-seconds", "--stall-seconds", "--give-up-seconds"
 """Times within which the server may be stopped together with its clients, and nobody is to blame."""
-NUM_QUESTIONS = 240
 MAX_SHOWN = 20
 
 
@@ -65,7 +63,7 @@ class Found:
 class Fuzz:
     """One server, its adapters, and those that call it."""
 
-    def __init__(self, server: AttackedServer, root: Path, spare: Path, seed: int, num_questions: int) -> None:
+    def __init__(self, server: LaunchedServer, root: Path, spare: Path, seed: int, num_questions: int) -> None:
         self.server, self.root, self.spare = server, root, spare
         self.found = Found()
         self.seed = seed
@@ -91,18 +89,33 @@ class Fuzz:
         answer = exchange(self.server.address, raw)
         return answer.essence() if answer.status == 200 else answer.status
 
-    def run(self, first: int, count: int, clients: int) -> None:
+    def run(self, first: int, count: int, clients: int) -> dict[str, int]:
+        """Send the mutants, then look at what they left; descriptors, threads and bytes more than before."""
+        before, more = self._held(), {}
+        try:
+            self._attack_all(range(first, first + count), clients)
+            self._ask_again()
+            self._check_books()
+            for _ in range(100):
+                time.sleep(0.1 if self._held()["descriptors"] > before["descriptors"] else 0)
+            more = {name: now - before[name] for name, now in self._held().items()}
+        except (NoAnswer, OSError) as error:
+            self.found.violation(f"the server is gone: {error}")
+        if any(more.get(name, 0) > most for name, most in MAX_MORE.items()):
+            self.found.violation(f"more than before: {more}")
+        return more
+
+    def _held(self) -> dict[str, int]:
+        server = self.server
+        return {"descriptors": len(server.descriptors()), "threads": server.num_threads(), "bytes": server.rss()}
+
+    def _attack_all(self, numbers: range, clients: int) -> None:
         """Send the mutants, a question after each, while adapters change."""
-        numbers = iter(range(first, first + count))
         changes = threading.Thread(target=self._guarded, args=(self._change_adapters,), daemon=True)
-        callers = [
-            threading.Thread(target=self._guarded, args=(self._call, numbers, client), daemon=True)
-            for client in range(clients)
-        ]
-        for thread in (changes, *callers):
-            thread.start()
-        for thread in callers:
-            thread.join()
+        changes.start()
+        with ThreadPoolExecutor(clients) as pool:
+            for number in numbers:
+                pool.submit(self._guarded, self._call, number)
         self._stop.set()
         changes.join()
 
@@ -112,15 +125,10 @@ class Fuzz:
         except Exception as error:
             self.found.violation(f"a client broke: {type(error).__name__}: {error}")
 
-    def _call(self, numbers: Any, client: int) -> None:
-        draw = random.Random(self.seed * 1000 + client)
-        while True:
-            with self.found.lock:
-                number = next(numbers, None)
-            if number is None or len(self.found.violations) > MAX_SHOWN:
-                return
+    def _call(self, number: int) -> None:
+        if len(self.found.violations) <= MAX_SHOWN:
             self._attack(mutant(number, self.calls))
-            self._ask(draw)
+            self._ask(random.Random(f"{self.seed} {number}"))
 
     def _attack(self, one: Mutant) -> None:
         again = f"again: python -m chorus.perf.chaos.fuzz --requests 1 --seed {self.seed} --first {one.number} --show"
@@ -181,7 +189,7 @@ class Fuzz:
             if fault := answer.fault():
                 self.found.violation(f"{call}: {fault}")
 
-    def ask_again(self) -> None:
+    def _ask_again(self) -> None:
         """Ask alone what greedy mutants were answered, and each question once more, with all adapters there."""
         self._remove_adapters()  # those that mutants have loaded meant now this, now that
         for path in sorted(self.root.iterdir()):
@@ -207,7 +215,7 @@ class Fuzz:
             if answer.status != 200:
                 self.found.violation(f"{one['name']} can't be removed: {answer.status} {answer.body[:300]!r}")
 
-    def check_books(self) -> None:
+    def _check_books(self) -> None:
         """Nothing is used any more: the engine is well, and all pages come back once the adapters are gone."""
         self._remove_adapters()
         time.sleep(1.1)  # the engine checks itself once a second, when it is called and has nothing else to do
@@ -219,11 +227,6 @@ class Fuzz:
             self.found.violation(f"afterwards /health says {answer.body!r}")
         if stats["num_free_pages"] + stats["num_cached_pages"] != stats["num_pages"]:
             self.found.violation(f"pages were lost: {stats}")
-
-
-def held(server: AttackedServer) -> tuple[int, int]:
-    """Descriptors and threads of the server."""
-    return len(os.listdir(f"/proc/{server.pid}/fd")), len(os.listdir(f"/proc/{server.pid}/task"))
 
 
 def directories(where: Path) -> tuple[Path, Path]:
@@ -244,14 +247,14 @@ def directories(where: Path) -> tuple[Path, Path]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.fuzz", description=__doc__.split("\n")[0])
-    parser.add_argument("--requests", type=int, default=25_000, help="mutants (default: %(default)s)")
-    parser.add_argument("--first", type=int, default=0, help="the first mutant's number")
-    parser.add_argument("--seed", type=int, default=0, help="what questions and changes of adapters are drawn from")
-    parser.add_argument("--clients", type=int, default=8, help="clients at once (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=NUM_QUESTIONS, help="that differ (default: %(default)s)")
-    parser.add_argument("--show", action="store_true", help="print each mutant's bytes and its answer")
-    args = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    command.add_argument("--requests", type=int, default=25_000, help="mutants")
+    command.add_argument("--first", type=int, default=0, help="the first mutant's number")
+    command.add_argument("--seed", type=int, default=0, help="what questions and changes of adapters are drawn from")
+    command.add_argument("--clients", type=int, default=8, help="clients at once")
+    command.add_argument("--questions", type=int, default=240, help="that differ")
+    command.add_argument("--show", action="store_true", help="print each mutant's bytes and its answer")
+    args = command.parse_args(argv)
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="chorus-fuzz-") as where:
         root, spare = directories(Path(where))
@@ -260,34 +263,19 @@ def main(argv: list[str] | None = None) -> int:
             "--block-tokens", "4",
             "--host-cache-bytes", "1MiB", "--max-waiting", "64", *(word for name in PATIENCE for word in (name, "900")),
         ]  # fmt: skip
-        with started_server(flags) as server:
+        with launched(flags) as server:
             fuzz = Fuzz(server, root, spare, args.seed, args.questions)
-            found = fuzz.found
             fuzz.prepare()
             for number in range(args.first, args.first + args.requests if args.show else 0):
                 one = mutant(number, fuzz.calls)
                 print(number, one.raw, exchange(server.address, one.raw, one.may_wait), sep="\n", flush=True)
-            before, rss = held(server), server.rss()
-            more, growth = [0, 0], 0
-            try:
-                fuzz.run(args.first, args.requests, args.clients)
-                fuzz.ask_again()
-                fuzz.check_books()
-                for _ in range(100):
-                    time.sleep(0.1 if held(server)[0] > before[0] else 0)
-                more = [now - then for now, then in zip(held(server), before, strict=True)]
-                growth = server.rss() - rss
-            except (NoAnswer, OSError) as error:
-                found.violation(f"the server is gone: {error}")
-            if more[0] > 0 or more[1] > MAX_POOLED or growth > MAX_GROWTH:
-                found.violation(f"{more[0]} descriptors, {more[1]} threads and {growth} bytes more than before")
+            more = fuzz.run(args.first, args.requests, args.clients)
+    found = fuzz.found
     answers = found.counts["answers"] + found.counts["answers of mutants"]
     result = {"ok": not found.violations, "requests": args.requests, "answers": answers, "first": args.first,
-              "violations": len(found.violations), "descriptors": more[0], "threads": more[1],
-              "growth_mb": round(growth / 2**20, 1), "seconds": round(time.monotonic() - began, 1),
+              "violations": len(found.violations), **more, "seconds": round(time.monotonic() - began, 1),
               "counts": dict(sorted(found.counts.items()))}  # fmt: skip
-    print(json.dumps(result))
-    return 0 if result["ok"] else 1
+    return conclude(result, result["ok"])
 
 
 if __name__ == "__main__":

@@ -8,8 +8,6 @@ some moment between the request and its first token: after a 200 on a load or a 
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import shutil
@@ -23,10 +21,11 @@ from pathlib import Path
 
 import httpx
 
-from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_NAME
+from ...server.demo.builtin import BUILTIN_ADAPTERS
 from ...server.demo.skills import SKILLS, sample_inputs
-from ...server.launch import build_app, serving
-from ...server.settings import Settings
+from ..report.command import conclude, parser
+from ..serving.record import AnswerReader, Record, StreamError
+from ..serving.server_process import launched
 
 MAX_TOKENS = 40
 
@@ -84,22 +83,21 @@ class History:
         return found
 
 
-def change_until(stop: threading.Event, url: str, name: str, root: Path, history: History, seed: int) -> None:
+def change_until(stop: threading.Event, http: httpx.Client, name: str, root: Path, history: History, seed: int) -> None:
     """Load, reload in place and delete one name, again and again."""
     rng = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-        while not stop.is_set():
-            skill = rng.choice([*SKILLS, *SKILLS, None])
-            begin = time.monotonic()
-            if skill is None:
-                response, accepted = http.delete(f"/v1/adapters/{name}"), (200, 404)
-            else:
-                path = root / skill if rng.random() < 0.5 else _overwrite(root / f"{name}-live", root / skill)
-                response, accepted = http.post("/v1/adapters", json={"name": name, "path": str(path)}), (200, 201)
-            if response.status_code not in accepted:
-                raise RuntimeError(f"{name} to {skill}: {response.status_code} {response.text}")
-            history.changes[name].append(Change(begin, time.monotonic(), skill))
-            time.sleep(rng.uniform(0, 0.02))
+    while not stop.is_set():
+        skill = rng.choice([*SKILLS, *SKILLS, None])
+        begin = time.monotonic()
+        if skill is None:
+            response, accepted = http.delete(f"/v1/adapters/{name}"), (200, 404)
+        else:
+            path = root / skill if rng.random() < 0.5 else _overwrite(root / f"{name}-live", root / skill)
+            response, accepted = http.post("/v1/adapters", json={"name": name, "path": str(path)}), (200, 201)
+        if response.status_code not in accepted:
+            raise RuntimeError(f"{name} to {skill}: {response.status_code} {response.text}")
+        history.changes[name].append(Change(begin, time.monotonic(), skill))
+        time.sleep(rng.uniform(0, 0.02))
 
 
 def _overwrite(directory: Path, source: Path) -> Path:
@@ -112,32 +110,22 @@ def _overwrite(directory: Path, source: Path) -> Path:
     return directory
 
 
-def ask_many(url: str, texts: list[str], history: History, questions: int, seed: int) -> None:
-    """Ask one question after another."""
-    rng = random.Random(seed)
-    with httpx.Client(base_url=url, timeout=120, trust_env=False) as http:
-        for _ in range(questions):
-            history.asked.append(ask(http, rng.choice([*history.changes]), rng.choice(texts)))
-
-
 def ask(http: httpx.Client, name: str, text: str) -> Asked:
     """Stream one answer; the version is chosen before the first token comes."""
     body = {"model": name, "prompt": text + "\n", "temperature": 0, "max_tokens": MAX_TOKENS, "stream": True}
-    begin, end, answer, cut = time.monotonic(), None, "", None
+    record = Record(name, scheduled=time.monotonic())
+    answer, cut = AnswerReader(record), None
     with http.stream("POST", "/v1/completions", json=body) as response:
         if response.status_code != 200:
             response.read()
-            return Asked(name, text, begin, time.monotonic(), response.status_code, "", None)
-        for line in response.iter_lines():
-            if not line.startswith("data: ") or line == "data: [DONE]":
-                continue
-            end = end or time.monotonic()
-            event = json.loads(line.removeprefix("data: "))
-            if "error" in event:
-                cut = event["error"]["message"]
-            for choice in event.get("choices", ()):
-                answer += choice["text"]
-    return Asked(name, text, begin, end or time.monotonic(), 200, answer, cut)
+            return Asked(name, text, record.scheduled, time.monotonic(), response.status_code, "", None)
+        try:
+            for data in response.iter_bytes():
+                answer.feed(data, time.monotonic())
+            answer.close()
+        except StreamError as error:
+            cut = f"{error.kind}: {error}"
+    return Asked(name, text, record.scheduled, answer.begun or time.monotonic(), 200, record.text, cut)
 
 
 def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) -> tuple[History, list[str]]:
@@ -148,44 +136,45 @@ def run(names: int, clients: int, questions: int, seed: int, memory_bytes: int) 
         root = Path(folder)
         for skill in SKILLS:
             shutil.copytree(BUILTIN_ADAPTERS / skill, root / skill)
-        settings = Settings(
-            adapters=root, memory_bytes=memory_bytes, host_cache_bytes=64 << 20, threads=1, log_level="warning"
-        )
-        with serving(build_app(settings), settings) as url, httpx.Client(base_url=url, trust_env=False) as http:
+        flags = ["--adapters", str(root), "--memory-bytes", str(memory_bytes), "--host-cache-bytes", "64MiB"]
+        with (
+            launched([*flags, "--threads", "1"]) as server,
+            httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http,
+        ):
             expected = {(skill, text): ask(http, skill, text).answer for skill in SKILLS for text in texts}
             history = History({f"voice-{i}": [Change(0.0, 0.0, None)] for i in range(names)})
             stop = threading.Event()
             with ThreadPoolExecutor(names + clients) as pool:
                 operators = [
-                    pool.submit(change_until, stop, url, name, root, history, seed + i)
+                    pool.submit(change_until, stop, http, name, root, history, seed + i)
                     for i, name in enumerate(history.changes)
                 ]
-                askers = [
-                    pool.submit(ask_many, url, texts, history, questions, seed + 1000 + i) for i in range(clients)
+                asked = [
+                    pool.submit(ask, http, rng.choice([*history.changes]), rng.choice(texts))
+                    for _ in range(clients * questions)
                 ]
-                wait(askers)
+                wait(asked)
                 stop.set()
-    for each in (*operators, *askers):
+    for each in operators:
         each.result()
+    history.asked += [each.result() for each in asked]
     return history, history.wrong(expected)
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.history", description=__doc__.split("\n")[0])
-    parser.add_argument("--names", type=int, default=3, help="adapter names that change (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=8, help="clients at once (default: %(default)s)")
-    parser.add_argument("--questions", type=int, default=200, help="of each client (default: %(default)s)")
-    parser.add_argument("--memory-bytes", type=int, default=4 << 20, help="of the arena (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    command.add_argument("--names", type=int, default=3, help="adapter names that change")
+    command.add_argument("--clients", type=int, default=8, help="clients at once")
+    command.add_argument("--questions", type=int, default=200, help="of each client")
+    command.add_argument("--memory-bytes", type=int, default=4 << 20, help="of the arena")
+    command.add_argument("--seed", type=int, default=0)
+    args = command.parse_args(argv)
     history, wrong = run(args.names, args.clients, args.questions, args.seed, args.memory_bytes)
-    for line in wrong[:20]:
-        print(line)
+    print(*wrong[:20], sep="\n")
     answered = sum(asked.status == 200 for asked in history.asked)
     changes = sum(len(changes) - 1 for changes in history.changes.values())
-    print(f"model {BUILTIN_NAME}: {len(history.asked)} requests, {answered} answered, {changes} changes")
-    print(json.dumps({"requests": len(history.asked), "answered": answered, "changes": changes, "wrong": len(wrong)}))
-    return 1 if wrong else 0
+    counts = {"requests": len(history.asked), "answered": answered, "changes": changes, "wrong": len(wrong)}
+    return conclude(counts, not wrong)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""True if a request's logits depend on anything but the request: the native decoder, bit for bit, over random shapes.
+"""Logits of the native decoder, alone and in company, bit for bit, over random shapes.
 
     python -m chorus.perf.chaos.invariance --cases 10000
 
@@ -10,8 +10,6 @@ that fill no tile, odd ranks, adapters of several parts, adapters of which a tok
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
 import time
@@ -25,6 +23,8 @@ from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
 from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
+from ..report.command import conclude, parser
+from ..report.table import Table
 
 RANKS = (1, 1, 2, 3, 3, 4, 5, 6, 7, 8, 9, 11, 15, 16, 17, 21, 31, 32, 33, 48, 64, 65)
 LENGTHS = (1, 2, 3, 4, 5, 7, 11, 12, 13, 16, 23, 33, 47, 48, 49, 64, 70)
@@ -68,10 +68,11 @@ class Tally:
     cases: int = 0
     logits: int = 0
     steps: int = 0
+    seconds: float = 0.0
     differing: list[str] = field(default_factory=list)
 
 
-def build(rng: random.Random, dtype: torch.dtype, most_entries: int = 3) -> World:
+def build(rng: random.Random, dtype: torch.dtype) -> World:
     """A random model of one to three layers, three to seven adapters, two to six requests."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
 
@@ -131,7 +132,7 @@ def build(rng: random.Random, dtype: torch.dtype, most_entries: int = 3) -> Worl
             if rng.random() < 0.5:
                 cancel(arena, rows)
     for request in requests:
-        request.entries = _entries(rng, len(adapters), most_entries)
+        request.entries = _entries(rng, len(adapters))
     cos, sin = rotary_table(1e4 ** (-torch.arange(0, head_dim, 2) / head_dim), 1 + max(len(r.tokens) for r in requests))
     model = native.NativeModel(
         hidden=hidden, ffn=ffn, heads=heads, kv_heads=kv_heads, head_dim=head_dim, vocab=vocab,
@@ -181,12 +182,12 @@ def cancel(arena: torch.Tensor, rows: AdapterRows) -> None:
     arena[rows.pages] = run.view(len(rows.pages), -1)
 
 
-def _entries(rng: random.Random, adapters: int, most: int) -> list[int]:
+def _entries(rng: random.Random, adapters: int) -> list[int]:
     """The base model, one adapter, or several."""
     kind = rng.random()
     if kind < 0.15:
         return []
-    return rng.sample(range(adapters), min(most, rng.choice((2, 2, 3))) if kind > 0.8 else 1)
+    return rng.sample(range(adapters), rng.choice((2, 2, 3)) if kind > 0.8 else 1)
 
 
 def schedule(rng: random.Random, requests: Sequence[Request]) -> Iterator[list[Row]]:
@@ -247,10 +248,10 @@ def _close(segments: Segments, world: World, entries: list[int] | None, begin: i
             segments.add(begin, end, part)
 
 
-def compare(seed: int, dtype: torch.dtype, tally: Tally, most_entries: int = 3, runs: int = 4) -> None:
+def compare(seed: int, dtype: torch.dtype, tally: Tally, runs: int = 4) -> None:
     """Draw a world; its requests alone, then `runs` times together."""
     rng = random.Random(seed)
-    world = build(rng, dtype, most_entries)
+    world = build(rng, dtype)
     alone = native.NativeDecoder(world.model, 1)
     expected = []
     for index, request in enumerate(world.requests):
@@ -282,43 +283,35 @@ def compare(seed: int, dtype: torch.dtype, tally: Tally, most_entries: int = 3, 
         decoder.close()
 
 
-def attack(seed: int, cases: int, dtype: torch.dtype, most_entries: int = 3) -> Tally:
+def attack(seed: int, cases: int, dtype: torch.dtype) -> Tally:
     """At least `cases` cases."""
-    tally = Tally()
+    tally, began = Tally(), time.perf_counter()
     while tally.cases < cases:
-        compare(seed, dtype, tally, most_entries)
+        compare(seed, dtype, tally)
         seed += 1
+    tally.seconds = round(time.perf_counter() - began, 1)
     return tally
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.invariance", description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", type=int, default=10_000, help="how many requests to compare, of each data type")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), nargs="+", default=["bfloat16", "float32"])
-    parser.add_argument(
-        "--most-entries", type=int, default=3, metavar="N", help="adapters that a token may have at once"
-    )
-    args = parser.parse_args()
+    command = parser(__spec__, __doc__)
+    command.add_argument("--cases", type=int, default=10_000, help="how many requests to compare, of each data type")
+    command.add_argument("--seed", type=int, default=0, help="of the first model")
+    args = command.parse_args()
     if not native.available(torch.bfloat16):
         print("the native decoder is not available here: it needs AVX-512 with bf16 and a build", file=sys.stderr)
         return 2
     result: dict[str, dict[str, float]] = {}
-    print(f"{'dtype':10}{'cases':>9}{'steps':>9}{'logits':>14}{'differing':>11}{'seconds':>9}")
-    for name in args.dtype:
-        began = time.perf_counter()
-        tally = attack(args.seed, args.cases, getattr(torch, name), args.most_entries)
-        seconds = round(time.perf_counter() - began, 1)
-        print(f"{name:10}{tally.cases:9}{tally.steps:9}{tally.logits:14}{len(tally.differing):11}{seconds:9}")
-        for line in tally.differing[:10]:
-            print(" ", line)
-        result[name] = {
-            "cases": tally.cases, "steps": tally.steps, "logits": tally.logits,
-            "differing": len(tally.differing), "seconds": seconds,
-        }  # fmt: skip
+    for dtype in (torch.bfloat16, torch.float32):
+        tally = attack(args.seed, args.cases, dtype)
+        print(*tally.differing[:10], sep="\n")
+        result[str(dtype)] = {**vars(tally), "differing": len(tally.differing)}
+    table = Table("requests alone and in company", ["dtype", *result["torch.float32"]])
+    for name, row in result.items():
+        table.add(name, *row.values())
+    table.show()
     met = not any(row["differing"] for row in result.values())
-    print(json.dumps({"invariance": result, "met": met}))
-    return 0 if met else 1
+    return conclude({"invariance": result, "met": met}, met)
 
 
 if __name__ == "__main__":

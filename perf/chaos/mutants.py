@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,18 +166,17 @@ def mutant(number: int, calls: Sequence[Call]) -> Mutant:
     body = b"" if call.body is None else json.dumps(call.body).encode()
     method, path = call.method, call.path
     if kind == "json" and call.body is not None:
-        body = _render(draw, _with_odd_values(draw, call.body))
+        body = rendered(draw, with_odd_values(draw, call.body))
     elif kind == "text":
         body = _damaged_text(draw, body)
     elif kind == "bytes":
-        body = _damaged(draw, body)
+        body = damaged(draw, body)
     elif kind == "framing":
         raw, waits = _badly_framed(draw, method, path, body)
         return Mutant(number, path, raw, waits, body)
     elif kind == "head":
         head, rest = framed(method, path, body).split(b"\r\n\r\n", 1)
-        damaged = _damaged(draw, head)
-        return Mutant(number, path, damaged + b"\r\n\r\n" + rest, True)
+        return Mutant(number, path, damaged(draw, head) + b"\r\n\r\n" + rest, True)
     else:
         method = draw.choice(["GET", "POST", "PUT", "HEAD", "DELETE", "OPTIONS", "PATCH", "BREW"])
         tails = ["", "/", "?x=1", "/%00", "/..", "/%ff", "#a", "/" + "p" * 3000, "%2e%2e", "//x", "?" + "q=1&" * 500]
@@ -191,15 +190,16 @@ def _odd(draw: random.Random) -> Any:
     return copy.deepcopy(draw.choice(ODD))  # it may be changed further
 
 
-def _with_odd_values(draw: random.Random, body: dict[str, Any]) -> Any:
+def with_odd_values(draw: random.Random, body: dict[str, Any], likely: Mapping[str, Sequence[Any]] = LIKELY) -> Any:
+    """Some fields put in, taken out or changed. likely: values that fields expect, which are put in most often."""
     body = copy.deepcopy(body)
-    for _ in range(draw.choice([1, 1, 1, 2, 3])):
+    for _ in range(draw.choice([1, 1, 1, 2, 3, 5])):
         what = draw.random()
         if what < 0.08:
             body.pop(draw.choice(list(body)), None) if body else None
         elif what < 0.55:
-            name = draw.choice(list(LIKELY))
-            body[name] = copy.deepcopy(draw.choice(LIKELY[name]))
+            name = draw.choice(list(likely))
+            body[name] = copy.deepcopy(draw.choice(likely[name]))
         elif what < 0.64:
             body[draw.choice(FIELDS)] = _odd(draw)
         elif what < 0.68:
@@ -224,7 +224,7 @@ def _replace_somewhere(draw: random.Random, node: Any) -> None:
         node = node[key]
 
 
-def _render(draw: random.Random, value: Any) -> bytes:
+def rendered(draw: random.Random, value: Any) -> bytes:
     text = json.dumps(value, ensure_ascii=draw.random() < 0.7)
     return text.encode("utf-8", "surrogatepass")  # of which a lone surrogate is no UTF-8
 
@@ -245,7 +245,7 @@ def _damaged_text(draw: random.Random, body: bytes) -> bytes:
     ])  # fmt: skip
 
 
-def _damaged(draw: random.Random, data: bytes) -> bytes:
+def damaged(draw: random.Random, data: bytes) -> bytes:
     """Some bytes changed, taken out, put in or cut off."""
     for _ in range(draw.choice([1, 1, 2, 5])):
         at = draw.randrange(len(data) + 1)

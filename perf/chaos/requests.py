@@ -10,20 +10,21 @@ machine of its own: whatever else runs shows in the neighbour's rate.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ...server.demo.builtin import BUILTIN_MODEL
+from ..report.command import conclude, parser
 from .attacked_server import AttackedServer, attacked_server
+from .mutants import CHAT, COMPLETIONS, damaged, rendered, with_odd_values
 
 MAX_DELAY = 0.25
 MAX_GROWTH = 64 << 20
@@ -34,7 +35,18 @@ LEAST_WINDOW = 0.6
 COMPANY = (1, 8, 31)
 """Plain answers beside which the neighbour's rate is measured, too: a step that more share takes longer for all."""
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COSTLY: dict[str, Sequence[Any]] = {
+    "n": (1, 2, 8, 31, 128), "max_tokens": (1, 16, 64, 200), "logprobs": (0, 1, 5, 20), "prompt_logprobs": (0, 1, 20),
+    "top_logprobs": (1, 20), "stream": (True,), "echo": (True,), "stop": (["a"], ["\0"] * 2, ["€😀"] * 4),
+    "bad_words": (["w"], [f"w{i}" for i in range(50)], [f"w{i}" for i in range(256)]), "ignore_eos": (True,),
+    "logit_bias": ({"0": 100}, {str(i): 5 for i in range(100)}), "temperature": (0, 1, 2), "repetition_penalty": (1.3,),
+    "allowed_token_ids": (list(range(256)),), "min_tokens": (16, 200), "best_of": (31,), "top_k": (5,), "seed": (7,),
+    "return_token_ids": (True,), "return_tokens_as_token_ids": (True,), "tools": ([{"a": 1}] * 300,),
+}  # fmt: skip
+"""Values that make an answer dear."""
+
+
+HEAD = f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,43 +147,9 @@ def shapes() -> Iterator[Attack]:
 
 
 def mutations(seed: int, count: int) -> Iterator[Attack]:
-    """Random bodies under 64 KB: a request's fields with values that it may, or may not, have."""
-    draw = random.Random(seed)
-    numbers = [0, 1, -1, 2, 20, 31, 128, 1000, 4000, 2**31, 2**63, -(2**63), 10**30, 0.5, 1e308, -1e-308, True, False]
+    """Random bodies under 64 KB: a request's fields with values that cost much, and with odd ones."""
+    draw, made = random.Random(seed), 0
     texts = ["", "a", "\x00", "€😀", "{{ x }}", "a" * 1000, "b c " * 5000, "\\" * 300, "<bos>", "é" * 2000]
-    names = [
-        "n", "max_tokens", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "stream", "stop", "bad_words",
-        "logit_bias", "stop_token_ids", "temperature", "top_p", "top_k", "min_p", "seed", "ignore_eos", "min_tokens",
-        "presence_penalty", "repetition_penalty", "stream_options", "model", "lora_path", "cache_salt", "request_id",
-        "return_token_ids", "return_tokens_as_token_ids", "skip_special_tokens", "best_of", "tools", "tool_choice",
-        "chat_template_kwargs", "add_generation_prompt", "continue_final_message", "user", "nonsense",
-    ]  # fmt: skip
-
-    def value(depth: int = 0) -> Any:
-        kind = draw.randrange(6 if depth < 3 else 3)
-        if kind == 0:
-            return draw.choice(numbers)
-        if kind == 1:
-            return draw.choice(texts)
-        if kind == 2:
-            return draw.choice([None, [], {}])
-        if kind == 3:
-            return [value(depth + 1)] * draw.choice([1, 2, 17, 300])
-        if kind == 4:
-            return [value(depth + 1) for _ in range(draw.randrange(5))]
-        return {
-            str(draw.choice([draw.randrange(300), draw.choice(texts)[:20]])): value(depth + 1)
-            for _ in range(draw.randrange(6))
-        }
-
-    likely = {
-        "n": lambda: draw.choice([1, 2, 8, 31, 128]), "max_tokens": lambda: draw.choice([1, 16, 64, 200]),
-        "logprobs": lambda: draw.choice([0, 1, 5, 20]), "prompt_logprobs": lambda: draw.choice([0, 1, 20]),
-        "stream": lambda: True, "echo": lambda: True, "stop": lambda: [draw.choice(texts[1:4])] * draw.randrange(5),
-        "bad_words": lambda: [f"w{i}" for i in range(draw.choice([1, 50, 256]))], "ignore_eos": lambda: True,
-        "logit_bias": lambda: {str(i): draw.choice([-100, 5, 100]) for i in range(draw.choice([1, 100]))},
-    }  # fmt: skip
-    made = 0
     while made < count:
         chat = draw.random() < 0.4
         if chat:
@@ -179,12 +157,9 @@ def mutations(seed: int, count: int) -> Iterator[Attack]:
         else:
             asked = draw.choice([draw.choice(texts), [draw.choice(texts)] * draw.choice([1, 9, 128]), [97] * 3000])
         body = {"messages" if chat else "prompt": asked, "max_tokens": draw.choice([1, 16, 64])}
-        for name in draw.sample(names, draw.randrange(6)):
-            body[name] = likely[name]() if name in likely and draw.random() < 0.7 else value()
-        sent = json.dumps(body).encode()
+        sent = rendered(draw, with_odd_values(draw, body, COSTLY))
         if draw.random() < 0.1:
-            at = draw.randrange(len(sent))
-            sent = sent[:at] + bytes([draw.randrange(256)]) + sent[at + 1 :]
+            sent = damaged(draw, sent)
         if len(sent) < MAX_BODY:
             made += 1
             yield Attack(f"random {made}", CHAT if chat else COMPLETIONS, sent)
@@ -214,18 +189,18 @@ def company(server: AttackedServer) -> dict[int, float]:
 
 def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> Row:
     """Sends one and looks at what it did."""
-    watch = server.watch
+    watch, process = server.watch, server.server
     quiet = time.monotonic()
     time.sleep(LEAST_WINDOW)
-    before, rss = watch.rate(quiet, time.monotonic()), server.rss()
-    server.forget_peak()
+    before, rss = watch.rate(quiet, time.monotonic()), process.rss()
+    process.forget_peak()
     begin = time.monotonic()
     status = server.post(attack.path, attack.body)
     took = time.monotonic() - begin
     if took < LEAST_WINDOW:
         time.sleep(LEAST_WINDOW - took)
     end = time.monotonic()
-    growth = server.peak() - rss
+    growth = process.peak() - rss
     time.sleep(LEAST_WINDOW)
     alone = (before + watch.rate(end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
@@ -252,14 +227,13 @@ def show(row: Row) -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.requests", description=__doc__)
-    parser.add_argument("--model", type=Path, help="checkpoint to serve; default: the built-in one, with 4,096 tokens")
-    parser.add_argument("--mutations", type=int, default=100, help="random bodies to send")
-    parser.add_argument("--seed", type=int, default=0, help="what they are drawn from")
-    parser.add_argument("--only", action="append", help="only shapes whose name has this in it; may be repeated")
-    arguments = parser.parse_args()
+    command = parser(__spec__, __doc__)
+    command.add_argument("--mutations", type=int, default=100, help="random bodies to send")
+    command.add_argument("--seed", type=int, default=0, help="what they are drawn from")
+    args = command.parse_args()
+    rows: list[Row] = []
     with tempfile.TemporaryDirectory() as directory:
-        model = arguments.model or long_model(Path(directory))
+        model = long_model(Path(directory))
         with attacked_server(["--model", str(model), "--log-level", "info"]) as server:
             time.sleep(2 * LEAST_WINDOW)
             server.post(COMPLETIONS, b'{"prompt": "warm", "logprobs": 5, "n": 8, "max_tokens": 8}')
@@ -268,34 +242,27 @@ def main() -> int:
             print(
                 f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
             )
-            wanted = arguments.only or [""]
-            chosen = [attack for attack in shapes() if any(part in attack.name for part in wanted)]
-            rows, drawn = [], []
-            for attack in chosen:
+            chosen = list(shapes())
+            for attack in [*chosen, *mutations(args.seed, args.mutations)]:
                 rows.append(strike(server, attack, beside))
-                print(show(rows[-1]), flush=True)
-            for attack in mutations(arguments.seed, arguments.mutations):
-                drawn.append(strike(server, attack, beside))
-                if drawn[-1].missed:
-                    print(show(drawn[-1]), flush=True)
+                if len(rows) <= len(chosen) or rows[-1].missed:
+                    print(show(rows[-1]), flush=True)
             failures = server.watch.failures
-    if drawn:
-        delay, growth = max(row.delay for row in drawn), max(row.growth for row in drawn)
-        print(
-            f"{len(drawn)} random bodies: delay {1000 * delay:.0f} ms, memory {growth / 2**20:.1f} MB, "
-            f"rate {min(row.rate for row in drawn):.2f}, fair {min(row.fair for row in drawn):.2f}"
-        )
-    every = rows + drawn
-    missed = {row.name: row.missed for row in every if row.missed}
-    result = {
-        "requests": len(every), "worst_delay_ms": round(1000 * max(row.delay for row in every), 1),
-        "worst_growth_mb": round(max(row.growth for row in every) / 2**20, 1),
-        "worst_rate": round(min(row.rate for row in every), 3),
-        "worst_fair_rate": round(min(row.fair for row in every), 3), "health_failures": failures, "missed": missed,
-        "met": not missed and not failures,
-    }  # fmt: skip
-    print(json.dumps(result))
-    return 0 if result["met"] else 1
+    missed = {row.name: row.missed for row in rows if row.missed}
+    worst = [worst_of(rows), worst_of(rows[len(chosen) :])]
+    print(f"random bodies: {worst[1]}")
+    result = {"requests": len(rows), **worst[0], "health_failures": failures, "missed": missed,
+              "met": not missed and not failures}  # fmt: skip
+    return conclude(result, result["met"])
+
+
+def worst_of(rows: Sequence[Row]) -> dict[str, float]:
+    return {
+        "worst_delay_ms": round(1000 * max((row.delay for row in rows), default=0), 1),
+        "worst_growth_mb": round(max((row.growth for row in rows), default=0) / 2**20, 1),
+        "worst_rate": round(min((row.rate for row in rows), default=1), 3),
+        "worst_fair_rate": round(min((row.fair for row in rows), default=1), 3),
+    }
 
 
 if __name__ == "__main__":

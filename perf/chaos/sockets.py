@@ -9,26 +9,26 @@ client is served within 1 s, and the log stays below 1 MB.
 
 from __future__ import annotations
 
-import argparse
-import json
 import multiprocessing
-import os
-import re
 import resource
 import select
-import signal
 import socket
-import subprocess
 import sys
-import tempfile
+import threading
 import time
-from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections import defaultdict
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
-CLOSED_SECONDS = 60.0
-SERVED_SECONDS = 1.0
+import httpx
+
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
+from ..serving.server_process import LaunchedServer, launched
+from .attacked_server import Address
+
 LOG_BYTES = 1 << 20
 SPARE = 100
 """Descriptors that a process keeps for all but its sockets."""
@@ -51,86 +51,95 @@ KINDS: dict[str, tuple[bytes, bytes]] = {
 DRIP_SECONDS = 2.0
 
 
-@dataclass
-class Attack:
-    """Fate of one process's sockets. opened: kind → count. closed: kind → seconds until each was closed."""
+class Holder:
+    """Sockets that one process holds open. closed: kind → seconds until each was closed."""
 
-    opened: dict[str, int] = field(default_factory=dict)
-    closed: dict[str, list[float]] = field(default_factory=dict)
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._poller = select.epoll()
+        self._open: dict[int, tuple[socket.socket, str, float]] = {}
+        self._greeted: set[int] = set()
+        self.opened: defaultdict[str, int] = defaultdict(int)
+        self.closed: defaultdict[str, list[float]] = defaultdict(list)
+
+    def hold(self, count: int, seconds: float) -> None:
+        """Open `count` sockets and keep them for `seconds`, or until all were closed."""
+        deadline, next_drip, asked = time.monotonic() + seconds, time.monotonic() + DRIP_SECONDS, 0
+        while time.monotonic() < deadline and (asked < count or self._open):
+            for _ in range(min(100, count - asked)):
+                self._connect(list(KINDS)[asked % len(KINDS)])
+                asked += 1
+            for descriptor, events in self._poller.poll(0.02):
+                if events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
+                    self._end(descriptor)
+                elif descriptor not in self._greeted:
+                    self._greeted.add(descriptor)
+                    self._poller.modify(descriptor, select.EPOLLRDHUP)
+                    self._send(descriptor, 0)
+            if time.monotonic() >= next_drip:
+                next_drip = time.monotonic() + DRIP_SECONDS
+                for descriptor in self._greeted:
+                    self._send(descriptor, 1)
+
+    def _connect(self, kind: str) -> None:
+        client = socket.socket()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        client.setblocking(False)
+        client.connect_ex(self._address)
+        self._open[client.fileno()] = client, kind, time.monotonic()
+        self.opened[kind] += 1
+        self._poller.register(client, select.EPOLLOUT | select.EPOLLRDHUP)
+
+    def _send(self, descriptor: int, part: int) -> None:
+        client, kind, _ = self._open[descriptor]
+        with suppress(OSError):  # it is closed, or takes no more; the poller says which
+            client.send(KINDS[kind][part])
+
+    def _end(self, descriptor: int) -> None:
+        client, kind, since = self._open.pop(descriptor)
+        self._greeted.discard(descriptor)
+        self.closed[kind].append(time.monotonic() - since)
+        self._poller.unregister(client)
+        client.close()
 
 
-def attack(port: int, count: int, seconds: float, result: Connection) -> None:
-    """Open `count` sockets, keep them for `seconds`, and tell what became of them."""
+_holders: list[Holder] = []  # of this process: what is still open stays so until the server has been looked at
+
+
+def hold(address: Address, seconds: float, count: int) -> tuple[dict[str, int], dict[str, list[float]]]:
+    """Sockets of this process that were opened, by kind, and how soon they were closed."""
     raise_limit()
-    poller, opened, attack = select.epoll(), {}, Attack()
-    kinds = list(KINDS)
-    deadline = time.monotonic() + seconds
-    next_drip = time.monotonic() + DRIP_SECONDS
-    asked = 0
-    while time.monotonic() < deadline and (asked < count or opened):
-        for _ in range(min(100, count - asked)):
-            kind = kinds[asked % len(kinds)]
-            asked += 1
-            client = socket.socket()
-            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            client.setblocking(False)
-            client.connect_ex(("127.0.0.1", port))
-            opened[client.fileno()] = [client, kind, time.monotonic(), False]
-            attack.opened[kind] = attack.opened.get(kind, 0) + 1
-            poller.register(client, select.EPOLLOUT | select.EPOLLRDHUP)
-        for descriptor, events in poller.poll(0.02):
-            client, kind, _, greeted = one = opened[descriptor]
-            if events & (select.EPOLLRDHUP | select.EPOLLHUP | select.EPOLLERR):
-                _end(attack, opened, poller, one)
-            elif not greeted:
-                one[3] = True
-                poller.modify(client, select.EPOLLRDHUP)
-                _send(client, KINDS[kind][0])
-        if time.monotonic() >= next_drip:
-            next_drip = time.monotonic() + DRIP_SECONDS
-            for client, kind, _, greeted in opened.values():
-                if greeted:
-                    _send(client, KINDS[kind][1])
-    result.send((attack.opened, attack.closed))
-    result.recv()  # what is still open stays so until the server has been looked at
+    _holders.append(Holder(address))
+    _holders[-1].hold(count, seconds)
+    return dict(_holders[-1].opened), dict(_holders[-1].closed)
 
 
-def _send(client: socket.socket, data: bytes) -> None:
-    try:
-        if data:
-            client.send(data)
-    except OSError:
-        pass  # it is closed, or takes no more; the poller says which
+class Probe:
+    """A new client every quarter of a second: how long each waited, and what went wrong."""
 
+    def __init__(self, url: str) -> None:
+        self.seconds: list[float] = []
+        self.failures: list[str] = []
+        self._url = url
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-def _end(attack: Attack, opened: dict[int, list[Any]], poller: select.epoll, one: list[Any]) -> None:
-    client, kind, since, _ = one
-    attack.closed.setdefault(kind, []).append(time.monotonic() - since)
-    poller.unregister(client)
-    del opened[client.fileno()]
-    client.close()
+    def _run(self) -> None:
+        limits = httpx.Limits(max_keepalive_connections=0)
+        with httpx.Client(base_url=self._url, limits=limits, timeout=30, trust_env=False) as http:
+            while not self._over.wait(0.25):
+                path = ("/health", "/v1/models")[len(self.seconds) % 2]
+                start = time.monotonic()
+                try:
+                    http.get(path).raise_for_status()
+                except httpx.HTTPError as error:
+                    self.failures.append(f"{path}: {type(error).__name__}: {error}")
+                self.seconds.append(time.monotonic() - start)
 
-
-def probe(port: int, stop: Any, result: Connection) -> None:
-    """A new client every quarter of a second; tells how long each waited, and what went wrong."""
-    seconds, failures = [], []
-    while not stop.is_set():
-        path = ("/health", "/v1/models")[len(seconds) % 2]
-        start = time.monotonic()
-        try:
-            with socket.create_connection(("127.0.0.1", port), timeout=30) as client:
-                client.settimeout(30)
-                client.sendall(f"GET {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n".encode())
-                answer = b""
-                while part := client.recv(1 << 16):
-                    answer += part
-            if not answer.startswith(b"HTTP/1.1 200"):
-                failures.append(f"{path}: {answer[:60]!r}")
-        except OSError as error:
-            failures.append(f"{path}: {type(error).__name__}: {error}")
-        seconds.append(time.monotonic() - start)
-        time.sleep(0.25)
-    result.send((seconds, failures))
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join()
 
 
 def raise_limit() -> int:
@@ -140,116 +149,58 @@ def raise_limit() -> int:
     return hard if hard != resource.RLIM_INFINITY else 1 << 20
 
 
-def start_server(descriptors: int, log: Path) -> tuple[subprocess.Popen, int]:
-    """A server of the built-in model, and its port once it listens."""
-
-    def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
-
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "chorus.server", "serve", "--port", "0", "--threads", "1", "--grace-seconds", "2"],
-            stdout=out, stderr=out, preexec_fn=limit,
-        )  # fmt: skip
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and process.poll() is None:
-        if found := re.search(r"listening on http://\S+:(\d+)", log.read_text("utf-8", "replace")):
-            return process, int(found[1])
-        time.sleep(0.1)
-    process.kill()
-    raise SystemExit(f"the server did not start:\n{log.read_text('utf-8', 'replace')[-2000:]}")
-
-
-def num_sockets(process: subprocess.Popen) -> int:
-    """Sockets that the server has open."""
-    links = []
-    for descriptor in Path(f"/proc/{process.pid}/fd").iterdir():
-        try:
-            links.append(os.readlink(descriptor))
-        except OSError:
-            continue  # closed meanwhile
-    return sum(link.startswith("socket:") for link in links)
+def num_sockets(server: LaunchedServer) -> int:
+    return sum(link.startswith("socket:") for link in server.descriptors())
 
 
 def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:
     """The whole attack, and what came of it."""
-    context = multiprocessing.get_context("fork")
-    with tempfile.TemporaryDirectory() as directory:
-        log = Path(directory) / "log"
-        process, port = start_server(descriptors, log)
-        try:
-            before = num_sockets(process)
-            stop = context.Event()
-            per_process = max(1, raise_limit() - SPARE)
-            shares = [min(per_process, sockets - at) for at in range(0, sockets, per_process)]
-            told, workers = [], []
-            for target, args in ((probe, (port, stop)), *((attack, (port, share, seconds)) for share in shares)):
-                here, there = context.Pipe()
-                told.append(here)
-                workers.append(context.Process(target=target, args=(*args, there), daemon=True))
-                workers[-1].start()
-            opened: dict[str, int] = {}
-            closed: dict[str, list[float]] = {}
-            for one in told[1:]:
-                counts, times = one.recv()
+    with launched(["--threads", "1", "--grace-seconds", "2"], descriptors) as server:
+        before, probe = num_sockets(server), Probe(server.url)
+        most = max(1, raise_limit() - SPARE)
+        shares = [min(most, sockets - at) for at in range(0, sockets, most)]
+        opened: defaultdict[str, int] = defaultdict(int)
+        closed: defaultdict[str, list[float]] = defaultdict(list)
+        with ProcessPoolExecutor(len(shares), multiprocessing.get_context("spawn")) as pool:
+            for counts, times in pool.map(partial(hold, server.address, seconds), shares):
                 for kind, count in counts.items():
-                    opened[kind] = opened.get(kind, 0) + count
-                    closed.setdefault(kind, []).extend(times.get(kind, []))
-            left = num_sockets(process) - before
-            stop.set()
-            waits, failures = told[0].recv()
-            for one in told[1:]:
-                one.send(None)
-            for worker in workers:
-                worker.join(30)
-            process.send_signal(signal.SIGTERM)
-            code = process.wait(60)
-        finally:
-            process.kill()
+                    opened[kind] += count
+                    closed[kind] += times.get(kind, [])
+            left = num_sockets(server) - before
+            probe.end()
         return {
-            "sockets": sum(opened.values()),
-            "descriptors": descriptors,
+            "sockets": sum(opened.values()), "descriptors": descriptors,
             "kinds": {
-                kind: {
-                    "opened": count,
-                    "closed": len(closed[kind]),
-                    "last_closed_s": round(max(closed[kind], default=0), 1),
-                }
+                kind: {"opened": count, "closed": len(closed[kind]),
+                       "last_closed_s": round(max(closed[kind], default=0), 1)}
                 for kind, count in opened.items()
             },
-            "open_in_server_after": left,
-            "after_s": seconds,
-            "probes": len(waits),
-            "probe_failures": failures[:5],
-            "slowest_probe_s": round(max(waits), 3),
-            "log_bytes": log.stat().st_size,
-            "exit_code": code,
+            "open_in_server_after": left, "after_s": seconds, "probes": len(probe.seconds),
+            "probe_failures": probe.failures[:5], "slowest_probe_s": round(max(probe.seconds), 3),
+            "exit_code": server.stop(), "log_bytes": server.log_bytes,
         }  # fmt: skip
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.chaos.sockets", description=__doc__.partition("\n")[0])
-    parser.add_argument("--sockets", type=int, default=5000, help="sockets opened (default: 5000)")
-    parser.add_argument("--descriptors", type=int, default=1024, help="the server's limit (default: 1024)")
-    parser.add_argument("--seconds", type=float, default=CLOSED_SECONDS, help="how long they are kept (default: 60)")
-    arguments = parser.parse_args()
-    result = run(arguments.sockets, arguments.descriptors, arguments.seconds)
-    print(f"{'kind':14} {'opened':>7} {'closed':>7} {'last after':>11}")
+    command = parser(__spec__, __doc__)
+    command.add_argument("--sockets", type=int, default=5000, help="sockets opened")
+    command.add_argument("--descriptors", type=int, default=1024, help="the server's limit")
+    command.add_argument("--seconds", type=float, default=60.0, help="how long they are kept")
+    args = command.parse_args()
+    result = run(args.sockets, args.descriptors, args.seconds)
+    table = Table(f"{result['open_in_server_after']} open after {args.seconds:g} s", ["kind", "opened", "closed", "s"])
     for kind, row in result["kinds"].items():
-        print(f"{kind:14} {row['opened']:7} {row['closed']:7} {row['last_closed_s']:9.1f} s")
-    print(f"open in the server {result['after_s']:g} s after the first: {result['open_in_server_after']}")
-    print(f"new clients: {result['probes']}, slowest {result['slowest_probe_s']} s, failed {result['probe_failures']}")
-    print(f"log: {result['log_bytes']} bytes; exit code {result['exit_code']}")
-    # The probe's own connection, and one that is being closed, may be open when the server is looked at.
-    result["met"] = (
-        result["open_in_server_after"] <= 2
-        and not result["probe_failures"]
-        and result["slowest_probe_s"] <= SERVED_SECONDS
-        and result["log_bytes"] < LOG_BYTES
-        and result["exit_code"] == 0
-    )
-    print(json.dumps(result))
-    return 0 if result["met"] else 1
+        table.add(kind, *row.values())
+    table.show()
+    goals = [
+        # The probe's own connection, and one that is being closed, may be open when the server is looked at.
+        Goal("sockets still open", result["open_in_server_after"], 2, at_most=True),
+        Goal("probes that failed", len(result["probe_failures"]), 0, at_most=True),
+        Goal("seconds of the slowest probe", result["slowest_probe_s"], 1.0, at_most=True),
+        Goal("bytes of log", result["log_bytes"], LOG_BYTES - 1, at_most=True),
+        Goal("the server's exit code", abs(result["exit_code"]), 0, at_most=True),
+    ]
+    return judge(result, goals)
 
 
 if __name__ == "__main__":

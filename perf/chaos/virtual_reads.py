@@ -55,15 +55,16 @@ class World:
         return self._events[0][0] if self._events else math.inf
 
 
-class _Worker:
+class _Worker(threading.Thread):
     """A thread that runs a job only while whoever resumes it waits: a coroutine with a stack of its own."""
 
     def __init__(self) -> None:
+        super().__init__(name="virtual-read", daemon=True)
         self._go, self._back = threading.Lock(), threading.Lock()  # held, but for the moment in which one lets go
         self._go.acquire()
         self._back.acquire()
         self._job: Callable[[], None] | None = None
-        threading.Thread(target=self._run, name="virtual-read", daemon=True).start()
+        self.start()
 
     def resume(self, job: Callable[[], None] | None = None) -> None:
         """Let the thread go on, or begin a job, until it pauses or ends it."""
@@ -76,7 +77,7 @@ class _Worker:
         self._back.release()
         self._go.acquire()
 
-    def _run(self) -> None:
+    def run(self) -> None:
         while True:
             self._go.acquire()
             job, self._job = self._job, None
@@ -114,7 +115,6 @@ class VirtualReads(Reads):
         self._queue: deque[tuple[_Read, Callable[[], Any]]] = deque()
         self._busy: set[_Worker] = set()
         self._aside: set[Future] = set()
-        self._current: _Worker | None = None
         self._closing = False
 
     def submit(self, read: Callable[[], Any]) -> Future:
@@ -143,13 +143,11 @@ class VirtualReads(Reads):
 
     def pause(self, seconds: float) -> None:
         """Let time go by for the read that calls this; with infinite seconds it never goes on."""
-        worker = self._current
-        assert worker is not None
+        worker = threading.current_thread()
+        assert isinstance(worker, _Worker)
         if math.isfinite(seconds):
             self._world.after(seconds, lambda: self._resume(worker))
-        self._current = None
         worker.pause()
-        self._current = worker
         if self._closing:
             raise Abandoned
 
@@ -174,12 +172,7 @@ class VirtualReads(Reads):
 
     def _switch(self, worker: _Worker, job: Callable[[], None] | None = None) -> None:
         """Let a worker go on, with a new job if there is one, until it pauses or ends."""
-        before, self._current = self._current, worker
         worker.resume(job)
-        self._current = before
-        self._start_if_free()
-
-    def _start_if_free(self) -> None:
         if self._queue and len(self._busy) < self._threads:
             self._world.after(0.0, self._start)
 

@@ -6,6 +6,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from ... import __file__ as package
+from ... import __version__
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
@@ -37,10 +39,8 @@ class Contender:
                 **self._job.options,
             )
         )
-        from ...core.executors import cpu
-
-        model = type(self._engine._executor._model).__name__
-        return {"version": _version(), "engine": f"{model} from {Path(cpu.__file__).parents[2]}"}
+        model = type(self._engine.executor._model).__name__
+        return {"version": __version__, "engine": f"{model} from {Path(package).parent}"}
 
     @property
     def engine(self) -> Engine:
@@ -121,12 +121,3 @@ def _arena_bytes(workload: Any) -> int:
     adapters = sum(map(workload.adapter_params, range(len(workload.ranks))))
     kv = workload.requests * shape.positions * shape.kv_elems_per_token
     return 2 * workload.itemsize * (adapters + kv) + (16 << 20)
-
-
-def _version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("chorus")
-    except PackageNotFoundError:
-        return "source"

@@ -1,18 +1,18 @@
-"""llama.cpp's server over HTTP on this machine; standard library only.
+"""llama.cpp's server over HTTP on this machine.
 
 Requests of a case go out at once from as many threads, as its clients would send them.
 """
 
 from __future__ import annotations
 
-import http.client
-import json
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+
+import httpx
 
 from ..cpu.workload import Job
 
@@ -30,10 +30,11 @@ class Contender:
         workload, options = self._job.workload, self._job.options
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self._port = probe.getsockname()[1]
+            port = probe.getsockname()[1]
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=600, trust_env=False)
         context = workload.requests * (workload.prompt_tokens + workload.output_tokens + 64)
         flags = {
-            "-m": options["model"], "--host": "127.0.0.1", "--port": self._port, "-np": workload.requests,
+            "-m": options["model"], "--host": "127.0.0.1", "--port": port, "-np": workload.requests,
             "-c": context, "-t": workload.threads, "-tb": workload.threads, "-b": workload.max_batched_tokens,
             "-ub": workload.max_batched_tokens,
         }  # fmt: skip
@@ -86,19 +87,12 @@ class Contender:
             try:
                 self._call("GET", "/health")
                 return
-            except (OSError, RuntimeError):
+            except (httpx.TransportError, RuntimeError):
                 time.sleep(0.2)
         raise RuntimeError("llama-server did not start; see its log")
 
     def _call(self, method: str, path: str, body: Any = None) -> Any:
-        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
-        try:
-            headers = {"Content-Type": "application/json"}
-            connection.request(method, path, None if body is None else json.dumps(body), headers)
-            response = connection.getresponse()
-            text = response.read()
-        finally:
-            connection.close()
-        if response.status != 200:
-            raise RuntimeError(f"{path}: {response.status} {text[:500]!r}")
-        return json.loads(text)
+        response = self._http.request(method, path, json=body)
+        if response.status_code != 200:
+            raise RuntimeError(f"{path}: {response.status_code} {response.text[:500]!r}")
+        return response.json()

@@ -5,6 +5,10 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import peft
+import torch
+import transformers
+
 from ..cpu.workload import Job
 
 
@@ -12,10 +16,6 @@ class Contender:
     """The plain model for `base_plain`, a PeftModel with every adapter loaded for the other cases."""
 
     def open(self, job: dict[str, Any]) -> dict[str, Any]:
-        import peft
-        import torch
-        import transformers
-
         self._job = Job.from_json(job)
         workload = self._job.workload
         torch.set_num_threads(workload.threads)
@@ -35,8 +35,6 @@ class Contender:
         }
 
     def run(self, case: str) -> dict[str, Any]:
-        import torch
-
         workload, names = self._job.workload, list(self._job.adapters)
         with torch.inference_mode():
             if case == "base_plain":
@@ -53,11 +51,10 @@ class Contender:
         pass
 
     def _load(self) -> Any:
-        import torch
-        from transformers import AutoModelForCausalLM
-
         dtype = getattr(torch, self._job.workload.dtype)
-        return AutoModelForCausalLM.from_pretrained(self._job.model, dtype=dtype, attn_implementation="sdpa").eval()
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            self._job.model, dtype=dtype, attn_implementation="sdpa"
+        ).eval()
 
     def _generate(self, model: Any, **more: Any) -> dict[str, Any]:
         count = self._job.workload.output_tokens
@@ -83,6 +80,4 @@ class _Stamps:
 
     def __call__(self, input_ids: Any, scores: Any, **_: Any) -> Any:
         self.first = self.first or time.perf_counter()
-        import torch
-
         return torch.zeros(len(input_ids), dtype=torch.bool)

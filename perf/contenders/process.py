@@ -1,11 +1,20 @@
-"""The measuring side: starts a contender's process and calls it."""
+"""A contender in a process of its own: the side that measures, and, as a command, the side that is measured.
+
+`python -m chorus.perf.contenders.process MODULE:CLASS CPUS` answers calls, one JSON line each: `{"do": "run", …}` calls
+that method with the other fields; the answer is `{"result": …}` or `{"error": …}`. What the engine prints goes to
+standard error.
+"""
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import subprocess
+import sys
 import threading
+import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -32,7 +41,7 @@ class ContenderProcess:
         self._timeout = timeout
         with log.open("wb") as stderr:
             self._process = subprocess.Popen(
-                [str(python), "-u", "-m", "chorus.perf.contenders.child", target, ",".join(map(str, cpus))],
+                [str(python), "-u", "-m", "chorus.perf.contenders.process", target, ",".join(map(str, cpus))],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
@@ -77,3 +86,30 @@ class ContenderProcess:
     def _tail(self) -> str:
         lines = self._log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
         return "\n".join(f"    | {line}" for line in lines)
+
+
+def main(target: str, cpus: str) -> None:
+    os.sched_setaffinity(0, {int(cpu) for cpu in cpus.split(",")})  # before any library counts them
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)
+    module, _, name = target.partition(":")
+    served = getattr(importlib.import_module(module), name)()
+    for line in sys.stdin:
+        request = json.loads(line)
+        method = request.pop("do")
+        print(json.dumps(_answer(served, method, request)), file=answers)
+        if method == "close":
+            break
+
+
+def _answer(served: Any, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+    gc.collect()
+    try:
+        return {"result": getattr(served, method)(**arguments)}
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

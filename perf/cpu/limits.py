@@ -24,7 +24,7 @@ def product_name(features_in: int, features_out: int) -> str:
 
 
 class Limits:
-    """Measures over a buffer that no cache holds. Serve it through `contenders.child`, in a process of its own."""
+    """Measures over a buffer that no cache holds. Serve it through `contenders.process`, in a process of its own."""
 
     def open(
         self, threads: int, buffer_bytes: int, seconds: float, rows: int, products: list[list[int]], dtype: str

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..report.goal import Goal, goal_table
-from ..report.table import Table
+from ..report.table import Goal, Table, goal_table
 from .limits import product_name
 from .roofline import Bound, bound
 from .rounds import Results, processor

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import functools
-import json
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 from ...core.executors.cpu import CpuExecutor
 from ...core.scheduling.scheduler import Scheduler
 from ...memory.pages.block_table import BlockTable
+from ..report.command import conclude, parser
 from .__main__ import BASELINES, read_result
 from .baseline import Baseline, Run, compare
 from .cpu_suite import measure
@@ -53,14 +53,19 @@ SLOWDOWNS = {
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
-    if args.slowed is not None:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--runs", type=int, default=10, help="of the suite as it is")
+    add("--baseline-runs", type=int, default=2, help="that make the baseline")
+    add("--rounds", type=int, default=9, help="values of each metric in a run")
+    add("--slowed", choices=("nothing", *SLOWDOWNS), help=argparse.SUPPRESS)  # this is the process that measures
+    args = command.parse_args(argv)
+    if args.slowed is None:
+        with TemporaryDirectory(prefix="chorus-gate-check-") as name:
+            return _check(args, Path(name))
+    if args.slowed != "nothing":
         slow(SLOWDOWNS[args.slowed])
-    if args.child:
-        print(json.dumps(measure(args.rounds)))
-        return 0
-    with TemporaryDirectory(prefix="chorus-gate-check-") as name:
-        return _check(args, Path(name))
+    return conclude(measure(args.rounds), ok=True)
 
 
 def slow(slowdown: Slowdown) -> None:
@@ -98,17 +103,15 @@ def _check(args: argparse.Namespace, directory: Path) -> int:
     trips = sum(bool(worse) for worse in found["honest"])
     missed = [name for name, entry in found["slowed"].items() if not entry["caught"]]
     print(f"{trips} of {args.runs} honest runs tripped; slowed and not caught: {', '.join(missed) or 'none'}")
-    print(json.dumps({"ok": not trips and not missed, "trips": trips, "missed": missed, **found}))
-    return 1 if trips or missed else 0
+    ok = not trips and not missed
+    return conclude({"ok": ok, "trips": trips, "missed": missed, **found}, ok)
 
 
-def _run(args: argparse.Namespace, directory: Path, slowed: str | None = None) -> dict[str, Any]:
+def _run(args: argparse.Namespace, directory: Path, slowed: str = "nothing") -> dict[str, Any]:
     """The quick suite in a process of its own, slowed or not."""
-    command = [sys.executable, "-m", f"{__package__}.check", "--child", "--rounds", str(args.rounds)]
-    if slowed is not None:
-        command += ["--slowed", slowed]
     path = directory / "result.json"
     with path.open("w", encoding="utf-8") as file:
+        command = [sys.executable, "-m", __spec__.name, "--rounds", str(args.rounds), "--slowed", slowed]
         subprocess.run(command, stdout=file, check=True)
     return read_result(str(path))
 
@@ -122,17 +125,6 @@ def _worse(run: Run, baseline: Baseline) -> dict[str, float | None]:
 def _shown(worse: dict[str, float | None]) -> str:
     parts = [name if change is None else f"{name} {change:+.0%}" for name, change in worse.items()]
     return ", ".join(parts) or "passes"
-
-
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate.check", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--runs", type=int, default=10, help="of the suite as it is (default: %(default)s)")
-    add("--baseline-runs", type=int, default=2, help="that make the baseline (default: %(default)s)")
-    add("--rounds", type=int, default=9, help="values of each metric in a run (default: %(default)s)")
-    add("--child", action="store_true", help=argparse.SUPPRESS)
-    add("--slowed", choices=tuple(SLOWDOWNS), help=argparse.SUPPRESS)
-    return parser.parse_args(argv)
 
 
 if __name__ == "__main__":

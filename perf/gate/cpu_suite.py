@@ -8,8 +8,6 @@ here. The last line is one JSON object.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -25,6 +23,8 @@ from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
 from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
+from ..report.command import conclude, parser
+from ..report.table import Table
 
 #: Large enough that a step is mostly matrix products, small enough for a runner of two processors.
 WORKLOAD = Workload(
@@ -43,14 +43,14 @@ _AROUND = ("schedule", "prepare", "draw", "update", "other")
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gate.cpu_suite", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--rounds", type=int, default=9, help="values of each metric (default: %(default)s)")
-    args = parser.parse_args(argv)
-    result = measure(args.rounds)
+    command = parser(__spec__, __doc__)
+    command.add_argument("--rounds", type=int, default=9, help="values of each metric")
+    result = measure(command.parse_args(argv).rounds)
+    table = Table(f"processor time on {result['device']}", ["ratio", "median", "min", "max"])
     for name, values in result["repeats"].items():
-        print(f"{name:24s} {median(values):8.3f}  ({min(values):.3f} to {max(values):.3f})")
-    print(json.dumps(result))
-    return 0
+        table.add(name, median(values), min(values), max(values))
+    table.show()
+    return conclude(result, ok=True)
 
 
 def measure(rounds: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..report.goal import Goal
+from ..report.table import Goal
 
 LARGEST_BATCH = 64
 SGMV_LEAST_BATCH = 32

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ..report.goal import goal_table
-from ..report.table import Table
+from ..report.table import Table, goal_table
 from .goals import goals
 from .sections.registry import SECTIONS, section
 

@@ -23,6 +23,7 @@ from ..gpu.popularity import POPULARITIES
 from ..gpu.sizes import SIZES
 from ..gpu.store import ResultStore
 from ..gpu.timer import CudaTimer, WallTimer
+from ..report.command import conclude, parser
 from ..report.table import Table
 from . import commands, tables
 from . import workload as profile_workload
@@ -32,41 +33,33 @@ _TOP = 20
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = _parse(argv)
+    args, workload = _parse(argv)
     if args.command == "workload":
         return _workload(args)
     args.out.mkdir(parents=True, exist_ok=True)
     description = args.out / f"{args.command}-workload.json"
+    workload = [sys.executable, "-m", "chorus.perf.profile", "workload", *workload, "--describe", str(description)]
     try:
-        tool = commands.find_tool(args.command, args.tool)
+        tool, missing = commands.find_tool(args.command, args.tool), None
     except commands.ToolMissing as error:
-        print(f"{error}\nwith it, this would run:", file=sys.stderr)
-        for command in _commands(args, args.command, description):
-            print(shlex.join(command))
-        print(json.dumps({"ok": False, "missing": args.command}))
+        tool, missing = args.command, error
+    if args.command == "nsys":
+        todo = commands.nsys(tool, args.out / "nsys", workload)
+    else:
+        todo = commands.ncu(tool, args.out / "ncu", workload, args.kernels, args.launches)
+    if missing is not None:
+        print(f"{missing}\nwith it, this would run:", file=sys.stderr)
+        print(*map(shlex.join, todo), sep="\n")
+        conclude({"ok": False, "missing": args.command}, ok=False)
         return TOOL_MISSING
-    for command in _commands(args, tool, description):
+    for command in todo:
         print(shlex.join(command), file=sys.stderr)
         if args.dry_run:
             continue
-        code = subprocess.run(command, env={**os.environ, "CHORUS_NVTX": "1"}, check=False).returncode
-        if code:
+        if code := subprocess.run(command, env={**os.environ, "CHORUS_NVTX": "1"}, check=False).returncode:
             print(f"{args.command} ended with {code}", file=sys.stderr)
-            print(json.dumps({"ok": False, "exit": code, "command": command}))
-            return 1
+            return conclude({"ok": False, "exit": code, "command": command}, ok=False)
     return 0 if args.dry_run else _report(args, json.loads(description.read_text("utf-8")))
-
-
-def _commands(args: argparse.Namespace, tool: str, description: Path) -> list[list[str]]:
-    names = ("kind", "rows", "rank", "popularity", "steps", "prompt_tokens", "model_size", "device", "work_dir")
-    workload = [sys.executable, "-m", "chorus.perf.profile", "workload", *(["--eager"] if args.eager else [])]
-    for name in names:
-        if (value := getattr(args, name)) is not None:
-            workload += [f"--{name.replace('_', '-')}", str(value)]
-    workload += ["--describe", str(description)]
-    if args.command == "nsys":
-        return commands.nsys(tool, args.out / "nsys", workload)
-    return commands.ncu(tool, args.out / "ncu", workload, args.kernels, args.launches)
 
 
 def _report(args: argparse.Namespace, description: dict[str, Any]) -> int:
@@ -90,8 +83,7 @@ def _report(args: argparse.Namespace, description: dict[str, Any]) -> int:
     result = args.out / f"{args.command}.json"
     found = {"ok": True, "workload": description, "bandwidth_bytes_per_s": bandwidth, **found}
     result.write_text(json.dumps(found, indent=1), encoding="utf-8")
-    print(json.dumps({"ok": True, "result": str(result)}))
-    return 0
+    return conclude({"ok": True, "result": str(result)}, ok=True)
 
 
 def _sgmv_table(rows: Sequence[dict[str, Any]], description: dict[str, Any]) -> Table:
@@ -131,28 +123,27 @@ def _workload(args: argparse.Namespace) -> int:
         description = profile_workload.run(recipe, context)
     if args.describe:
         args.describe.write_text(json.dumps(description, indent=1), encoding="utf-8")
-    print(json.dumps(description))
-    return 0
+    return conclude(description, ok=True)
 
 
-def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.profile", description=__doc__.split("\n\n")[0])
-    kinds = parser.add_subparsers(dest="command", required=True)
-    for name, kind, steps in (("nsys", "decode", 20), ("ncu", "sgmv", 2), ("workload", "decode", 20)):
-        add = kinds.add_parser(name).add_argument
-        add("--kind", choices=profile_workload.KINDS, default=kind, help="engine steps, or LoRA launches alone")
-        add("--rows", type=int, default=32, help="requests of a step")
-        add("--rank", type=int, default=16, help="of every adapter; 0: the base model")
-        add("--popularity", choices=POPULARITIES, default="distinct")
-        add("--steps", type=int, default=steps)
-        add("--prompt-tokens", type=int, default=256)
-        add("--model-size", choices=tuple(SIZES), default="llama-3.1-8b")
-        add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the workload itself")
-        add("--eager", action="store_true", help="without CUDA graphs")
-        add("--work-dir", type=Path, help="where adapters are kept; default: a folder that is removed")
-        if name == "workload":
-            add("--describe", type=Path, metavar="FILE", help="write what ran as JSON")
-            continue
+def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    """Arguments, and those that a profiler's workload is to get."""
+    command = parser(__spec__, __doc__)
+    kinds = command.add_subparsers(dest="command", required=True)
+    add = kinds.add_parser("workload").add_argument
+    add("--kind", choices=profile_workload.KINDS, default="decode", help="engine steps, or LoRA launches alone")
+    add("--rows", type=int, default=32, help="requests of a step")
+    add("--rank", type=int, default=16, help="of every adapter; 0: the base model")
+    add("--popularity", choices=POPULARITIES, default="distinct")
+    add("--steps", type=int, default=20)
+    add("--prompt-tokens", type=int, default=256)
+    add("--model-size", choices=tuple(SIZES), default="llama-3.1-8b")
+    add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the workload itself")
+    add("--eager", action="store_true", help="without CUDA graphs")
+    add("--work-dir", type=Path, help="where adapters are kept; default: a folder that is removed")
+    add("--describe", type=Path, metavar="FILE", help="write what ran as JSON")
+    for name in ("nsys", "ncu"):
+        add = kinds.add_parser(name, epilog="other options are the workload's").add_argument
         add("--out", type=Path, required=True, help="folder of the result files")
         add("--tool", type=Path, help=f"path of {name}; default: on the PATH")
         add("--limits", type=Path, metavar="FILE", help="limits.json of the GPU benchmark, for shares of bandwidth")
@@ -160,7 +151,10 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         if name == "ncu":
             add("--kernels", default=commands.SGMV_KERNELS, metavar="REGEX", help="names of kernels to profile")
             add("--launches", type=int, default=64, help="most kernels to profile")
-    return parser.parse_args(argv)
+    args, rest = command.parse_known_args(argv)
+    if args.command == "workload" and rest:
+        command.error(f"unknown options: {' '.join(rest)}")
+    return args, [*(["--kind", "sgmv", "--steps", "2"] if args.command == "ncu" else []), *rest]
 
 
 if __name__ == "__main__":

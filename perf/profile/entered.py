@@ -7,7 +7,6 @@ tests/core/executors/interpreted_cuda.py.
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ..report.command import parser
 
 ROOT = Path(__file__).resolve().parents[2]
 ENGINE = ("core", "ops", "memory", "graphs")
@@ -60,9 +60,9 @@ def of_cpu(kernels: str) -> dict[str, list[str]]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.profile.entered", description=__doc__.split("\n")[0])
-    parser.add_argument("--list", action="store_true", help="name the files and functions")
-    args = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    command.add_argument("--list", action="store_true", help="name the files and functions")
+    args = command.parse_args(argv)
     for kernels in ("native", "torch"):
         found = of_cpu(kernels)
         print(f"{kernels}: {len(found)} files, {sum(map(len, found.values()))} functions")

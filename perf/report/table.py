@@ -1,10 +1,12 @@
-"""Tables of results, for people."""
+"""Tables of results for people, marks that results are held against, and distributions in a few numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import numpy as np
 
 
 @dataclass
@@ -52,3 +54,47 @@ def shown(value: Any) -> str:
         digits = 0 if abs(value) >= 1000 else 1 if abs(value) >= 100 else 2 if abs(value) >= 10 else 3
         return f"{value:.{digits}f}"
     return str(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One mark. value: what was measured, of several the worst; None when nothing was. where: the case that gave it."""
+
+    name: str
+    value: float | None
+    mark: float
+    at_most: bool = False
+    where: str = "-"
+
+    @property
+    def met(self) -> bool | None:
+        if self.value is None:
+            return None
+        return self.value <= self.mark if self.at_most else self.value >= self.mark
+
+    def to_json(self) -> dict[str, Any]:
+        return {"name": self.name, "value": self.value, "mark": self.mark, "at_most": self.at_most, "met": self.met}
+
+
+def goal_table(title: str, goals: Iterable[Goal]) -> Table:
+    table = Table(title, ["goal", "measured", "mark", "met", "worst at"])
+    for goal in goals:
+        met = "not measured" if goal.met is None else "met" if goal.met else "MISSED"
+        table.add(goal.name, goal.value, f"{'≤' if goal.at_most else '≥'} {goal.mark:g}", met, goal.where)
+    return table
+
+
+PERCENTILES = (50, 90, 99)
+
+
+def spread(values: Iterable[float], percentiles: Sequence[float] = PERCENTILES) -> dict[str, float] | None:
+    """Mean, percentiles and extremes; None of nothing.
+
+    Percentiles interpolate linearly between order statistics, as numpy's default does.
+    """
+    found = values if isinstance(values, np.ndarray) else np.fromiter(values, dtype=np.float64)
+    if not len(found):
+        return None
+    marks = np.percentile(found, percentiles).tolist()
+    named = {f"p{percentile:g}": mark for percentile, mark in zip(percentiles, marks, strict=True)}
+    return {"mean": float(found.mean()), **named, "min": float(found.min()), "max": float(found.max())}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -21,44 +22,37 @@ from typing import Any
 
 from rich.console import Console
 
+from ..report.command import conclude
 from ..workload import WorkloadError
 from ..workload.request import TraceRequest
 from .answers import Questions, has_skills, judge
-from .client import Client, MissingPackage, ServerError, need_aiohttp
+from .client import Client, need_aiohttp
 from .load import Outcome, run_load, warm_up
 from .options import parse, workload
-from .picture import draw, need_matplotlib
-from .plan import Names, PlanError, PlannedRequest, with_prompts, with_questions
-from .prompts import PromptError, find_prompts
+from .picture import draw
+from .plan import Names, PlannedRequest, with_prompts, with_questions
+from .prompts import find_prompts
+from .record import LoadError
 from .server_process import launched
-from .show import LoadProgress, show
+from .show import show
 from .summary import Objectives, client_summary, summarise
 
 
 def main(argv: list[str] | None = None) -> int:
-    args = parse(argv, __doc__)
+    args = parse(argv, __spec__, __doc__)
     try:
         need_aiohttp()
-        if args.out and args.picture:
-            need_matplotlib()
-        with launched(shlex.split(args.serve_flags)) if args.launch else nullcontext(args.url) as url:
-            result, outcome = asyncio.run(_measure(args, url))
+        with launched(shlex.split(args.serve_flags)) if args.launch else nullcontext() as server:
+            result, outcome = asyncio.run(_measure(args, server.url if server else args.url))
         _write(args, result, outcome)
-    except (MissingPackage, ServerError, PlanError, PromptError, WorkloadError) as error:
+    except (LoadError, WorkloadError) as error:
         print(f"serving: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    show(_console(), result)
-    print(json.dumps(result))
+    show(Console() if sys.stdout.isatty() else Console(width=120), result)
     crossed = result["answers"]["cross_talk"] if result["answers"] else 0
-    return 1 if crossed or result["load"]["errors"] else 0
-
-
-def _console() -> Console:
-    """Wide enough for the tables where the output is no terminal."""
-    console = Console()
-    return console if console.is_terminal else Console(width=120)
+    return conclude(result, not (crossed or result["load"]["errors"]))
 
 
 @dataclass(frozen=True)
@@ -72,21 +66,18 @@ class _Served:
 
 async def _measure(args: argparse.Namespace, url: str) -> tuple[dict[str, Any], Outcome]:
     counts = {"include_usage": True} if args.plain else {"include_usage": True, "continuous_usage_stats": True}
-    extra = {"temperature": args.temperature, "stream_options": counts}
-    client = Client(url, args.endpoint, timeout=args.timeout, api_key=args.api_key, extra=extra)
-    async with client:
+    extra = {"temperature": 0.0, "stream_options": counts}
+    key = args.api_key or os.environ.get("OPENAI_API_KEY")
+    async with Client(url, args.endpoint, timeout=args.timeout, api_key=key, extra=extra) as client:
         served = _choose(args, await client.models())
         spec = workload(args, len(served.adapters))
         names = Names(served.adapters)
         requests = [names.serve(request) for request in spec]
         if not requests:
-            raise PlanError("the workload has no requests; give it a longer duration or a higher rate")
+            raise LoadError("the workload has no requests; give it a longer duration or a higher rate")
         plan = _plan(args, served, requests)
         await _warm(args, client, plan, served)
-        with LoadProgress(Console(stderr=True), len(plan)) as progress:
-            outcome = await run_load(
-                client, plan, max_concurrency=args.max_concurrency, on_change=progress.changed
-            )  # fmt: skip
+        outcome = await run_load(client, plan, args.max_concurrency)
     setting = {
         "url": url,
         "endpoint": args.endpoint,
@@ -114,7 +105,7 @@ def _findings(args: argparse.Namespace, plan: Sequence[PlannedRequest], outcome:
 
 
 def _choose(args: argparse.Namespace, cards: Sequence[dict[str, Any]]) -> _Served:
-    """The base model and the adapters that the load uses. Raises PlanError for names that are not served."""
+    """The base model and the adapters that the load uses. Raises LoadError for names that are not served."""
     by_name = {card["id"]: card for card in cards}
     bases = [name for name, card in by_name.items() if not card.get("parent")]
     base = args.model or next(iter(bases or by_name), None)
@@ -123,14 +114,14 @@ def _choose(args: argparse.Namespace, cards: Sequence[dict[str, Any]]) -> _Serve
         adapters = [name for name in args.adapters.split(",") if name not in ("", "none")]
     for name in (base, *adapters):
         if name not in by_name:
-            raise PlanError(f"the server has no model {name!r}; it has {', '.join(by_name) or 'none'}")
+            raise LoadError(f"the server has no model {name!r}; it has {', '.join(by_name) or 'none'}")
     return _Served(base, adapters, by_name[base])
 
 
 def _plan(args: argparse.Namespace, served: _Served, requests: Sequence[TraceRequest]) -> list[PlannedRequest]:
     chat, skilled = args.endpoint == "chat", has_skills(served.base, served.adapters)
     if args.prompts == "skills" and not skilled:
-        raise PlanError("--prompts skills needs the built-in model, and no adapters but those named after its skills")
+        raise LoadError("--prompts skills needs the built-in model, and no adapters but those named after its skills")
     if args.prompts == "skills" or (args.prompts == "auto" and skilled and args.workload is None):
         return list(with_questions(requests, served.base, Questions(args.seed), chat=chat))
     prompts = find_prompts(served.card, args.tokenizer, args.seed, as_text=chat)
@@ -139,13 +130,13 @@ def _plan(args: argparse.Namespace, served: _Served, requests: Sequence[TraceReq
 
 
 async def _warm(args: argparse.Namespace, client: Client, plan: Sequence[PlannedRequest], served: _Served) -> None:
-    """Requests that are not measured, short ones. Raises ServerError if one fails: then none would succeed."""
+    """Requests that are not measured, short ones. Raises LoadError if one fails: then none would succeed."""
     models = [served.base] * args.warm_up + (served.adapters if args.warm_adapters else [])
     first = plan[0]
     requests = [PlannedRequest(0.0, model, first.prompt, min(first.max_tokens, 8), first.extra) for model in models]
     for record in await warm_up(client, requests):
         if not record.ok:
-            raise ServerError(f"a first request to {record.model} failed: {record.error}: {record.detail}")
+            raise LoadError(f"a first request to {record.model} failed: {record.error}: {record.detail}")
 
 
 def _write(args: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -> None:
@@ -155,9 +146,11 @@ def _write(args: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -
     (args.out / "serving.json").write_text(json.dumps(result, indent=1), "utf-8")
     with (args.out / "requests.jsonl").open("w", encoding="utf-8") as file:
         file.writelines(json.dumps(record.to_json()) + "\n" for record in outcome.records)
-    if args.picture:
+    try:
         objectives = Objectives(**result["objectives"])
         draw(outcome.records, objectives, f"{result['model']} at {result['url']}", args.out / "serving.png")
+    except ImportError:
+        print("serving: no picture was drawn; it needs matplotlib: pip install 'chorus[plots]'", file=sys.stderr)
 
 
 if __name__ == "__main__":

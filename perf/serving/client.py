@@ -13,8 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from .plan import PlannedRequest
-from .record import Record
-from .stream import AnswerReader, StreamError
+from .record import AnswerReader, LoadError, Record, StreamError
 
 if TYPE_CHECKING:
     import aiohttp
@@ -22,21 +21,13 @@ if TYPE_CHECKING:
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
-class MissingPackage(Exception):
-    """A package of an extra that is not installed."""
-
-
 def need_aiohttp() -> ModuleType:
-    """aiohttp; raises MissingPackage."""
+    """aiohttp; raises LoadError."""
     try:
         import aiohttp
     except ImportError:
-        raise MissingPackage("the load client needs aiohttp: pip install 'chorus[bench]'") from None
+        raise LoadError("the load client needs aiohttp: pip install 'chorus[bench]'") from None
     return aiohttp
-
-
-class ServerError(Exception):
-    """A server that can't be asked; the text is for the person who named it."""
 
 
 class Client:
@@ -65,18 +56,18 @@ class Client:
         await self._http.close()
 
     async def models(self) -> list[dict[str, Any]]:
-        """The cards of what is served. Raises ServerError."""
+        """The cards of what is served. Raises LoadError."""
         url = f"{self._url}/v1/models"
         try:
             async with self._http.get(url, headers=self._headers) as response:
                 body = await response.read()
             if response.status != 200:
-                raise ServerError(f"{url} answered {response.status}: {_message(body)}")
+                raise LoadError(f"{url} answered {response.status}: {_message(body)}")
             return json.loads(body)["data"]
         except (self._aiohttp.ClientError, TimeoutError, OSError) as error:
-            raise ServerError(f"{url} can't be reached: {error or type(error).__name__}; is the server up?") from None
+            raise LoadError(f"{url} can't be reached: {error or type(error).__name__}; is the server up?") from None
         except (ValueError, KeyError, TypeError):
-            raise ServerError(f"{url} did not answer with a list of models: {body[:200]!r}") from None
+            raise LoadError(f"{url} did not answer with a list of models: {body[:200]!r}") from None
 
     def body(self, request: PlannedRequest) -> bytes:
         """The request as it is sent."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import gc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+
+from rich.console import Console
+from rich.progress import track
 
 from .client import Client
 from .plan import PlannedRequest
@@ -20,7 +23,7 @@ _BEAT = 0.02
 
 @dataclass
 class ClientCost:
-    """True if the client kept up: what it measures is too long by about its loop's lag.
+    """Cost of the client itself: what it measures is too long by about its event loop's lag.
 
     lags: by how many seconds a timer of the event loop fired late, several times a second. cpu: processor seconds.
     """
@@ -50,17 +53,8 @@ async def warm_up(client: Client, requests: Sequence[PlannedRequest]) -> list[Re
     return records
 
 
-async def run_load(
-    client: Client,
-    plan: Sequence[PlannedRequest],
-    *,
-    max_concurrency: int | None = None,
-    on_change: Callable[[Record], None] = lambda record: None,
-) -> Outcome:
-    """Send the plan. max_concurrency: requests at a time; the others wait in the client, and that counts.
-
-    on_change: is told of every record when it is sent, and again when it has ended.
-    """
+async def run_load(client: Client, plan: Sequence[PlannedRequest], max_concurrency: int | None = None) -> Outcome:
+    """Send the plan. max_concurrency: requests at a time; the others wait in the client, and that counts."""
     records = [Record(request.model, request.at) for request in plan]
     bodies = [client.body(request) for request in plan]  # writing a long prompt takes time that is not there later
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency else nullcontext()
@@ -75,14 +69,16 @@ async def run_load(
 
     async def one(body: bytes, record: Record) -> None:
         async with gate:
-            on_change(record)
             await client.ask(body, record, clock)
-        on_change(record)
 
     beat = asyncio.create_task(_heartbeat(cost.lags))
-    tasks = []
+    tasks, console = [], Console(stderr=True)
+    sending = track(
+        list(zip(bodies, records, strict=True)), "sent", console=console, refresh_per_second=2,
+        disable=not console.is_terminal,
+    )  # fmt: skip
     try:
-        for body, record in zip(bodies, records, strict=True):
+        for body, record in sending:
             await asyncio.sleep(max(0.0, record.scheduled - clock()))
             tasks.append(asyncio.create_task(one(body, record)))
         await asyncio.gather(*tasks)

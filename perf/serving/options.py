@@ -4,69 +4,60 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
-from collections.abc import Mapping
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
+from ..report.command import parser
 from ..workload import WorkloadError, WorkloadSpec
 from .client import PATHS
 
 #: Requests per second that stand for all at once.
 _AT_ONCE = 1e6
 
-_FIELD = {"zipf": "alpha", "power_law": "exponent"}
+_PARAMETER = {"zipf": "alpha", "power_law": "exponent"}
 
 
-def parse(argv: list[str] | None, doc: str) -> argparse.Namespace:
-    about, details = doc.split("\n\n")
-    parser = argparse.ArgumentParser(
-        prog="python -m chorus.perf.serving", description=about, epilog=" ".join(details.split())
-    )
-    where = parser.add_mutually_exclusive_group(required=True)
+def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namespace:
+    command = parser(spec, doc)
+    where = command.add_mutually_exclusive_group(required=True)
     where.add_argument("url", nargs="?", help="of the server, such as http://127.0.0.1:8000")
     where.add_argument("--launch", action="store_true", help="start `chorus serve` for the load and stop it after")
-    add = parser.add_argument
-    add("--serve-flags", default="", metavar="FLAGS", help="flags of the launched server; default: the built-in model")
+    add = command.add_argument
+    add("--serve-flags", default="", metavar="FLAGS", help="flags of the launched server; none: the built-in model")
     add("--endpoint", choices=tuple(PATHS), default="completions")
     add("--model", metavar="NAME", help="the base model's name; default: the first that is served without a parent")
     add("--adapters", metavar="NAMES", help="adapters to use, with commas; none; default: all that are served")
-    add("--api-key", default=os.environ.get("OPENAI_API_KEY"), help="default: $OPENAI_API_KEY")
+    add("--api-key", metavar="KEY", help="default: $OPENAI_API_KEY")  # which --help must not print
     add("--plain", action="store_true", help="send only fields that OpenAI has: answers may be shorter than planned")
 
-    load = parser.add_argument_group("workload")
-    add = load.add_argument
+    add = command.add_argument_group("workload").add_argument
     add("--workload", type=Path, metavar="FILE", help="a specification; see `python -m chorus.perf.workload --help`")
-    add(
-        "--set", action="append", default=[], metavar="FIELD=VALUE", help="instead of the file's, as popularity.alpha=2"
-    )
-    add("--rate", type=float, default=8.0, metavar="R", help="requests per second; inf: all at once (default: 8)")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="instead of the file's: popularity.alpha=2")
+    add("--rate", type=float, default=8.0, metavar="R", help="requests per second; inf: all at once")
     add("--burstiness", type=float, default=1.0, metavar="K",
-        help="gamma shape of the gaps: below 1 bursts, 1 Poisson, inf equal gaps (default: 1)")  # fmt: skip
-    add("--num-requests", type=int, default=200, metavar="N", help="default: 200")
+        help="gamma shape of the gaps: below 1 bursts, 1 Poisson, inf equal gaps")  # fmt: skip
+    add("--num-requests", type=int, default=200, metavar="N")
     add("--popularity", default="uniform", metavar="LAW",
-        help="uniform, distinct, identical, zipf:ALPHA or power_law:EXPONENT (default: uniform)")  # fmt: skip
-    add("--base-share", type=float, default=0.0, metavar="P", help="share of requests to the base model (default: 0)")
-    add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt (default: 128)")
-    add("--output-len", type=int, default=64, metavar="N", help="tokens of an answer (default: 64)")
-    add("--seed", type=int, default=0)
+        help="uniform, distinct, identical, zipf:ALPHA or power_law:EXPONENT")  # fmt: skip
+    add("--base-share", type=float, default=0.0, metavar="P", help="share of requests to the base model")
+    add("--input-len", type=int, default=128, metavar="N", help="tokens of a prompt")
+    add("--output-len", type=int, default=64, metavar="N", help="tokens of an answer")
+    add("--seed", type=int, default=0, help="of the workload and its prompts")
     add("--prompts", choices=("auto", "skills", "random"), default="auto",
-        help="skills: questions with exact answers (auto: where the built-in model is served)")  # fmt: skip
+        help="skills: questions with exact answers, as with auto where the built-in model is served")  # fmt: skip
     add("--tokenizer", type=Path, metavar="DIR",
         help="whose tokens prompts are made of; default: the served model's if here, else words")  # fmt: skip
-    add("--temperature", type=float, default=0.0, metavar="T", help="default: 0")
 
-    run = parser.add_argument_group("run")
-    add = run.add_argument
-    add("--warm-up", type=int, default=3, metavar="N", help="requests to the base model before measuring (default: 3)")
+    add = command.add_argument_group("run").add_argument
+    add("--warm-up", type=int, default=3, metavar="N", help="requests to the base model before measuring")
     add("--warm-adapters", action="store_true", help="before measuring, ask every adapter once, so that none is cold")
     add("--max-concurrency", type=int, metavar="N", help="requests at a time; waiting for that counts as latency")
-    add("--timeout", type=float, default=600.0, metavar="S", help="seconds until a request has failed (default: 600)")
+    add("--timeout", type=float, default=600.0, metavar="S", help="seconds until a request has failed")
     for name in ("ttft", "tpot", "e2e"):
         add(f"--slo-{name}", type=float, metavar="MS", help=f"objective for {name.upper()}, for attainment and goodput")
-    add("--out", type=Path, metavar="DIR", help="where to write serving.json, requests.jsonl and serving.png")
-    add("--no-picture", dest="picture", action="store_false", help="write no picture, which needs matplotlib")
-    return parser.parse_args(argv)
+    add("--out", type=Path, metavar="DIR", help="where serving.json, requests.jsonl and, with matplotlib, a picture go")
+    return command.parse_args(argv)
 
 
 def workload(args: argparse.Namespace, num_adapters: int) -> WorkloadSpec:
@@ -79,7 +70,7 @@ def workload(args: argparse.Namespace, num_adapters: int) -> WorkloadSpec:
     return WorkloadSpec.parse(_fields(args, num_adapters), origin="flags")
 
 
-def _fields(args: argparse.Namespace, num_adapters: int) -> Mapping[str, Any]:
+def _fields(args: argparse.Namespace, num_adapters: int) -> dict[str, Any]:
     rate = _AT_ONCE if math.isinf(args.rate) else args.rate
     if math.isinf(args.burstiness) or rate == _AT_ONCE:
         arrivals: dict[str, Any] = {"process": "constant", "rate": rate}
@@ -89,31 +80,21 @@ def _fields(args: argparse.Namespace, num_adapters: int) -> Mapping[str, Any]:
         arrivals = {"process": "gamma", "rate": rate, "cv": args.burstiness**-0.5}
     else:
         raise WorkloadError(f"--burstiness is {args.burstiness:g}; give a positive number")
-    adapters = {"count": num_adapters, "base_share": args.base_share} if num_adapters else {"base_share": 1.0}
+    law, colon, number = args.popularity.partition(":")
+    if colon and law not in _PARAMETER:
+        raise WorkloadError(f"--popularity is {args.popularity!r}; only {' and '.join(_PARAMETER)} take a number")
+    lengths = {
+        name: {"law": "constant", "tokens": tokens}
+        for name, tokens in (("prompt", args.input_len), ("output", args.output_len))
+    }
     return {
         "seed": args.seed,
         "requests": args.num_requests,
         "arrivals": arrivals,
-        "popularity": _popularity(args.popularity),
-        "lengths": {
-            "kind": "laws",
-            "prompt": {"law": "constant", "tokens": args.input_len},
-            "output": {"law": "constant", "tokens": args.output_len},
-        },
-        "adapters": adapters,
+        "popularity": {"kind": law, **({_PARAMETER[law]: number} if colon else {})},
+        "lengths": {"kind": "laws", **lengths},
+        "adapters": {"count": num_adapters, "base_share": args.base_share} if num_adapters else {"base_share": 1.0},
     }
-
-
-def _popularity(text: str) -> dict[str, Any]:
-    kind, colon, number = text.partition(":")
-    if not colon:
-        return {"kind": kind}
-    try:
-        return {"kind": kind, _FIELD[kind]: float(number)}
-    except (KeyError, ValueError):
-        raise WorkloadError(
-            f"--popularity is {text!r}; only {' and '.join(_FIELD)} take a number, as in zipf:1.5"
-        ) from None
 
 
 def _assignment(text: str) -> tuple[str, str]:

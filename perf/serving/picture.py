@@ -2,34 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .client import MissingPackage
 from .record import Record
 from .summary import Objectives, duration
 
 _BINS = 60
 
 
-def need_matplotlib() -> Any:
-    """matplotlib's figure class, which needs no display; raises MissingPackage."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingPackage(
-            "the picture needs matplotlib: pip install 'chorus[plots]', or go without by --no-picture"
-        ) from None
-    return Figure
-
-
 def draw(records: Sequence[Record], objectives: Objectives, title: str, path: Path) -> None:
-    """Write a PNG. Raises MissingPackage."""
+    """Write a PNG. Raises ImportError without matplotlib."""
+    from matplotlib.figure import Figure  # which needs no display
+
     done = [record for record in records if record.ok]
-    figure = need_matplotlib()(figsize=(13, 8), layout="constrained")
+    figure = Figure(figsize=(13, 8), layout="constrained")
     figure.suptitle(title)
     first, second, third = figure.subplots(2, 3)[0]
     for axes, name, values, limit in (
@@ -37,8 +27,11 @@ def draw(records: Sequence[Record], objectives: Objectives, title: str, path: Pa
         (second, "ITL", [gap for record in done for gap in record.itl], None),
         (third, "end to end", [record.e2e for record in done], objectives.e2e),
     ):
-        _cumulative(axes, values)
-        axes.set(xlabel=f"{name}, ms", ylabel="share of requests" if name != "ITL" else "share of gaps")
+        if ms := [1e3 * value for value in values]:
+            axes.ecdf(ms)
+            axes.set_xscale("log" if max(ms) > 20 * min(ms) > 0 else "linear")
+        axes.set(xlabel=f"{name}, ms", ylabel="share of gaps" if name == "ITL" else "share of requests")
+        axes.grid(alpha=0.3)
         if limit is not None:
             axes.axvline(limit, color="tab:red", linestyle="--", label="objective")
             axes.legend()
@@ -46,15 +39,6 @@ def draw(records: Sequence[Record], objectives: Objectives, title: str, path: Pa
     _timeline(rates, tokens, records, done)
     _latencies(latencies, done)
     figure.savefig(path, dpi=110)
-
-
-def _cumulative(axes: Any, seconds: Iterable[float]) -> None:
-    values = np.sort(np.fromiter(seconds, dtype=np.float64)) * 1e3
-    axes.step(values, np.arange(1, len(values) + 1) / max(1, len(values)), where="post")
-    if len(values) and values[0] > 0 and values[-1] > 20 * values[0]:
-        axes.set_xscale("log")
-    axes.set_ylim(0, 1)
-    axes.grid(alpha=0.3)
 
 
 def _timeline(rates: Any, tokens: Any, records: Sequence[Record], done: Sequence[Record]) -> None:

@@ -9,11 +9,8 @@ from typing import Any
 from ...server.demo.questions import Question
 from ..workload.request import TraceRequest
 from .answers import Questions
-from .prompts import Prompts, shorten
-
-
-class PlanError(ValueError):
-    """A workload that this server can't be asked; the message says what to change."""
+from .prompts import TokenPrompts, shorten
+from .record import LoadError
 
 
 @dataclass(slots=True)
@@ -46,12 +43,12 @@ class Names:
         return len(self._known) - len(self._adapters)
 
     def serve(self, request: TraceRequest) -> TraceRequest:
-        """The request with a served adapter's name. Raises PlanError if it wants one and there is none."""
+        """The request with a served adapter's name. Raises LoadError if it wants one and there is none."""
         if request.adapter is None:
             return request
         if request.adapter not in self._known:
             if not self._adapters:
-                raise PlanError(
+                raise LoadError(
                     f"the workload wants the adapter {request.adapter} and none is to be used; serve adapters, name "
                     "them with --adapters, or set adapters.base_share to 1"
                 )
@@ -60,7 +57,7 @@ class Names:
 
 
 def with_prompts(
-    requests: Iterable[TraceRequest], base: str, prompts: Prompts, limit: int | None, *, plain: bool
+    requests: Iterable[TraceRequest], base: str, prompts: TokenPrompts, limit: int | None, *, plain: bool
 ) -> Iterator[PlannedRequest]:
     """Prompts and answers of the workload's lengths, cut to a context of `limit` tokens.
 

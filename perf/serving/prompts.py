@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from ..workload.request import TraceRequest
 from ..workload.seeds import hashed_uniform
+from .record import LoadError
 
 #: Tokens that a chat template or a re-encoded text may add to a prompt.
 _SLACK = 24
@@ -31,20 +32,11 @@ research girl guy moment air teacher force education
 _WORDS = _TEXT.split()
 
 
-class PromptError(ValueError):
-    """Prompts that can't be made; the message says what to give instead."""
-
-
-class Prompts(Protocol):
-    """Makes prompts of a request's length. exact: whether they have exactly as many tokens as it says."""
-
-    exact: bool
-
-    def make(self, request: TraceRequest) -> str | list[int]: ...
-
-
 class TokenPrompts:
-    """Random tokens of a vocabulary, as ids; as text if `decode` is given, which may change their number."""
+    """Random tokens of a vocabulary, as many as a request has, as ids; or as text if `decode` is given.
+
+    exact: whether a server sees the very number of tokens; in text it may change.
+    """
 
     def __init__(self, ids: Sequence[int], seed: int, decode: Callable[[list[int]], str] | None = None) -> None:
         self._ids = ids
@@ -54,14 +46,14 @@ class TokenPrompts:
 
     @classmethod
     def read(cls, path: Path, seed: int, *, as_text: bool) -> TokenPrompts:
-        """From a tokenizer.json or a directory that holds one. Raises PromptError."""
+        """From a tokenizer.json or a directory that holds one. Raises LoadError."""
         from tokenizers import Tokenizer
 
         file = path / "tokenizer.json" if path.is_dir() else path
         try:
             backend = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises nothing more special
-            raise PromptError(
+            raise LoadError(
                 f"--tokenizer {path} can't be read ({error}); give a directory with a tokenizer.json"
             ) from None
         special = {index for index, token in backend.get_added_tokens_decoder().items() if token.special}
@@ -73,26 +65,19 @@ class TokenPrompts:
         return ids if self._decode is None else self._decode(ids)
 
 
-class WordPrompts:
+def word_prompts(seed: int) -> TokenPrompts:
     """Common words, for servers whose vocabulary is not at hand: about a token each."""
-
-    exact = False
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def make(self, request: TraceRequest) -> str:
-        return " ".join(_WORDS[index] for index in _indices(request, len(_WORDS), self._seed))
+    return TokenPrompts(range(len(_WORDS)), seed, lambda ids: " ".join(_WORDS[index] for index in ids))
 
 
-def find_prompts(card: Mapping[str, Any], tokenizer: Path | None, seed: int, *, as_text: bool) -> Prompts:
+def find_prompts(card: Mapping[str, Any], tokenizer: Path | None, seed: int, *, as_text: bool) -> TokenPrompts:
     """By the tokenizer that is named, else that of the served model where it lies on this machine, else words."""
     if tokenizer is not None:
         return TokenPrompts.read(tokenizer, seed, as_text=as_text)
     root = Path(str(card.get("root") or card["id"]))
     if _is_model(root):
         return TokenPrompts.read(root, seed, as_text=as_text)
-    return WordPrompts(seed)
+    return word_prompts(seed)
 
 
 def shorten(request: TraceRequest, limit: int | None, *, exact: bool) -> TraceRequest:

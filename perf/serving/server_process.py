@@ -1,45 +1,115 @@
-"""A server of our own, started for a load and stopped after it."""
+"""A server of our own, started for a measurement and stopped after it."""
 
 from __future__ import annotations
 
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from .client import ServerError
+from .record import LoadError
 
 _LISTENING = re.compile(r"listening on (http\S+)")
-_STOP_SECONDS = 30
+_STOP_SECONDS = 60
+
+
+class LaunchedServer:
+    """`chorus serve` in a process of its own: where it listens, and what it takes of the machine."""
+
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        """Wait until it listens, and go on reading its log, so that it is never held up. Raises LoadError."""
+        self.process, self.pid = process, process.pid
+        self.log_bytes = 0
+        self._tail: deque[str] = deque(maxlen=20)
+        for line in self._log():
+            if found := _LISTENING.search(line):
+                self.url = found[1]
+                self._reader = threading.Thread(target=deque, args=(self._log(), 0), daemon=True)
+                self._reader.start()
+                break
+        else:
+            text = "".join(self._tail)
+            raise LoadError(f"chorus serve ended with {process.wait()} before it listened:\n{text}")
+        where = urlsplit(self.url)
+        self.address = where.hostname, where.port
+
+    def _log(self) -> Iterator[str]:
+        with suppress(ValueError):  # it was closed meanwhile
+            for line in self.process.stdout:
+                self.log_bytes += len(line)
+                self._tail.append(line)
+                yield line
+
+    def rss(self) -> int:
+        return self._status("VmRSS")
+
+    def peak(self) -> int:
+        """Most bytes resident since `forget_peak`."""
+        return self._status("VmHWM")
+
+    def forget_peak(self) -> None:
+        Path(f"/proc/{self.pid}/clear_refs").write_text("5")
+
+    def _status(self, name: str) -> int:
+        found = re.search(rf"^{name}:\s*(\d+)", Path(f"/proc/{self.pid}/status").read_text(), re.MULTILINE)
+        return int(found[1]) * 1024
+
+    def num_threads(self) -> int:
+        return len(os.listdir(f"/proc/{self.pid}/task"))
+
+    def descriptors(self) -> list[str]:
+        """Targets of its open descriptors, such as `socket:[4711]`."""
+        links = []
+        for descriptor in Path(f"/proc/{self.pid}/fd").iterdir():
+            try:
+                links.append(os.readlink(descriptor))
+            except OSError:
+                continue  # closed meanwhile
+        return links
+
+    def stop(self) -> int:
+        """Ask it to end and read the rest of its log; its exit code."""
+        code = stop(self.process)
+        self._reader.join()
+        return code
+
+
+def stop(process: subprocess.Popen[str]) -> int:
+    """Ask a server to end, unless it has; its exit code."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(_STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+    return process.wait()
 
 
 @contextmanager
-def launched(flags: Sequence[str]) -> Iterator[str]:
-    """`chorus serve` on a free port in a process of its own; gives its URL. Raises ServerError if it does not start."""
+def launched(flags: Sequence[str], descriptors: int | None = None) -> Iterator[LaunchedServer]:
+    """`chorus serve` on a free port. Raises LoadError if it does not start.
+
+    descriptors: most that it may have open.
+    """
+
+    def limit() -> None:
+        if descriptors is not None:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
+
     command = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", "serve", "--port", "0", *flags]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
-        tail: deque[str] = deque(maxlen=20)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
+        preexec_fn=limit,
+    ) as process:  # fmt: skip
         try:
-            yield _url(process, tail)
+            yield LaunchedServer(process)
         finally:
-            if process.poll() is None:
-                process.send_signal(signal.SIGINT)
-                try:
-                    process.wait(_STOP_SECONDS)
-                except subprocess.TimeoutExpired:
-                    os.killpg(process.pid, signal.SIGKILL)
-
-
-def _url(process: subprocess.Popen[str], tail: deque[str]) -> str:
-    """Read the server's log until it names its address, and go on reading it, so that it is never held up."""
-    for line in process.stderr:
-        tail.append(line)
-        if found := _LISTENING.search(line):
-            threading.Thread(target=tail.extend, args=(process.stderr,), daemon=True).start()
-            return found[1]
-    raise ServerError(f"chorus serve ended with {process.wait()} before it listened:\n{''.join(tail)}")
+            stop(process)

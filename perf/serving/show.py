@@ -1,4 +1,4 @@
-"""A load and its result for people: a bar while it goes on, tables when it is over."""
+"""Tables of a load's result, for people."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from ..report.table import Table
-from .record import Record
+from ..report.table import Table, shown
 
 #: Models that are shown one by one, those with the most requests first.
 _MODELS = 20
@@ -72,44 +70,7 @@ def _lines(result: dict[str, Any]) -> Iterator[str]:
         yield from (f"  {case}" for case in answers["crossed"])
     if load["uncounted"]:
         yield f"{load['uncounted']} answers came without the server's count of tokens; their chunks were counted"
+    lag = client["loop_lag_ms"]
     cost = f", {client['cpu_us_per_chunk']:.0f} µs of processor per chunk" if client["cpu_us_per_chunk"] else ""
-    yield f"client: {client['cpu_share']:.0%} of a processor{cost}, timers late by p99 {_lag(client)} ms"
+    yield f"client: {client['cpu_share']:.0%} of a processor{cost}, timers late by p99 {shown(lag and lag['p99'])} ms"
     yield from (f"warning: {text}" for text in client["warnings"])
-
-
-def _lag(client: dict[str, Any]) -> str:
-    return _number(client["loop_lag_ms"]["p99"]) if client["loop_lag_ms"] else "-"
-
-
-def _number(value: float) -> str:
-    return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
-
-
-class LoadProgress:
-    """A progress bar; elsewhere than on a terminal, nothing. Drawn seldom: drawing takes the client's time."""
-
-    def __init__(self, console: Console, total: int) -> None:
-        columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
-        self._bar = Progress(*columns, console=console, refresh_per_second=2, disable=not console.is_terminal)
-        self._task = self._bar.add_task("", total=total)
-        self._sent = self._done = self._errors = self._tokens = 0
-
-    def __enter__(self) -> LoadProgress:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.stop()
-
-    def changed(self, record: Record) -> None:
-        """A record was sent, or has ended."""
-        if not record.ended:
-            self._sent += 1
-        else:
-            self._done += 1
-            self._errors += not record.ok
-            self._tokens += record.output_tokens
-        text = f"{self._sent - self._done} in flight, {self._tokens} tokens"
-        if self._errors:
-            text += f", [red]{self._errors} failed[/red]"
-        self._bar.update(self._task, completed=self._done, description=text)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..report.spread import spread
+from ..report.table import spread
 from .load import ClientCost
 from .record import Record
 

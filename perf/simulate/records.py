@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..report.spread import spread
+from ..report.table import spread
 
 
 class Served(NamedTuple):

@@ -65,7 +65,7 @@ def scripted():
     def serve(*given):
         answers.extend(given)
         threading.Thread(target=run, daemon=True).start()
-        return f"127.0.0.1:{listener.getsockname()[1]}"
+        return listener.getsockname()
 
     yield serve
     listener.close()

@@ -1,13 +1,15 @@
 """Lives drawn from seeds: the engine passes them, and faults that are planted in it are found."""
 
+from dataclasses import replace
+
 import pytest
 
 from chorus.core import engine
 from chorus.core.requests.record import from_record
-from chorus.core.scheduling.request_memory import RequestMemory, _version
-from chorus.memory.adapters.loads import AdapterLoads
+from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.perf.chaos.checked_executor import CheckedTransfer
 from chorus.perf.chaos.seeds import live
 
 
@@ -28,13 +30,7 @@ def blind_prefixes(monkeypatch):
 
 def hasty_release(monkeypatch):
     """Pages of a cancelled load are free while a copy still writes to them."""
-
-    def cancel(self, transfer, pages):
-        self.under_way.pop(transfer).adapter.transfer = None
-        transfer.cancel()
-        self._pool.release(pages)
-
-    monkeypatch.setattr(AdapterLoads, "cancel", cancel)
+    monkeypatch.setattr(CheckedTransfer, "is_quiet", lambda self: True)
 
 
 def lasting_pins(monkeypatch):
@@ -54,15 +50,16 @@ def shared_cache(monkeypatch):
 
 def scores_of_what_is_left(monkeypatch):
     """A prompt of which the beginning is cached gets log-probabilities of the rest only."""
-    monkeypatch.setattr(
-        RequestMemory,
-        "match",
-        lambda self, request: (
-            self._prefix.match(_version(request.adapter), request.token_ids, self.scope(request))
-            if self._use_prefix_cache
-            else []
-        ),
-    )
+    match = RequestMemory.match
+
+    def as_if_unscored(self, request):
+        params, request.params = request.params, replace(request.params, prompt_logprobs=None)
+        try:
+            return match(self, request)
+        finally:
+            request.params = params
+
+    monkeypatch.setattr(RequestMemory, "match", as_if_unscored)
 
 
 def forgetful_moves(monkeypatch):

@@ -58,7 +58,7 @@ def test_a_missing_tool_is_named_with_what_would_run(tool, tmp_path, monkeypatch
     assert f"{tool} is not on the PATH; install Nsight" in said.err
     *commands, last = said.out.splitlines()
     assert commands[0].startswith(f"{tool} ")
-    assert "chorus.perf.profile workload --kind" in commands[0]
+    assert ("--kind sgmv" in commands[0]) == (tool == "ncu")
     assert "--rows 8" in commands[0]
     assert json.loads(last) == {"ok": False, "missing": tool}
 

@@ -7,8 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from chorus.perf.report.goal import Goal, goal_table
-from chorus.perf.report.table import Table, shown
+from chorus.perf.report.table import Goal, Table, goal_table, shown
 
 
 def text(table: Table) -> str:

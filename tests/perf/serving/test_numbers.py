@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.perf.serving.load import ClientCost
-from chorus.perf.serving.record import Record
-from chorus.perf.serving.stream import AnswerReader, EventReader, StreamError
+from chorus.perf.serving.record import AnswerReader, EventReader, Record, StreamError
 from chorus.perf.serving.summary import Objectives, client_summary, milliseconds, summarise
 
 

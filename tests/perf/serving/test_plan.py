@@ -6,10 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.perf import serving
 from chorus.perf.serving.answers import Questions, has_skills, judge
 from chorus.perf.serving.options import parse, workload
-from chorus.perf.serving.plan import Names, PlanError, with_prompts, with_questions
-from chorus.perf.serving.prompts import PromptError, TokenPrompts, WordPrompts, find_prompts, shorten
+from chorus.perf.serving.plan import Names, with_prompts, with_questions
+from chorus.perf.serving.prompts import TokenPrompts, find_prompts, shorten, word_prompts
 from chorus.perf.serving.record import Record
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.demo.builtin import BUILTIN_MODEL, BUILTIN_NAME
@@ -25,7 +26,7 @@ def test_served_names_stay_and_others_are_stood_for_in_turn():
     asked = ["p", "y", "q", "r", "p", None]
     assert [names.serve(wanted(adapter=name)).adapter for name in asked] == ["x", "y", "y", "x", "x", None]
     assert names.substituted == 3
-    with pytest.raises(PlanError, match="wants the adapter p and none is to be used"):
+    with pytest.raises(match="wants the adapter p and none is to be used"):
         Names([]).serve(wanted(adapter="p"))
 
 
@@ -53,7 +54,7 @@ def test_prompts_share_the_prefixes_that_a_trace_names():
     assert one[:16] == two[:16]
     assert one[16:] != two[16:]
     one, two = (
-        WordPrompts(0).make(wanted(i, prompt=20, hash_ids=(7, i), hash_block_tokens=16)).split() for i in (0, 1)
+        word_prompts(0).make(wanted(i, prompt=20, hash_ids=(7, i), hash_block_tokens=16)).split() for i in (0, 1)
     )
     assert one[:16] == two[:16]
     assert one[16:] != two[16:]
@@ -61,10 +62,10 @@ def test_prompts_share_the_prefixes_that_a_trace_names():
 
 @pytest.mark.parametrize("tokens", [1, 7, 3000])
 def test_words_are_as_many_as_tokens(tokens):
-    made = WordPrompts(0).make(wanted(3, prompt=tokens))
+    made = word_prompts(0).make(wanted(3, prompt=tokens))
     assert len(made.split()) == tokens
-    assert made == WordPrompts(0).make(wanted(3, prompt=tokens))
-    assert tokens < 7 or made != WordPrompts(0).make(wanted(4, prompt=tokens))
+    assert made == word_prompts(0).make(wanted(3, prompt=tokens))
+    assert tokens < 7 or made != word_prompts(0).make(wanted(4, prompt=tokens))
 
 
 def test_questions_are_held_out_and_of_the_adapters_skill():
@@ -82,10 +83,12 @@ def test_questions_are_held_out_and_of_the_adapters_skill():
 def test_the_served_model_s_own_tokenizer_is_found(tmp_path):
     card = {"id": "m", "root": str(BUILTIN_MODEL)}
     assert isinstance(find_prompts(card, None, 0, as_text=False), TokenPrompts)
-    assert isinstance(find_prompts({"id": "somebody/model"}, None, 0, as_text=False), WordPrompts)
+    assert find_prompts({"id": "somebody/model"}, None, 0, as_text=False).make(wanted()) == word_prompts(0).make(
+        wanted()
+    )
     assert isinstance(find_prompts(card, None, 0, as_text=True).make(wanted()), str)
-    assert len(WordPrompts(0).make(wanted(prompt=12)).split()) == 12
-    with pytest.raises(PromptError, match="can't be read"):
+    assert len(word_prompts(0).make(wanted(prompt=12)).split()) == 12
+    with pytest.raises(match="can't be read"):
         find_prompts(card, tmp_path, 0, as_text=False)
 
 
@@ -108,7 +111,7 @@ def test_a_plan_has_the_workload_s_times_models_and_lengths():
     assert (second.at, second.model, len(second.prompt), second.max_tokens) == (0.5, "base", 34, 30)
     assert second.shortened
     assert first.extra == {"ignore_eos": True}
-    assert next(with_prompts(requests, "base", WordPrompts(0), None, plain=True)).extra == {}
+    assert next(with_prompts(requests, "base", word_prompts(0), None, plain=True)).extra == {}
 
 
 def test_questions_are_judged_and_cross_talk_is_seen():
@@ -140,7 +143,7 @@ def test_questions_are_judged_and_cross_talk_is_seen():
     ],
 )
 def test_flags_describe_a_workload(flags, process):
-    args = parse(["http://x", "--num-requests", "5", *flags], "a\n\nb")
+    args = parse(["http://x", "--num-requests", "5", *flags], serving.__spec__, "a\n\nb")
     spec = workload(args, 3)
     assert spec.arrivals.model_dump() == process
     requests = list(spec)

@@ -1,0 +1,39 @@
+"""Commands that measure: their parsers, and their last line, one JSON object."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from typing import Any
+
+from .table import Goal, goal_table
+
+
+def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
+    """Parser of the command that a module is; of its docstring the first paragraph describes it, the rest follows."""
+    name = spec.name.removesuffix(".__main__")
+    about, _, details = doc.partition("\n\n")
+    return argparse.ArgumentParser(f"python -m {name}", description=about, epilog=details, formatter_class=_Format)
+
+
+class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    """Text as it was written, and the defaults that say something."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        silent = isinstance(action.default, bool) or action.default in (None, "", [])
+        return action.help if silent else super()._get_help_string(action)
+
+
+def conclude(result: dict[str, Any], ok: bool) -> int:
+    """Print the result for programs; the command's exit code."""
+    print(json.dumps(result))
+    return 0 if ok else 1
+
+
+def judge(result: dict[str, Any], goals: Sequence[Goal]) -> int:
+    """Show the bars that a result is held against and print it with whether it meets them all; the exit code."""
+    goal_table("bars", goals).show()
+    met = all(goal.met for goal in goals)
+    return conclude({**result, "met": met}, met)
