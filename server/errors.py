@@ -5,8 +5,10 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
@@ -18,7 +20,9 @@ from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull
-from .request_id import HEADER
+
+REQUEST_ID = "x-request-id"
+"""Header with the id that a request is known by on its way."""
 
 MAX_ECHO = 200
 """Characters of a client's own words that an error repeats."""
@@ -47,6 +51,27 @@ def _bounded(message: str) -> str:
     """A message that repeats no endless word, and is not endless itself."""
     message = _LONG_WORD.sub(r"\1…", message)
     return message if len(message) <= MAX_ANSWER else message[: MAX_ANSWER - 1] + "…"
+
+
+class PrivatePaths:
+    """Takes known directories of this machine out of messages, so that paths are told from below them."""
+
+    def __init__(self, directories: Iterable[str | Path]) -> None:
+        absolute = {form for one in directories for form in (os.path.abspath(one), os.path.realpath(one))}
+        self._directories = sorted((one for one in absolute if one != "/"), key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """The text with every path below one of the directories told from there."""
+        for directory in self._directories:
+            if directory in text:
+                text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
+        return text
+
+    def shown(self, path: Path) -> str:
+        """A path from below its directory; of one that is elsewhere only the name."""
+        text = str(path)
+        hidden = self.hide(text)
+        return hidden if hidden != text else os.path.basename(text)
 
 
 class JsonResponse(JSONResponse):
@@ -208,7 +233,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     answer.message = request.app.state.private_paths.hide(answer.message)
     response = answer.response()
     if answer.unforeseen:  # Starlette sends these itself, outside of all middleware
-        response.headers[HEADER] = request.state.request_id
+        response.headers[REQUEST_ID] = request.state.request_id
     return response
 
 

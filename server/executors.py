@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -104,11 +103,11 @@ class DaemonPool(Executor):
 class Executors:
     """The pools of one server.
 
-    text: tokenising, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
+    text: reading long bodies, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
     """
 
     def __init__(self) -> None:
-        self.text = DaemonPool("text", threads=max(2, min(8, os.cpu_count() or 2)), max_waiting=1024)
+        self.text = DaemonPool("text", threads=2)
         self.stop = DaemonPool("stop", threads=1, max_waiting=1)
         self.scrapes = DaemonPool("scrapes", threads=1, max_waiting=1)
 

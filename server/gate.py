@@ -11,6 +11,8 @@ from .errors import ApiError
 ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
 RETRY_SECONDS = 1
 
 
@@ -23,6 +25,8 @@ class Gate:
         self.draining = False
         self.cutting = False
         self._tasks: set[asyncio.Task] = set()
+        self.num_generating = 0
+        """Requests in progress that ask for answers of the model."""
         self._num_working = 0
 
     @property
@@ -59,11 +63,13 @@ class Gate:
         assert task is not None
         self._tasks.add(task)
         self._num_working += works
+        self.num_generating += path in GENERATING
         try:
             yield
         finally:
             self._tasks.discard(task)
             self._num_working -= works
+            self.num_generating -= path in GENERATING
 
     def cut(self) -> None:
         """Cancel what is still in progress; whoever let it pass tells its client."""

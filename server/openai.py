@@ -14,9 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from ..core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from .errors import ApiError, clipped, from_validation
 from .fields import own_fields
-from .json_body import check_json
-from .limits import RequestLimits
-from .price import check_counts
+from .limits import RequestLimits, check_counts, check_json
 from .sampling_defaults import SamplingDefaults
 
 MAX_NAME_CHARACTERS = 256

@@ -28,7 +28,7 @@ from chorus.memory.pages.pool import IntegrityError
 from chorus.server.app import create_app
 from chorus.server.http_server import HttpServer
 from chorus.server.launch import bind, http_server, url_of
-from chorus.server.served_model import ServedModel
+from chorus.server.sampling_defaults import SamplingDefaults
 from chorus.server.settings import Settings
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
@@ -299,14 +299,15 @@ def live_server(
     adapter_roots: tuple[Path, ...] = (),
     wrap: Callable[[Any], Any] = lambda app: app,
     settings: dict[str, Any] | None = None,
-    **served: Any,
+    defaults: SamplingDefaults | None = None,
 ) -> Iterator[Live]:
-    """settings: those of the server that are not the default. served: what the API says of the model, too."""
+    """settings: those of the server that are not the default. defaults: what requests sample with."""
     worker = EngineWorker(lambda: engine)
     worker.start()
-    what = ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots, **served)
-    chosen = Settings(**{"grace_seconds": 2, **(settings or {})})
-    app = create_app(worker, tokenizer, what, chosen)
+    usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}
+    named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
+    chosen = Settings(**{**usual, **named, **(settings or {})})
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
     with bind("127.0.0.1", 0) as bound:
         server = http_server(app, chosen)
         server.config.app = wrap(app)

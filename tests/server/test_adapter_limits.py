@@ -81,7 +81,7 @@ def test_endless_paths_and_names_are_refused_before_anybody_looks_for_them(make_
 
 
 def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatch, root):
-    live = make_live(adapter_load_seconds=0.2)
+    live = make_live(settings={"adapter_load_seconds": 0.2})
     go_on, stuck, plain_open = threading.Event(), [], os.open
 
     def hanging_open(path, *args, **options):

@@ -8,10 +8,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.requests.sampling_params import InvalidRequest
-from chorus.server.conversation import Conversation
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool
-from chorus.server.tokenizer import THREAD_CHARACTERS, Tokenizer
+from chorus.server.tokenizer import THREAD_CHARACTERS, Conversation, Tokenizer
 
 BOS = 256
 
