@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ..core.requests.request import Request as EngineRequest
 from ..core.requests.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
+from .choice import Choice
 from .completion_request import CompletionRequest
 from .errors import as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
@@ -121,39 +123,46 @@ class GenerationApi:
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
         bad_words = await self._tokenizer.encode_words(asked.bad_words)
-        params = [
-            param
-            for prompt in prompts
-            for param in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked)
-        ]
-        streams = [
-            self._tokenizer.text_stream(
-                asked.stop,
-                skip_special_tokens=asked.skip_special_tokens,
-                include_stop=asked.include_stop_str_in_output,
-                min_tokens=asked.min_tokens,
-            )
-            for _ in params
-        ]
         call_id = prefix + uuid.uuid4().hex
+        several = len(prompts) * asked.n > 1
+        choices = []
+        for prompt in prompts:
+            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked):
+                engine_request = EngineRequest(
+                    f"{call_id}-{len(choices)}",
+                    prompt,
+                    params,
+                    adapter,
+                    arrival,
+                    tenant=request.scope.get("state", {}).get("tenant", ""),
+                    cache_salt=asked.cache_salt,
+                    call=call_id if several else "",
+                )
+                text_stream = self._tokenizer.text_stream(
+                    asked.stop,
+                    skip_special_tokens=asked.skip_special_tokens,
+                    include_stop=asked.include_stop_str_in_output,
+                    min_tokens=asked.min_tokens,
+                )
+                choices.append(
+                    Choice(
+                        len(choices),
+                        engine_request,
+                        text_stream,
+                        prompt_token_ids=prompt,
+                        shows_stop_token=asked.include_stop_str_in_output,
+                        prompt_only=asked.prompt_only,
+                        keeps_all=not asked.stream,
+                    )
+                )
         return Generation(
             self._worker,
-            call_id,
-            [prompt for prompt in prompts for _ in range(asked.n)],
-            params,
-            streams,
+            choices,
+            id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
-            adapter=adapter,
             metrics=self._metrics,
-            arrival=arrival,
             per_prompt=asked.n,
-            shows_stop_token=asked.include_stop_str_in_output,
-            prompt_only=asked.prompt_only,
-            keeps_all=not asked.stream,
             in_bulk=not asked.stream and not asked.stop,
-            shown_id=prefix + asked.request_id if asked.request_id else None,
-            tenant=request.scope.get("state", {}).get("tenant", ""),
-            cache_salt=asked.cache_salt,
         )
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:
