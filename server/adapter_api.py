@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
@@ -21,7 +21,7 @@ from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import STEM
 from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
-from .errors import DISK_FAULTS, ApiError, from_validation, read_body
+from .errors import DISK_FAULTS, ApiError, Body, read_body, validated
 from .executors import PoolFull
 from .settings import AdapterName, Settings
 from .worker import EngineWorker
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-AnyBody = TypeVar("AnyBody", bound="_Body")
-
-
 def _check_path(path: str) -> str:
     if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
         raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, none of them zero")
@@ -45,24 +42,14 @@ def _check_path(path: str) -> str:
 AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
 
 
-class _Body(BaseModel):
-    @classmethod
-    def parse(cls: type[AnyBody], body: bytes) -> AnyBody:
-        """Reads a body; raises an ApiError that names the field."""
-        try:
-            return cls.model_validate_json(body)
-        except ValidationError as error:
-            raise from_validation(error) from None
-
-
-class AddAdapter(_Body):
+class AddAdapter(BaseModel):
     """POST /v1/adapters. `path` is a directory on the server."""
 
     name: AdapterName
     path: AdapterPath
 
 
-class LoadLoraAdapter(_Body):
+class LoadLoraAdapter(BaseModel):
     """POST /v1/load_lora_adapter."""
 
     lora_name: AdapterName
@@ -71,7 +58,7 @@ class LoadLoraAdapter(_Body):
     base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
 
 
-class UnloadLoraAdapter(_Body):
+class UnloadLoraAdapter(BaseModel):
     """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
@@ -192,7 +179,7 @@ class AdapterApi:
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
-        asked = AddAdapter.parse(await read_body(request, self._settings.max_body_bytes))
+        asked = await self._read(AddAdapter, request)
         seen, replaced = await self._load(asked.name, asked.path, "name", "path", replace=True)
         return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
 
@@ -204,7 +191,7 @@ class AdapterApi:
     # --- vLLM's ---
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        asked = LoadLoraAdapter.parse(await read_body(request, self._settings.max_body_bytes))
+        asked = await self._read(LoadLoraAdapter, request)
         base = self._settings.base_name
         if asked.base_model_name not in (None, base, str(self._settings.model)):
             message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
@@ -213,11 +200,14 @@ class AdapterApi:
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        asked = UnloadLoraAdapter.parse(await read_body(request, self._settings.max_body_bytes))
+        asked = await self._read(UnloadLoraAdapter, request)
         await self._unload(asked.lora_name, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # --- common ---
+
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        return validated(kind, await read_body(request, self._settings.max_body_bytes))
 
     async def _load(
         self, name: str, path: str, name_field: str, path_field: str, *, replace: bool

@@ -9,9 +9,9 @@ import os
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -20,6 +20,8 @@ from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull
+
+Body = TypeVar("Body", bound=BaseModel)
 
 REQUEST_ID = "x-request-id"
 """Header with the id that a request is known by on its way."""
@@ -195,8 +197,18 @@ def from_validation(error: ValidationError) -> ApiError:
     param = field_path(first["loc"])
     if not param:
         return ApiError(400, "the body must be a JSON object")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"there is no field {param}; leave it out", param=param)
     message = "it is missing" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}", param=param)
+
+
+def validated(kind: type[Body], body: bytes, context: Any = None) -> Body:
+    """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
+    try:
+        return kind.model_validate_json(body, context=context)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def field_path(location: tuple[int | str, ...]) -> str:

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ..core.requests.request import Request
 from ..core.requests.sampling_params import InvalidRequest, SamplingParams
@@ -225,7 +225,7 @@ class _Batch:
 
     def __init__(self, worker: EngineWorker, choices: Sequence[Choice]) -> None:
         self._worker = worker
-        self._outputs: queue.SimpleQueue[RequestOutput | _Refusal] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
         self._to_come = iter(choices)
         self._open: dict[str, Choice] = {}
 
@@ -234,8 +234,8 @@ class _Batch:
             self._submit(choice)
         while self._open:
             output = self._outputs.get()
-            if isinstance(output, _Refusal):
-                output.raise_it()
+            if isinstance(output, BaseException):
+                raise output
             choice = self._open.get(output.request_id)
             if choice is None:
                 continue
@@ -261,23 +261,12 @@ class _Batch:
         self._open[choice.request.id] = choice
 
         def refused(future: Future[None]) -> None:
-            if (error := future.exception()) is not None:
-                self._outputs.put(_Refusal(choice.index, error))
+            if isinstance(error := future.exception(), InvalidRequest):
+                error = InvalidRequest(error.field, f"prompt {choice.index}: {error}")
+            if error is not None:
+                self._outputs.put(error)
 
         self._worker.submit(choice.request, self._outputs.put).add_done_callback(refused)
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A prompt that the engine does not take."""
-
-    index: int
-    error: BaseException
-
-    def raise_it(self) -> NoReturn:
-        if isinstance(self.error, InvalidRequest):
-            raise InvalidRequest(self.error.field, f"prompt {self.index}: {self.error}") from None
-        raise self.error
 
 
 def _each(value: Any, count: int, name: str, single: type | tuple[type, ...]) -> list[Any]:

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
 from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
@@ -202,7 +202,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _ManyKeys(settings_cls), _ConfigFile(settings_cls)
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _many_keys()), _ConfigFile(settings_cls)
 
     def client_keys(self) -> Keys:
         """The API and admin keys, those of the files among them. Raises InvalidKey for a file that holds none."""
@@ -237,15 +237,10 @@ def _keys_of(path: Path | None) -> list[str]:
     return [] if path is None else read_keys(path)
 
 
-class _ManyKeys(PydanticBaseSettingsSource):
+def _many_keys() -> dict[str, Any]:
     """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return os.environ.get(f"{ENV_PREFIX}{field_name.upper()}S"), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
-        return {name: value for name, value in found.items() if value}
+    found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
+    return {name: value for name, value in found.items() if value}
 
 
 class _ConfigFile(PydanticBaseSettingsSource):

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.requests.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
-from .errors import ApiError, from_validation
+from .errors import validated
 from .generation_api import GenerationApi
 from .json_text import encode
 from .limits import RequestLimits, check_json
 from .openai import Name
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
-
-Body = TypeVar("Body", bound=BaseModel)
 
 
 class TextToTokens(BaseModel):
@@ -50,7 +48,8 @@ class TokensToText(BaseModel):
 
     @classmethod
     def parse(cls, body: bytes, limits: RequestLimits) -> TokensToText:
-        return _parse(cls, body, limits)
+        check_json(body, limits.max_json_values)
+        return validated(cls, body)
 
 
 def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
@@ -60,18 +59,7 @@ def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatT
         is_chat = "messages" in from_json(body)
     except (ValueError, TypeError):
         is_chat = False
-    return ChatToTokens.parse(body, limits) if is_chat else _parse(TextToTokens, body, limits)
-
-
-def _parse(kind: type[Body], body: bytes, limits: RequestLimits) -> Body:
-    check_json(body, limits.max_json_values)
-    try:
-        return kind.model_validate_json(body)
-    except ValidationError as error:
-        if error.error_count() and error.errors(include_input=False)[0]["type"] == "extra_forbidden":
-            name = error.errors(include_input=False)[0]["loc"][-1]
-            raise ApiError(400, f"there is no field {name!s:.200}; leave it out", param=f"{name!s:.200}") from None
-        raise from_validation(error) from None
+    return ChatToTokens.parse(body, limits) if is_chat else validated(TextToTokens, body)
 
 
 class TextApi:

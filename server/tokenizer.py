@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -92,8 +93,9 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
         if sum(map(len, texts)) > THREAD_CHARACTERS:
-            return await self._threads.run(self._encode_checked, texts, add_special_tokens, most)
-        return self._encode_checked(texts, add_special_tokens, most)
+            encode = partial(self.encode_now, add_special_tokens=add_special_tokens, most=most)
+            return await self._threads.run(encode, texts)
+        return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
 
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
@@ -109,9 +111,6 @@ class Tokenizer:
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text. Raises an ApiError for a text that has more than `most` by its length alone."""
-        return self._encode_checked(texts, add_special_tokens, most)
-
-    def _encode_checked(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> Tokens:
         for text in texts:
             self._check_length(text, most, "prompt")
         return self._encode(texts, add_special_tokens)
