@@ -29,7 +29,7 @@ ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
     try:
-        arguments = _parser().parse(argv)
+        arguments = make_parser().parse(argv)
         return arguments.run(arguments)
     except UsageError as error:
         print(error, file=sys.stderr)
@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser(prog="chorus", description="Serve thousands of LoRA adapters over one resident base model.")
     parser.add_argument("--version", action="version", version=f"chorus {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -72,7 +72,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer = tokenizer
-        self._backend = backend
+        self.backend = backend
+        """The library's own tokenizer."""
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
@@ -117,7 +118,7 @@ class Tokenizer:
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
         # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
         """The tokens of the prompt of a conversation, or of its messages."""
@@ -146,11 +147,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own entries, with its marks for spaces and bytes."""
-        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def apply_chat_template(self, conversation: Conversation) -> str:
         """The prompt that asks the model to continue a conversation.
@@ -216,7 +217,7 @@ class Tokenizer:
         else:
 
             def decode(token_ids: list[int]) -> str:
-                return self._backend.decode(token_ids, skip_special_tokens=False)
+                return self.backend.decode(token_ids, skip_special_tokens=False)
 
             def is_silent(token_id: int) -> bool:
                 return token_id in special or spelt(token_id) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -280,6 +281,7 @@ class Live:
     worker: EngineWorker
     client: httpx.Client = field(repr=False)
     server: HttpServer = field(repr=False)
+    loop: asyncio.AbstractEventLoop = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -310,14 +312,21 @@ def live_server(
     app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
     with bind("127.0.0.1", 0) as bound:
         server = http_server(app, chosen)
-        server.config.app = wrap(app)
+        served, loops = wrap(app), []
+
+        async def noting_the_loop(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                loops.append(asyncio.get_running_loop())
+            await served(scope, receive, send)
+
+        server.config.app = noting_the_loop
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.002)
         try:
             with httpx.Client(base_url=url_of(bound), timeout=20) as client:
-                yield Live(url_of(bound), engine, worker, client, server)
+                yield Live(url_of(bound), engine, worker, client, server, loops[0])
         finally:
             if isinstance(engine, FakeEngine):
                 engine.gate.set()
@@ -333,6 +342,24 @@ def fake_engine() -> FakeEngine:
 @pytest.fixture
 def make_engine() -> type[FakeEngine]:
     return FakeEngine
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tuple]]:
+    """`calls_of(thing, method)`: the arguments of each call from now on, once it has returned."""
+
+    def record(thing: object, method: str) -> list[tuple]:
+        plain, calls = getattr(thing, method), []
+
+        def recorded(*args: object) -> object:
+            result = plain(*args)
+            calls.append(args)
+            return result
+
+        monkeypatch.setattr(thing, method, recorded)
+        return calls
+
+    return record
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.server.adapter_keeper import AdapterKeeper
 from chorus.server.errors import EngineUnavailable
+from chorus.server.worker import EngineWorker
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
@@ -270,14 +270,14 @@ def test_a_file_that_changed_before_it_was_read_is_tried_as_it_is_by_now(make_li
     """The weights change between the start and the background's first look at them."""
     shutil.copytree(root / "r2-qv", root / "first")
     first_look, changed = threading.Event(), threading.Event()
-    look = AdapterKeeper._look
+    check = EngineWorker.check_weights
 
     def later(self, manifest):
         first_look.set()
         assert changed.wait(60)
-        return look(self, manifest)
+        return check(self, manifest)
 
-    monkeypatch.setattr(AdapterKeeper, "_look", later)
+    monkeypatch.setattr(EngineWorker, "check_weights", later)
     live = make_live(adapters=root)
     try:
         assert first_look.wait(60)

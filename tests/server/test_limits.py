@@ -66,7 +66,7 @@ def test_an_unasked_length_is_cut_to_the_scores_that_can_be_given(start, make_en
 
 def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkeypatch):
     seen = []
-    encode = type(tokenizer._backend).encode_batch_fast
+    encode = type(tokenizer.backend).encode_batch_fast
 
     class Spy:
         def __init__(self, backend):
@@ -79,7 +79,7 @@ def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkey
             seen.append(max(map(len, texts)))
             return encode(self._backend, texts, **options)
 
-    monkeypatch.setattr(tokenizer, "_backend", Spy(tokenizer._backend))
+    monkeypatch.setattr(tokenizer, "backend", Spy(tokenizer.backend))
     most = 4096 * tokenizer.vocabulary.longest_token
     for path, body in ((COMPLETIONS, {"prompt": "x" * (most + 1)}),
                        (CHAT, {"messages": [{"role": "user", "content": "x" * (most + 1)}]})):  # fmt: skip
@@ -148,13 +148,13 @@ def test_large_answers_are_written_beside_the_event_loop(start, make_engine, mon
     from chorus.server import logprobs
 
     writers = set()
-    named = logprobs.LogprobFormat._named
+    named = logprobs.LogprobFormat.named
 
     def spy(self, *args):
         writers.add(threading.current_thread().name)
         return named(self, *args)
 
-    monkeypatch.setattr(logprobs.LogprobFormat, "_named", spy)
+    monkeypatch.setattr(logprobs.LogprobFormat, "named", spy)
     live = start(make_engine([], max_model_len=4200))
     body = {"prompt": "x" * 1000, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
     response = live.post(**body)

@@ -79,10 +79,17 @@ def test_of_a_text_far_too_long_only_the_beginning_is_encoded(pretrained, monkey
     backend.add_tokens(["=" * 200])
     wrapped = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     encoded = []
-    encode = wrapped._encode
-    monkeypatch.setattr(
-        wrapped, "_encode", lambda texts, special: encoded.append(len(texts[0])) or encode(texts, special)
-    )
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def encode_batch_fast(self, texts, **options):
+            encoded.append(max(map(len, texts)))
+            return backend.encode_batch_fast(texts, **options)
+
+    backend = wrapped.backend
+    monkeypatch.setattr(wrapped, "backend", Spy())
     with pytest.raises(ApiError) as caught:
         wrapped.encode_now(["x" * 150_000], most=1000)
     assert caught.value.code == "context_length_exceeded" and max(encoded) <= 8000
