@@ -223,9 +223,7 @@ class AdapterApi:
         except AdapterFormatError as error:
             if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
                 message = f"{error}; try again later"
-                raise ApiError(
-                    503, message, type="server_error", param=path_field, code=error.failure, retry_after=1
-                ) from None
+                raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
         except FileExistsError:
             raise ApiError(
@@ -235,9 +233,9 @@ class AdapterApi:
                 code="adapter_already_loaded",
             ) from None
         except LoadTimedOut as error:
-            raise ApiError(504, str(error), type="server_error", code="load_timed_out") from None
+            raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error", code="loads_busy") from None
+            raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
         return await self._call(lambda engine: _Seen.of(engine.store, adapter)), replaced
 
     async def _unload(self, name: str, field: str | None) -> None:

@@ -75,7 +75,7 @@ class Doors:
             if not self._gate.cutting:
                 raise
             if not answer.begun:
-                error = ApiError(503, "the server is shutting down", type="server_error", code="engine_unavailable")
+                error = ApiError(503, "the server is shutting down", code="engine_unavailable")
                 await error.response()(scope, receive, send)
 
     def _admit(self, method: str, path: str, headers: Headers) -> Identity:

@@ -90,6 +90,10 @@ DISK_FAULTS = frozenset(
 """Errors that say nothing about a file, only that it can't be had just now."""
 
 
+_TYPES = {429: "rate_limit_error", **dict.fromkeys((424, 500, 503, 504), "server_error")}
+"""OpenAI's types of errors by their status; all others are the client's."""
+
+
 class ApiError(Exception):
     """An answer other than success. `param` names the wrong field, the message says how to mend it."""
 
@@ -98,7 +102,6 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
@@ -107,7 +110,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = _bounded(message)
-        self.type = type
+        self.type = _TYPES.get(status, "invalid_request_error")
         self.param = None if param is None else clipped(param)
         self.code = code
         self.retry_after = retry_after
@@ -160,33 +163,25 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error)[:MAX_MESSAGE], param=error.field)
+    text = _without_paths(str(error))
     if isinstance(error, Overloaded):
-        return ApiError(
-            429, _without_paths(str(error)), type="rate_limit_error", code="overloaded", retry_after=error.retry_after
-        )
+        return ApiError(429, text, code="overloaded", retry_after=error.retry_after)
     if isinstance(error, PoolFull):
-        return ApiError(503, str(error), type="server_error", code="overloaded", retry_after=1)
+        return ApiError(503, str(error), code="overloaded", retry_after=1)
     if isinstance(error, TimeoutError):
-        message = "the server took too long; try again later"
-        return ApiError(503, message, type="server_error", code="timeout", retry_after=1)
+        return ApiError(503, "the server took too long; try again later", code="timeout", retry_after=1)
     if isinstance(error, OSError):  # a disk that fails, or has no room, is no mistake of the server
         message = f"the server's files can't be read just now: {error.strerror or type(error).__name__}"
-        return ApiError(503, message, type="server_error", code="storage_unavailable")
+        return ApiError(503, message, code="storage_unavailable")
     if isinstance(error, EngineUnavailable):
-        return ApiError(503, _without_paths(str(error)), type="server_error", code="engine_unavailable")
-    if isinstance(error, GenerationFailed) and error.failure is not None:
-        passes = error.failure.may_pass
-        return ApiError(
-            503 if passes else 424,  # clients repeat a 409 by themselves, which would not help
-            _without_paths(str(error)),
-            type="server_error",
-            param=None if error.failure is LoadFailure.NO_ROOM else "model",
-            code=error.failure,
-            retry_after=1 if passes else None,
-        )
+        return ApiError(503, text, code="engine_unavailable")
     if isinstance(error, GenerationFailed):
-        return ApiError(500, _without_paths(str(error)), type="server_error", code="generation_failed")
-    return ApiError(500, "the server failed to answer; its log says why", type="server_error", code="internal_error")
+        if (failure := error.failure) is None:
+            return ApiError(500, text, code="generation_failed")
+        status = 503 if failure.may_pass else 424  # clients repeat a 409 by themselves, which would not help
+        param = None if failure is LoadFailure.NO_ROOM else "model"
+        return ApiError(status, text, param=param, code=failure, retry_after=1 if failure.may_pass else None)
+    return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
 
 
 def from_validation(error: ValidationError) -> ApiError:

@@ -13,7 +13,7 @@ ALWAYS_OPEN = ("/health", "/ping")
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
-RETRY_SECONDS = 1
+CLOSE = {"connection": "close"}
 
 
 class Gate:
@@ -42,23 +42,11 @@ class Gate:
             return
         works = method not in ("GET", "HEAD")
         if self.draining and works:
-            raise ApiError(
-                503,
-                "the server is shutting down and takes no new work; ask another one, or again when it is back",
-                type="server_error",
-                code="draining",
-                retry_after=5,
-                headers={"connection": "close"},
-            )
+            message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
+            raise ApiError(503, message, code="draining", retry_after=5, headers=CLOSE)
         if works and self.limit is not None and self._num_working >= self.limit:
-            raise ApiError(
-                503,
-                f"{self._num_working} requests are in progress, which is all this server takes; try again later",
-                type="server_error",
-                code="overloaded",
-                retry_after=RETRY_SECONDS,
-                headers={"connection": "close"},
-            )
+            message = f"{self._num_working} requests are in progress, which is all this server takes; try again later"
+            raise ApiError(503, message, code="overloaded", retry_after=1, headers=CLOSE)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -93,28 +94,17 @@ class HttpServer(uvicorn.Server):
             log.warning("the time is up: cutting %d requests", self._gate.active)
         with suppress(Exception):
             await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
-        await self._wait_for_requests(LAST_WORDS_SECONDS)
+        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
         self.connections.cut_those_that_do_not_read()
         self._gate.cut()
-        await self._wait_for_requests(LAST_WORDS_SECONDS / 4)
+        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS / 4)
         for acceptor in self.acceptors:
             acceptor.close()
         await asyncio.sleep(0)
-        await self._flush(LAST_WORDS_SECONDS / 4)
+        await _wait_while(lambda: self.connections.num_unsent, LAST_WORDS_SECONDS / 4)  # the last bytes
         self.connections.cut()
         await super().shutdown(sockets)
         log.info("shut down")
-
-    async def _wait_for_requests(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._gate.active and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-
-    async def _flush(self, seconds: float) -> None:
-        """Let the last bytes go to clients that read."""
-        deadline = time.monotonic() + seconds
-        while self.connections.num_unsent and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
 
     def _failed(self, now: float) -> None:
         """The engine broke down for good: say so for a while, then end, so that whoever started the server sees it."""
@@ -124,6 +114,12 @@ class HttpServer(uvicorn.Server):
         elif now - self._failed_at >= FAILURE_SECONDS:
             self.exit_code = 1
             self.should_exit = True
+
+
+async def _wait_while(goes_on: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while goes_on() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
 
 
 class ExitDeadline:

@@ -312,7 +312,13 @@ def test_requests_behind_an_answer_that_is_not_read_wait(start, make_engine):
     live = start(engine, settings=PATIENT)
     asked = []
     call = live.worker.call
-    live.worker.call = lambda function: asked.append(function) or call(function)
+
+    def counted(function):
+        if function.__module__ == "chorus.server.api":  # others look after adapters meanwhile
+            asked.append(function)
+        return call(function)
+
+    live.worker.call = counted
     connection = connect(live, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20, receive_buffer=4096)
     live.wait_until(lambda: asked, 30)
     for _ in range(20):
