@@ -11,11 +11,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from .engine_view import EngineView
 from .errors import EngineUnavailable, JsonResponse, no_model
 from .executors import DaemonPool
 from .gate import Gate
-from .metrics import Metrics
+from .metrics import EngineView, Metrics
 from .settings import Settings
 from .worker import EngineWorker
 

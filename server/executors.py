@@ -63,9 +63,9 @@ class DaemonPool(Executor):
                         raise
         return future
 
-    async def run(self, function: Callable[..., T], /, *args: Any) -> T:
-        """The result of `function(*args)`, awaited on the running loop. Raises PoolFull."""
-        return await asyncio.wrap_future(self.submit(function, *args))
+    async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """The result of a call, awaited on the running loop. Raises PoolFull."""
+        return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
         """Take no more calls; never waits, whatever `wait` says: a thread may be stuck for ever."""

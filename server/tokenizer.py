@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,8 +93,7 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
         if sum(map(len, texts)) > THREAD_CHARACTERS:
-            encode = partial(self.encode_now, add_special_tokens=add_special_tokens, most=most)
-            return await self._threads.run(encode, texts)
+            return await self._threads.run(self.encode_now, texts, add_special_tokens=add_special_tokens, most=most)
         return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
 
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
