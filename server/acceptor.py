@@ -104,9 +104,6 @@ class Acceptor:
         listener.setblocking(False)
         self._loop.add_reader(listener, self._accept)
 
-    def get_loop(self) -> asyncio.AbstractEventLoop:
-        return self._loop
-
     def close(self) -> None:
         """Accept no more. The listener stays open; it is its owner's."""
         if self._closed:

@@ -4,24 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ..memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ..memory.adapters.store import UnknownAdapter
+from ..memory.files.directory import MAX_PATH_BYTES
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import STEM
 from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
-from .adapter_requests import AddAdapter, LoadLoraAdapter, UnloadLoraAdapter
-from .adapter_roots import AdapterRoots
-from .errors import DISK_FAULTS, ApiError, read_body
+from .errors import DISK_FAULTS, ApiError, Body, read_body, validated
 from .executors import PoolFull
-from .served_model import ServedModel
+from .settings import AdapterName, Settings
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -29,6 +31,88 @@ if TYPE_CHECKING:
     from ..memory.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
+
+
+def _check_path(path: str) -> str:
+    if "\0" in path or len(path.encode(errors="surrogatepass")) > MAX_PATH_BYTES:
+        raise ValueError(f"a path has at most {MAX_PATH_BYTES} bytes, none of them zero")
+    return path
+
+
+AdapterPath = Annotated[str, Field(min_length=1, max_length=MAX_PATH_BYTES), AfterValidator(_check_path)]
+
+
+class AddAdapter(BaseModel):
+    """POST /v1/adapters. `path` is a directory on the server."""
+
+    name: AdapterName
+    path: AdapterPath
+
+
+class LoadLoraAdapter(BaseModel):
+    """POST /v1/load_lora_adapter."""
+
+    lora_name: AdapterName
+    lora_path: AdapterPath
+    load_inplace: bool | None = False
+    base_model_name: Annotated[str, Field(max_length=MAX_PATH_BYTES)] | None = None
+
+
+class UnloadLoraAdapter(BaseModel):
+    """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
+
+    lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+
+
+class AdapterRoots:
+    """Directories below which a path must lie, symbolic links followed; with none, adapters stay as they are."""
+
+    def __init__(self, roots: Sequence[Path]) -> None:
+        self.roots = tuple(root.resolve() for root in roots)
+
+    def require(self) -> None:
+        """Raises an ApiError unless adapters may be changed over HTTP at all."""
+        if not self.roots:
+            raise ApiError(
+                403,
+                "this server's adapters can't be changed over HTTP: adapter_roots is not set; "
+                "start it with --adapter-roots DIR (or --adapters DIR) to allow what lies below DIR",
+                code="adapter_loading_disabled",
+            )
+
+    def find(self, path: str, field: str) -> Path:
+        """The directory that `path` means, resolved; relative ones are looked for below each root.
+
+        It asks the disk, which may take any time: not on the thread of the event loop.
+
+        Raises an ApiError that names `field`: 403 for what lies elsewhere, whether it exists or not, 404 for what
+        doesn't exist; and the OSError of a disk that fails.
+        """
+        self.require()
+        try:
+            candidates = [(root / path).resolve() for root in self.roots]
+            allowed = [found for found in candidates if any(found.is_relative_to(root) for root in self.roots)]
+            found = next((found for found in allowed if found.is_dir()), None)
+        except (OSError, ValueError, RuntimeError) as error:
+            if getattr(error, "errno", None) in DISK_FAULTS:
+                raise
+            raise ApiError(400, f"{field} is no path: {error}", param=field) from None
+        if found is not None:
+            return found
+        if not allowed:
+            raise ApiError(
+                403,
+                f"{field} {path!r} lies outside the directories that adapters may be loaded from; "
+                "put the adapter there, or start the server with --adapter-roots",
+                param=field,
+                code="path_not_allowed",
+            )
+        raise ApiError(
+            404,
+            f"No adapter found for {field} {path!r}: there is no such directory on the server",
+            param=field,
+            code="adapter_not_found",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +148,10 @@ class _Seen:
 class AdapterApi:
     """Routes by which clients see and change the adapters."""
 
-    def __init__(self, worker: EngineWorker, served: ServedModel, loads: AdapterLoads) -> None:
+    def __init__(self, worker: EngineWorker, settings: Settings, loads: AdapterLoads) -> None:
         self._worker = worker
-        self._served = served
-        self._roots = AdapterRoots(served.adapter_roots)
+        self._settings = settings
+        self._roots = AdapterRoots(settings.loadable_from)
         self._loads = loads
 
     # --- our own ---
@@ -95,7 +179,7 @@ class AdapterApi:
 
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
-        asked = AddAdapter.parse(await read_body(request, self._served.max_body_bytes))
+        asked = await self._read(AddAdapter, request)
         seen, replaced = await self._load(asked.name, asked.path, "name", "path", replace=True)
         return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
 
@@ -107,26 +191,30 @@ class AdapterApi:
     # --- vLLM's ---
 
     async def load_lora_adapter(self, request: Request) -> Response:
-        asked = LoadLoraAdapter.parse(await read_body(request, self._served.max_body_bytes))
-        if asked.base_model_name not in (None, self._served.name, self._served.root):
-            message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {self._served.name!r}"
+        asked = await self._read(LoadLoraAdapter, request)
+        base = self._settings.base_name
+        if asked.base_model_name not in (None, base, str(self._settings.model)):
+            message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
             raise ApiError(400, message, param="base_model_name")
         await self._load(asked.lora_name, asked.lora_path, "lora_name", "lora_path", replace=bool(asked.load_inplace))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
-        asked = UnloadLoraAdapter.parse(await read_body(request, self._served.max_body_bytes))
+        asked = await self._read(UnloadLoraAdapter, request)
         await self._unload(asked.lora_name, "lora_name")
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # --- common ---
+
+    async def _read(self, kind: type[Body], request: Request) -> Body:
+        return validated(kind, await read_body(request, self._settings.max_body_bytes))
 
     async def _load(
         self, name: str, path: str, name_field: str, path_field: str, *, replace: bool
     ) -> tuple[_Seen, bool]:
         """The adapter once requests may use it, and whether it took another's place."""
         self._roots.require()
-        if name == self._served.name:
+        if name == self._settings.base_name:
             raise ApiError(400, f"{name_field} {name!r} is the base model's; choose another", param=name_field)
         find = partial(self._roots.find, path, path_field)
         try:
@@ -135,9 +223,7 @@ class AdapterApi:
         except AdapterFormatError as error:
             if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
                 message = f"{error}; try again later"
-                raise ApiError(
-                    503, message, type="server_error", param=path_field, code=error.failure, retry_after=1
-                ) from None
+                raise ApiError(503, message, param=path_field, code=error.failure, retry_after=1) from None
             raise ApiError(400, str(error), param=path_field, code="invalid_adapter") from None
         except FileExistsError:
             raise ApiError(
@@ -147,9 +233,9 @@ class AdapterApi:
                 code="adapter_already_loaded",
             ) from None
         except LoadTimedOut as error:
-            raise ApiError(504, str(error), type="server_error", code="load_timed_out") from None
+            raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
-            raise ApiError(503, f"{error}; try again later", type="server_error", code="loads_busy") from None
+            raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
         return await self._call(lambda engine: _Seen.of(engine.store, adapter)), replaced
 
     async def _unload(self, name: str, field: str | None) -> None:

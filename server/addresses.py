@@ -45,6 +45,9 @@ class Places:
         self._proxies = proxies
         self._counts: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        return len(self._counts)
+
     def enter(self, address: str) -> str | None:
         """Count a connection; the place that it counts for, None for a proxy's."""
         if address in self._proxies:

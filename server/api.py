@@ -6,18 +6,16 @@ import asyncio
 import time
 from contextlib import suppress
 from dataclasses import asdict
-from pathlib import PurePath
 
 from starlette.requests import Request
 from starlette.responses import Response
 
 from .. import __version__
-from .engine_view import EngineView
 from .errors import EngineUnavailable, JsonResponse, no_model
 from .executors import DaemonPool
 from .gate import Gate
-from .metrics import Metrics
-from .served_model import ServedModel
+from .metrics import EngineView, Metrics
+from .settings import Settings
 from .worker import EngineWorker
 
 SCRAPE_SECONDS = 2.0
@@ -27,14 +25,14 @@ SCRAPE_SECONDS = 2.0
 class Api:
     """Health, version, metrics and models."""
 
-    def __init__(self, worker: EngineWorker, served: ServedModel, gate: Gate, scrapes: DaemonPool) -> None:
+    def __init__(self, worker: EngineWorker, settings: Settings, gate: Gate, scrapes: DaemonPool) -> None:
         self._worker = worker
         self._gate = gate
         self._scrapes = scrapes
-        self._served = served
+        self._settings = settings
         self._view = EngineView()
         self._scraping: asyncio.Task[bytes] | None = None
-        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, served.name)
+        self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
         self._started = int(time.time())
 
     async def health(self, _: Request) -> Response:
@@ -45,6 +43,14 @@ class Api:
         if not healthy:
             body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)
+
+    async def ping(self, _: Request) -> Response:
+        """SageMaker's health check: only the status counts."""
+        return Response(status_code=200 if self._worker.healthy else 503)
+
+    async def load(self, _: Request) -> Response:
+        """Number of calls that are being answered, as vLLM tells it."""
+        return JsonResponse({"server_load": self._gate.num_generating})
 
     async def version(self, _: Request) -> Response:
         return JsonResponse({"version": __version__})
@@ -76,26 +82,14 @@ class Api:
         adapters = await asyncio.wrap_future(
             self._worker.call(lambda engine: [engine.store.get(name) for name in engine.store.names()])
         )
-        common = {"object": "model", "created": self._started, "owned_by": "chorus"}
-        limit = self._worker.model.max_model_len
-        base = {
-            "id": self._served.name,
-            **common,
-            "root": PurePath(self._served.root).name,
-            "parent": None,
-            "max_model_len": limit,
-        }
+        base = self._settings.base_name
+
+        def card(name: str, root: str, parent: str | None) -> dict[str, object]:
+            limit = self._worker.model.max_model_len
+            about = {"object": "model", "created": self._started, "owned_by": "chorus", "max_model_len": limit}
+            return {"id": name, "root": root, "parent": parent, **about}
+
         return [
-            base,
-            *(
-                {
-                    "id": adapter.name,
-                    **common,
-                    "root": adapter.manifest.path.name,
-                    "parent": self._served.name,
-                    "max_model_len": limit,
-                    "rank": adapter.rank,
-                }
-                for adapter in adapters
-            ),
+            card(base, self._settings.model.name, None),
+            *({**card(one.name, one.manifest.path.name, base), "rank": one.rank} for one in adapters),
         ]

@@ -17,15 +17,21 @@ from ..core.scheduling.overload import Overloaded
 from .adapter_api import AdapterApi
 from .adapter_loads import AdapterLoads
 from .api import Api
-from .doors import Doors
-from .errors import ApiError, EngineUnavailable, GenerationFailed, on_disconnect, on_error, on_http_error
+from .doors import Doors, RequestId
+from .errors import (
+    ApiError,
+    EngineUnavailable,
+    GenerationFailed,
+    PrivatePaths,
+    on_disconnect,
+    on_error,
+    on_http_error,
+)
 from .executors import Executors, PoolFull
 from .gate import Gate
 from .generation_api import GenerationApi
 from .hosts import Hosts
-from .private_paths import PrivatePaths
-from .request_id import RequestId
-from .served_model import ServedModel
+from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
 from .tokenizer import Tokenizer
@@ -35,25 +41,22 @@ from .worker import EngineWorker
 STOP_SECONDS = 1.0
 
 
-def create_app(
-    worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel, settings: Settings | None = None
-) -> Starlette:
+def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`.
 
-    RuntimeError when no more threads can be started.
+    defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started.
     """
-    settings = settings or Settings()
     gate, executors = Gate(), Executors()
     keys = settings.client_keys()
     hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []
-    private = PrivatePaths([served.root, *served.adapter_roots, *(path for _, path in settings.lora_modules)])
-    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds, served.adapter_load_seconds)
-    api = Api(worker, served, gate, executors.scrapes)
-    generation = GenerationApi(worker, tokenizer, served, api.metrics)
+    private = PrivatePaths([settings.model, *settings.loadable_from, *(path for _, path in settings.lora_modules)])
+    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds, settings.adapter_load_seconds)
+    api = Api(worker, settings, gate, executors.scrapes)
+    generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text)
     texts = TextApi(worker, tokenizer, generation)
-    loads = AdapterLoads(worker, served.adapter_load_seconds)
-    adapters = AdapterApi(worker, served, loads)
+    loads = AdapterLoads(worker, settings.adapter_load_seconds)
+    adapters = AdapterApi(worker, settings, loads)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -62,7 +65,6 @@ def create_app(
         finally:
             loads.stop()
             watchdog.stop()
-            generation.close()
             with suppress(Exception):
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             executors.shutdown()
@@ -78,8 +80,8 @@ def create_app(
             Route("/v1/chat/completions", generation.chat_completions, methods=["POST"]),
             Route("/tokenize", texts.tokenize, methods=["POST"]),
             Route("/detokenize", texts.detokenize, methods=["POST"]),
-            Route("/ping", texts.ping, methods=["GET", "POST"]),
-            Route("/load", texts.load, methods=["GET"]),
+            Route("/ping", api.ping, methods=["GET", "POST"]),
+            Route("/load", api.load, methods=["GET"]),
             Route("/v1/adapters", adapters.list_all, methods=["GET"]),
             Route("/v1/adapters", adapters.add, methods=["POST"]),
             Route("/v1/adapters/{name:path}", adapters.show, methods=["GET"]),

@@ -6,10 +6,10 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from .conversation import RESERVED_FOR_TEMPLATE, Conversation
 from .errors import ApiError
 from .fields import MESSAGE, check_messages
 from .openai import GenerationRequest, LogprobCount
+from .tokenizer import RESERVED_FOR_TEMPLATE, Conversation
 
 
 class Message(BaseModel):

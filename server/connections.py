@@ -11,7 +11,7 @@ import struct
 import termios
 import time
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from itertools import islice
@@ -110,6 +110,9 @@ class Connections:
     def __len__(self) -> int:
         return len(self._all)
 
+    def __iter__(self) -> Iterator[HttpConnection]:
+        return iter(self._all)
+
     def refused(self, why: str) -> None:
         """A connection was closed before it was begun."""
         self._cut[why] += 1
@@ -177,7 +180,7 @@ class Connections:
         if self._cut and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
             told = ", ".join(f"{count} because {why}" for why, count in sorted(self._cut.items()))
-            log.warning("closed connections: %s; %d are open", told, len(self._all))
+            log.warning("closed: %s; %d are open, from %d places", told, len(self._all), len(self.places))
             self._cut.clear()
         active = self._all or self._cut
         self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep) if active else None

@@ -1,20 +1,44 @@
-"""Checks that every request must pass before any route sees it: host, origin, key and content type."""
+"""Middleware around every route: the request's id, and checks of its host, origin, key and content type."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import uuid
 from collections.abc import Collection
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .addresses import place_of
-from .errors import ApiError, clipped
+from .errors import REQUEST_ID, ApiError, clipped
 from .gate import ALWAYS_OPEN, Gate
 from .hosts import Hosts, is_same_origin
-from .keys import Identity, Keys, changes_adapters
+from .keys import READING, Identity, Keys, changes_adapters
 
-_READING = ("GET", "HEAD", "OPTIONS")
+VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class RequestId:
+    """Middleware that answers with the client's id, or with a new one where it sent none that can be repeated."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        asked = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = asked if VALID_ID.fullmatch(asked) else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)[REQUEST_ID] = request_id
+            await send(message)
+
+        await self._app(scope, receive, with_id)
 
 
 class Doors:
@@ -51,7 +75,7 @@ class Doors:
             if not self._gate.cutting:
                 raise
             if not answer.begun:
-                error = ApiError(503, "the server is shutting down", type="server_error", code="engine_unavailable")
+                error = ApiError(503, "the server is shutting down", code="engine_unavailable")
                 await error.response()(scope, receive, send)
 
     def _admit(self, method: str, path: str, headers: Headers) -> Identity:
@@ -62,9 +86,9 @@ class Doors:
                 "with --allowed-hosts"
             )
             raise ApiError(400, message, code="invalid_host")
-        if path in ALWAYS_OPEN and method in _READING:
+        if path in ALWAYS_OPEN and method in READING:
             return Identity(may_change_adapters=False)
-        if method not in _READING and (origin := headers.get("origin")) is not None:
+        if method not in READING and (origin := headers.get("origin")) is not None:
             allowed = "*" in self._origins or origin in self._origins or is_same_origin(origin, host)
             if not allowed:
                 message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"

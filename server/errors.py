@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import math
+import os
 import re
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -18,7 +20,11 @@ from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from ..memory.files.error import LoadFailure
 from .executors import PoolFull
-from .request_id import HEADER
+
+Body = TypeVar("Body", bound=BaseModel)
+
+REQUEST_ID = "x-request-id"
+"""Header with the id that a request is known by on its way."""
 
 MAX_ECHO = 200
 """Characters of a client's own words that an error repeats."""
@@ -49,6 +55,27 @@ def _bounded(message: str) -> str:
     return message if len(message) <= MAX_ANSWER else message[: MAX_ANSWER - 1] + "…"
 
 
+class PrivatePaths:
+    """Takes known directories of this machine out of messages, so that paths are told from below them."""
+
+    def __init__(self, directories: Iterable[str | Path]) -> None:
+        absolute = {form for one in directories for form in (os.path.abspath(one), os.path.realpath(one))}
+        self._directories = sorted((one for one in absolute if one != "/"), key=len, reverse=True)
+
+    def hide(self, text: str) -> str:
+        """The text with every path below one of the directories told from there."""
+        for directory in self._directories:
+            if directory in text:
+                text = text.replace(f"{directory}/", "").replace(directory, os.path.basename(directory))
+        return text
+
+    def shown(self, path: Path) -> str:
+        """A path from below its directory; of one that is elsewhere only the name."""
+        text = str(path)
+        hidden = self.hide(text)
+        return hidden if hidden != text else os.path.basename(text)
+
+
 class JsonResponse(JSONResponse):
     """JSON that any string fits into: what UTF-8 does not have, such as odd file names, is written as an escape."""
 
@@ -63,6 +90,10 @@ DISK_FAULTS = frozenset(
 """Errors that say nothing about a file, only that it can't be had just now."""
 
 
+_TYPES = {429: "rate_limit_error", **dict.fromkeys((424, 500, 503, 504), "server_error")}
+"""OpenAI's types of errors by their status; all others are the client's."""
+
+
 class ApiError(Exception):
     """An answer other than success. `param` names the wrong field, the message says how to mend it."""
 
@@ -71,7 +102,6 @@ class ApiError(Exception):
         status: int,
         message: str,
         *,
-        type: str = "invalid_request_error",
         param: str | None = None,
         code: str | None = None,
         retry_after: float | None = None,
@@ -80,7 +110,7 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.message = _bounded(message)
-        self.type = type
+        self.type = _TYPES.get(status, "invalid_request_error")
         self.param = None if param is None else clipped(param)
         self.code = code
         self.retry_after = retry_after
@@ -133,33 +163,25 @@ def as_api_error(error: Exception) -> ApiError:
         return error
     if isinstance(error, InvalidRequest):
         return ApiError(400, str(error)[:MAX_MESSAGE], param=error.field)
+    text = _without_paths(str(error))
     if isinstance(error, Overloaded):
-        return ApiError(
-            429, _without_paths(str(error)), type="rate_limit_error", code="overloaded", retry_after=error.retry_after
-        )
+        return ApiError(429, text, code="overloaded", retry_after=error.retry_after)
     if isinstance(error, PoolFull):
-        return ApiError(503, str(error), type="server_error", code="overloaded", retry_after=1)
+        return ApiError(503, str(error), code="overloaded", retry_after=1)
     if isinstance(error, TimeoutError):
-        message = "the server took too long; try again later"
-        return ApiError(503, message, type="server_error", code="timeout", retry_after=1)
+        return ApiError(503, "the server took too long; try again later", code="timeout", retry_after=1)
     if isinstance(error, OSError):  # a disk that fails, or has no room, is no mistake of the server
         message = f"the server's files can't be read just now: {error.strerror or type(error).__name__}"
-        return ApiError(503, message, type="server_error", code="storage_unavailable")
+        return ApiError(503, message, code="storage_unavailable")
     if isinstance(error, EngineUnavailable):
-        return ApiError(503, _without_paths(str(error)), type="server_error", code="engine_unavailable")
-    if isinstance(error, GenerationFailed) and error.failure is not None:
-        passes = error.failure.may_pass
-        return ApiError(
-            503 if passes else 424,  # clients repeat a 409 by themselves, which would not help
-            _without_paths(str(error)),
-            type="server_error",
-            param=None if error.failure is LoadFailure.NO_ROOM else "model",
-            code=error.failure,
-            retry_after=1 if passes else None,
-        )
+        return ApiError(503, text, code="engine_unavailable")
     if isinstance(error, GenerationFailed):
-        return ApiError(500, _without_paths(str(error)), type="server_error", code="generation_failed")
-    return ApiError(500, "the server failed to answer; its log says why", type="server_error", code="internal_error")
+        if (failure := error.failure) is None:
+            return ApiError(500, text, code="generation_failed")
+        status = 503 if failure.may_pass else 424  # clients repeat a 409 by themselves, which would not help
+        param = None if failure is LoadFailure.NO_ROOM else "model"
+        return ApiError(status, text, param=param, code=failure, retry_after=1 if failure.may_pass else None)
+    return ApiError(500, "the server failed to answer; its log says why", code="internal_error")
 
 
 def from_validation(error: ValidationError) -> ApiError:
@@ -170,8 +192,18 @@ def from_validation(error: ValidationError) -> ApiError:
     param = field_path(first["loc"])
     if not param:
         return ApiError(400, "the body must be a JSON object")
+    if first["type"] == "extra_forbidden":
+        return ApiError(400, f"there is no field {param}; leave it out", param=param)
     message = "it is missing" if first["type"] == "missing" else first["msg"].removeprefix("Value error, ")
     return ApiError(400, f"{param}: {message}", param=param)
+
+
+def validated(kind: type[Body], body: bytes, context: Any = None) -> Body:
+    """A request's body as a model of its fields; raises an ApiError that names the wrong field."""
+    try:
+        return kind.model_validate_json(body, context=context)
+    except ValidationError as error:
+        raise from_validation(error) from None
 
 
 def field_path(location: tuple[int | str, ...]) -> str:
@@ -208,7 +240,7 @@ async def on_error(request: Request, error: Exception) -> JSONResponse:
     answer.message = request.app.state.private_paths.hide(answer.message)
     response = answer.response()
     if answer.unforeseen:  # Starlette sends these itself, outside of all middleware
-        response.headers[HEADER] = request.state.request_id
+        response.headers[REQUEST_ID] = request.state.request_id
     return response
 
 

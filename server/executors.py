@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -64,9 +63,9 @@ class DaemonPool(Executor):
                         raise
         return future
 
-    async def run(self, function: Callable[..., T], /, *args: Any) -> T:
-        """The result of `function(*args)`, awaited on the running loop. Raises PoolFull."""
-        return await asyncio.wrap_future(self.submit(function, *args))
+    async def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        """The result of a call, awaited on the running loop. Raises PoolFull."""
+        return await asyncio.wrap_future(self.submit(function, *args, **kwargs))
 
     def shutdown(self, wait: bool = False, *, cancel_futures: bool = True) -> None:
         """Take no more calls; never waits, whatever `wait` says: a thread may be stuck for ever."""
@@ -104,11 +103,11 @@ class DaemonPool(Executor):
 class Executors:
     """The pools of one server.
 
-    text: tokenising, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
+    text: reading long bodies, and writing long answers. stop: the engine's end. scrapes: writing the metrics.
     """
 
     def __init__(self) -> None:
-        self.text = DaemonPool("text", threads=max(2, min(8, os.cpu_count() or 2)), max_waiting=1024)
+        self.text = DaemonPool("text", threads=2)
         self.stop = DaemonPool("stop", threads=1, max_waiting=1)
         self.scrapes = DaemonPool("scrapes", threads=1, max_waiting=1)
 

@@ -59,119 +59,45 @@ HARMLESS = {
 """Fields that are taken and not looked at, each with the reason why no answer depends on it."""
 
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    name: nothing
+    for nothing, names in (
+        ((), """
+            api_token audio bootstrap_host bootstrap_port bootstrap_room chat_template custom_logit_processor
+            data_parallel_rank disagg_prefill_dp_rank guided_decoding_backend guided_json
+            guided_whitespace_pattern max_dynamic_patch min_dynamic_patch moderation ngram_corpus_id
+            prompt_embeds reasoning_effort repetition_detection routed_dp_rank task truncate
+            truncate_prompt_tokens truncation_side web_search_options"""),
+        ((False,), """
+            apply_chat_template continue_final_message decoder_input_details details echo post_sampling_probs
+            return_cached_tokens_details return_hidden_states return_meta_info return_progress
+            return_prompt_text return_prompt_token_ids return_routed_experts return_token_offsets return_tokens
+            timings_per_token use_audio_in_video use_beam_search watermark watermarking"""),
+        ((0,), """
+            dry_multiplier dynatemp_range min_keep mirostat n_cache_reuse n_discard n_indent n_keep n_probs
+            priority return_k_alternatives routed_experts_prompt_start routed_experts_start_len t_max_predict_ms
+            top_logprobs xtc_probability"""),
+        (({},), """
+            chat_template_kwargs custom_params ec_transfer_params images_config kv_transfer_params
+            media_io_kwargs merged_adapters mm_processor_kwargs reasoning session_params structured_outputs
+            vllm_xargs"""),
+        (([],), """
+            documents functions guided_choice input_ids logits_processors logprob_token_ids lora response_fields
+            samplers tools"""),
+        (("",), "ebnf extra_key grammar guided_grammar guided_regex json_schema regex structural_tag suffix"),
+        ((-1,), "id_slot repeat_last_n sse_ping_interval thinking_token_budget top_n_sigma"),
+        ((True,), "add_generation_prompt cache_prompt do_sample include_reasoning"),
+        ((1,), "best_of length_penalty repeat_penalty typical_p"),
+    )
+    for name in names.split()
+} | {
     "adapter_source": ("local",),
-    "add_generation_prompt": (True,),
-    "api_token": (),
-    "apply_chat_template": (False,),
-    "audio": (),
-    "best_of": (1,),
-    "bootstrap_host": (),
-    "bootstrap_port": (),
-    "bootstrap_room": (),
-    "cache_prompt": (True,),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    "continue_final_message": (False,),
-    "custom_logit_processor": (),
-    "custom_params": ({},),
-    "data_parallel_rank": (),
-    "decoder_input_details": (False,),
-    "details": (False,),
-    "disagg_prefill_dp_rank": (),
-    "do_sample": (True,),
-    "documents": ([],),
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "ebnf": ("",),
-    "ec_transfer_params": ({},),
-    "echo": (False,),
-    "extra_key": ("",),
     "function_call": ("none",),
-    "functions": ([],),
-    "grammar": ("",),
-    "guided_choice": ([],),
-    "guided_decoding_backend": (),
-    "guided_grammar": ("",),
-    "guided_json": (),
-    "guided_regex": ("",),
-    "guided_whitespace_pattern": (),
-    "id_slot": (-1,),
-    "images_config": ({},),
-    "include_reasoning": (True,),
-    "input_ids": ([],),
-    "json_schema": ("",),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "logprob_token_ids": ([],),
-    "lora": ([],),
-    "max_dynamic_patch": (),
-    "media_io_kwargs": ({},),
-    "merged_adapters": ({},),
-    "min_dynamic_patch": (),
-    "min_keep": (0,),
-    "mirostat": (0,),
-    "mm_processor_kwargs": ({},),
     "modalities": (["text"],),
-    "moderation": (),
-    "n_cache_reuse": (0,),
-    "n_discard": (0,),
-    "n_indent": (0,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "ngram_corpus_id": (),
-    "post_sampling_probs": (False,),
-    "priority": (0,),
-    "prompt_embeds": (),
-    "reasoning": ({},),
-    "reasoning_effort": (),
-    "regex": ("",),
-    "repeat_last_n": (-1,),
-    "repeat_penalty": (1,),
-    "repetition_detection": (),
-    "response_fields": ([],),
     "response_format": ({"type": "text"},),
-    "return_cached_tokens_details": (False,),
-    "return_hidden_states": (False,),
-    "return_k_alternatives": (0,),
-    "return_meta_info": (False,),
-    "return_progress": (False,),
-    "return_prompt_text": (False,),
-    "return_prompt_token_ids": (False,),
-    "return_routed_experts": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens": (False,),
-    "routed_dp_rank": (),
-    "routed_experts_prompt_start": (0,),
-    "routed_experts_start_len": (0,),
-    "samplers": ([],),
-    "session_params": ({},),
-    "sse_ping_interval": (-1,),
     "stop_regex": ([], ""),
-    "structural_tag": ("",),
-    "structured_outputs": ({},),
-    "suffix": ("",),
-    "t_max_predict_ms": (0,),
-    "task": (),
-    "thinking_token_budget": (-1,),
-    "timings_per_token": (False,),
     "tool_choice": ("none", "auto"),
-    "tools": ([],),
-    "top_logprobs": (0,),
-    "top_n_sigma": (-1,),
-    "truncate": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "typical_p": (1,),
-    "use_audio_in_video": (False,),
-    "use_beam_search": (False,),
     "verbosity": ("medium",),
-    "vllm_xargs": ({},),
-    "watermark": (False,),
-    "watermarking": (False,),
-    "web_search_options": (),
-    "xtc_probability": (0,),
-}
+}  # fmt: skip
 """Known fields that we don't have, or not in this kind of call, with the values that ask for nothing."""
 
 INSTEAD = {

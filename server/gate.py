@@ -11,7 +11,9 @@ from .errors import ApiError
 ALWAYS_OPEN = ("/health", "/ping")
 """Routes that tell whether the server is well: nothing closes them, no key is needed, and they don't count."""
 
-RETRY_SECONDS = 1
+GENERATING = ("/v1/completions", "/v1/chat/completions")
+
+CLOSE = {"connection": "close"}
 
 
 class Gate:
@@ -23,6 +25,8 @@ class Gate:
         self.draining = False
         self.cutting = False
         self._tasks: set[asyncio.Task] = set()
+        self.num_generating = 0
+        """Requests in progress that ask for answers of the model."""
         self._num_working = 0
 
     @property
@@ -38,32 +42,22 @@ class Gate:
             return
         works = method not in ("GET", "HEAD")
         if self.draining and works:
-            raise ApiError(
-                503,
-                "the server is shutting down and takes no new work; ask another one, or again when it is back",
-                type="server_error",
-                code="draining",
-                retry_after=5,
-                headers={"connection": "close"},
-            )
+            message = "the server is shutting down and takes no new work; ask another one, or again when it is back"
+            raise ApiError(503, message, code="draining", retry_after=5, headers=CLOSE)
         if works and self.limit is not None and self._num_working >= self.limit:
-            raise ApiError(
-                503,
-                f"{self._num_working} requests are in progress, which is all this server takes; try again later",
-                type="server_error",
-                code="overloaded",
-                retry_after=RETRY_SECONDS,
-                headers={"connection": "close"},
-            )
+            message = f"{self._num_working} requests are in progress, which is all this server takes; try again later"
+            raise ApiError(503, message, code="overloaded", retry_after=1, headers=CLOSE)
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
         self._num_working += works
+        self.num_generating += path in GENERATING
         try:
             yield
         finally:
             self._tasks.discard(task)
             self._num_working -= works
+            self.num_generating -= path in GENERATING
 
     def cut(self) -> None:
         """Cancel what is still in progress; whoever let it pass tells its client."""

@@ -8,11 +8,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..core.requests.request import Request
-from ..core.requests.sampling_params import SamplingParams
 from ..core.requests.types import FinishReason, RequestOutput
 from .choice import Choice, Delta
-from .detokenizer import TextStream
 from .errors import EngineUnavailable, GenerationFailed
 
 if TYPE_CHECKING:
@@ -36,63 +33,31 @@ class Generation:
     def __init__(
         self,
         worker: EngineWorker,
-        call_id: str,
-        prompts: Sequence[list[int]],
-        params: Sequence[SamplingParams],
-        text_streams: Sequence[TextStream],
+        choices: Sequence[Choice],
         *,
+        id: str,
         model: str,
-        adapter: str | None,
         metrics: Metrics | None = None,
-        arrival: float | None = None,
         per_prompt: int = 1,
-        shows_stop_token: bool = False,
-        prompt_only: bool = False,
-        keeps_all: bool = True,
         in_bulk: bool = False,
-        shown_id: str | None = None,
-        tenant: str = "",
-        cache_salt: str = "",
     ) -> None:
-        """`prompts`, `params` and `text_streams` have an entry per choice, `per_prompt` in a row of the same prompt.
+        """choices: `per_prompt` in a row are of the same prompt. id, model: what the client sees.
 
-        in_bulk: nobody waits for each delta, so that many are read at once. `arrival` is on `time.monotonic`'s clock;
-        `shown_id` is the id that the client sees, if another than the
-        engine's; for the rest see `Choice` and the engine's `Request`.
+        in_bulk: nobody waits for each delta, so that many are read at once.
         """
-        self.id = shown_id or call_id
+        self.id = id
         self.model = model
         self._worker = worker
         self._metrics = metrics
-        self._arrival = time.monotonic() if arrival is None else arrival
+        self._arrival = choices[0].request.arrival_time
         self._per_prompt = per_prompt
-        self._latest = [self._arrival] * len(prompts)
+        self._latest = [self._arrival] * len(choices)
         self._in_bulk = in_bulk
         self._loop: asyncio.AbstractEventLoop  # the reader's, from `start` on
         self._outputs: deque[tuple[RequestOutput, float]] = deque()  # with the times at which they came
         self._came: asyncio.Future[None] | None = None  # what the reader waits for
         self._turn_ends = 0.0
-        self.choices = [
-            Choice(
-                i,
-                Request(
-                    f"{call_id}-{i}",
-                    prompt,
-                    param,
-                    adapter,
-                    self._arrival,
-                    tenant=tenant,
-                    cache_salt=cache_salt,
-                    call=call_id if len(prompts) > 1 else "",
-                ),
-                stream,
-                prompt_token_ids=prompt,
-                shows_stop_token=shows_stop_token,
-                prompt_only=prompt_only,
-                keeps_all=keeps_all,
-            )
-            for i, (prompt, param, stream) in enumerate(zip(prompts, params, text_streams, strict=True))
-        ]
+        self.choices = choices
         self._by_request = {choice.request.id: choice for choice in self.choices}
         self._open: set[str] = set()
 

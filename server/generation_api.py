@@ -5,26 +5,28 @@ from __future__ import annotations
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any, TypeVar
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from ..core.requests.request import Request as EngineRequest
 from ..core.requests.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
+from .choice import Choice
 from .completion_request import CompletionRequest
 from .errors import as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
 from .generation import Generation
 from .json_text import dumps, encode
-from .limits import RequestLimits
+from .limits import RequestLimits, check_steering, unasked_limit
 from .logprobs import LogprobFormat
 from .metrics import Metrics
 from .openai import GenerationRequest
-from .price import check_steering, unasked_limit
 from .responses import AnswerFormat, ChatFormat, CompletionFormat, Echo, Extras
-from .served_model import ServedModel
+from .sampling_defaults import SamplingDefaults
+from .settings import Settings
 from .sse import DONE, EventStream, event, long_event, while_connected
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
@@ -33,9 +35,6 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-
-THREADS = 2
-"""Threads that read long bodies and write long answers."""
 
 THREAD_BODY = 16 << 10
 """Bytes of a request's body above which it is read beside the event loop."""
@@ -47,25 +46,27 @@ THREAD_SCORES = 500
 class GenerationApi:
     """Completions and chat completions; the engine is only reached through the worker."""
 
-    def __init__(self, worker: EngineWorker, tokenizer: Tokenizer, served: ServedModel, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        worker: EngineWorker,
+        tokenizer: Tokenizer,
+        settings: Settings,
+        defaults: SamplingDefaults,
+        metrics: Metrics,
+        threads: DaemonPool,
+    ) -> None:
+        """threads: read long bodies and write long answers."""
         self._worker = worker
         self._tokenizer = tokenizer
-        self._served = served
+        self._settings = settings
+        self._defaults = defaults
         self._metrics = metrics
-        self._threads = DaemonPool("answers", THREADS)
-        self.num_open = 0
-        """Calls that are being answered."""
+        self._threads = threads
 
     async def completions(self, request: Request) -> Response:
-        return await self._counted(self._completions(request))
-
-    async def chat_completions(self, request: Request) -> Response:
-        return await self._counted(self._chat_completions(request))
-
-    async def _completions(self, request: Request) -> Response:
         arrival = time.monotonic()
         asked = await self.parse(CompletionRequest.parse, request)
-        given = asked.prompts(self._served.max_prompts)
+        given = asked.prompts(self._settings.max_prompts)
         self._check_choices(asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         limit = self._worker.model.max_model_len
@@ -74,7 +75,7 @@ class GenerationApi:
         generation = await self._generation("cmpl-", request, asked, prompts, arrival, "prompt")
         return await self._answer(request, asked, generation, CompletionFormat, given if asked.echo else ())
 
-    async def _chat_completions(self, request: Request) -> Response:
+    async def chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
         asked = await self.parse(ChatCompletionRequest.parse, request)
         self._check_choices(asked, 1)
@@ -87,41 +88,21 @@ class GenerationApi:
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
         """Reads a request's body; raises an ApiError that names the field."""
-        body = await read_body(request, self._served.max_body_bytes)
+        body = await read_body(request, self._settings.max_body_bytes)
         if len(body) > THREAD_BODY:
-            return await self._threads.run(read, body, self._served.limits)
-        return read(body, self._served.limits)
+            return await self._threads.run(read, body, self._settings)
+        return read(body, self._settings)
 
     async def beside(self, function: Callable[..., T], /, *args: Any) -> T:
         """Calls a function beside the event loop."""
         return await self._threads.run(function, *args)
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown()
-
-    async def _counted(self, answering: Coroutine[Any, Any, Response]) -> Response:
-        self.num_open += 1
-        try:
-            response = await answering
-        except BaseException:
-            self.num_open -= 1
-            raise
-        if isinstance(response, EventStream):
-            response.on_close(self._ended)
-        else:
-            self.num_open -= 1
-        return response
-
-    def _ended(self) -> None:
-        self.num_open -= 1
-
     def _check_choices(self, asked: GenerationRequest, num_prompts: int) -> None:
-        limit = self._served.max_prompts
+        limit = self._settings.max_prompts
         if num_prompts * asked.n > limit:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
-        check_steering(asked, num_prompts * asked.n, self._served.limits)
+        check_steering(asked, num_prompts * asked.n, self._settings)
 
     async def _generation(
         self,
@@ -136,45 +117,52 @@ class GenerationApi:
         for prompt in prompts:
             if len(prompt) >= limit:
                 raise too_long(limit, what, f"{len(prompt)} tokens")
-        model, adapter = asked.names(self._served.name)
-        unasked = unasked_limit(asked, prompts, self._served.limits, limit)
-        defaults = self._served.defaults
+        model, adapter = asked.names(self._settings.base_name)
+        unasked = unasked_limit(asked, prompts, self._settings, limit)
+        defaults = self._defaults
         if unasked is None or (defaults.max_tokens is not None and defaults.max_tokens < unasked):
             unasked = defaults.max_tokens
         bad_words = await self._tokenizer.encode_words(asked.bad_words)
-        params = [
-            param
-            for prompt in prompts
-            for param in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked)
-        ]
-        streams = [
-            self._tokenizer.text_stream(
-                asked.stop,
-                skip_special_tokens=asked.skip_special_tokens,
-                include_stop=asked.include_stop_str_in_output,
-                min_tokens=asked.min_tokens,
-            )
-            for _ in params
-        ]
         call_id = prefix + uuid.uuid4().hex
+        several = len(prompts) * asked.n > 1
+        choices = []
+        for prompt in prompts:
+            for params in asked.sampling_params(limit - len(prompt), defaults, bad_words, unasked):
+                engine_request = EngineRequest(
+                    f"{call_id}-{len(choices)}",
+                    prompt,
+                    params,
+                    adapter,
+                    arrival,
+                    tenant=request.scope.get("state", {}).get("tenant", ""),
+                    cache_salt=asked.cache_salt,
+                    call=call_id if several else "",
+                )
+                text_stream = self._tokenizer.text_stream(
+                    asked.stop,
+                    skip_special_tokens=asked.skip_special_tokens,
+                    include_stop=asked.include_stop_str_in_output,
+                    min_tokens=asked.min_tokens,
+                )
+                choices.append(
+                    Choice(
+                        len(choices),
+                        engine_request,
+                        text_stream,
+                        prompt_token_ids=prompt,
+                        shows_stop_token=asked.include_stop_str_in_output,
+                        prompt_only=asked.prompt_only,
+                        keeps_all=not asked.stream,
+                    )
+                )
         return Generation(
             self._worker,
-            call_id,
-            [prompt for prompt in prompts for _ in range(asked.n)],
-            params,
-            streams,
+            choices,
+            id=prefix + asked.request_id if asked.request_id else call_id,
             model=model,
-            adapter=adapter,
             metrics=self._metrics,
-            arrival=arrival,
             per_prompt=asked.n,
-            shows_stop_token=asked.include_stop_str_in_output,
-            prompt_only=asked.prompt_only,
-            keeps_all=not asked.stream,
             in_bulk=not asked.stream and not asked.stop,
-            shown_id=prefix + asked.request_id if asked.request_id else None,
-            tenant=request.scope.get("state", {}).get("tenant", ""),
-            cache_salt=asked.cache_salt,
         )
 
     def _echoes(self, asked: GenerationRequest, given: Sequence[str | list[int]], generation: Generation) -> list[Echo]:

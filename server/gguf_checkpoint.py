@@ -61,7 +61,7 @@ def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:
         kind = tensor.name.split(".")[-2]
         if kind in heads:
             weight = half_split(weight, heads[kind])
-        weights[_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
+        weights[checkpoint_name(tensor.name)] = weight.to(torch.bfloat16).contiguous()
     save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
     _write_json(target / "config.json", config)
     generation = {name: config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id") if name in config}
@@ -75,7 +75,7 @@ def half_split(weight: torch.Tensor, heads: int) -> torch.Tensor:
     return pairs.transpose(1, 2).reshape(weight.shape)
 
 
-def _name(name: str) -> str:
+def checkpoint_name(name: str) -> str:
     """`blk.3.attn_q.weight` as `model.layers.3.self_attn.q_proj.weight`."""
     match name.split("."):
         case ["blk", layer, kind, "weight"] if kind in _LAYER_NAMES:

@@ -9,6 +9,7 @@ import signal
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 
@@ -51,9 +52,9 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self.exit_code = 0
         self._gate: Gate = app.state.gate
-        self._worker: EngineWorker = app.state.worker
-        self._executors: Executors = app.state.executors
-        self._connections = connections
+        self.worker: EngineWorker = app.state.worker
+        self.executors: Executors = app.state.executors
+        self.connections = connections
         self._grace = grace
         self.acceptors: list[Acceptor] = []
         self._cut_at: float | None = None
@@ -68,16 +69,16 @@ class HttpServer(uvicorn.Server):
         await super().startup(sockets=[])
         for listener in sockets or ():
             listener.listen(LISTEN_BACKLOG)
-            self.acceptors.append(Acceptor(listener, self._protocol, self._connections))
+            self.acceptors.append(Acceptor(listener, self._protocol, self.connections))
 
     def _protocol(self) -> HttpConnection:
         return HttpConnection(
-            self._connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
+            self.connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
         )
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self._worker.failure is not None and not self._gate.draining:
+        if self.worker.failure is not None and not self._gate.draining:
             self._failed(now)
         if self._gate.draining and self._cut_at is None:
             self._cut_at = now + self._grace
@@ -92,38 +93,33 @@ class HttpServer(uvicorn.Server):
         if self._gate.active:
             log.warning("the time is up: cutting %d requests", self._gate.active)
         with suppress(Exception):
-            await asyncio.wait_for(self._executors.stop.run(self._worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
-        await self._wait_for_requests(LAST_WORDS_SECONDS)
-        self._connections.cut_those_that_do_not_read()
+            await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
+        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
+        self.connections.cut_those_that_do_not_read()
         self._gate.cut()
-        await self._wait_for_requests(LAST_WORDS_SECONDS / 4)
+        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS / 4)
         for acceptor in self.acceptors:
             acceptor.close()
         await asyncio.sleep(0)
-        await self._flush(LAST_WORDS_SECONDS / 4)
-        self._connections.cut()
+        await _wait_while(lambda: self.connections.num_unsent, LAST_WORDS_SECONDS / 4)  # the last bytes
+        self.connections.cut()
         await super().shutdown(sockets)
         log.info("shut down")
-
-    async def _wait_for_requests(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        while self._gate.active and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
-
-    async def _flush(self, seconds: float) -> None:
-        """Let the last bytes go to clients that read."""
-        deadline = time.monotonic() + seconds
-        while self._connections.num_unsent and time.monotonic() < deadline:
-            await asyncio.sleep(0.02)
 
     def _failed(self, now: float) -> None:
         """The engine broke down for good: say so for a while, then end, so that whoever started the server sees it."""
         if self._failed_at is None:
             self._failed_at = now
-            log.critical("%s; the process ends in %g s", self._worker.failure, FAILURE_SECONDS)
+            log.critical("%s; the process ends in %g s", self.worker.failure, FAILURE_SECONDS)
         elif now - self._failed_at >= FAILURE_SECONDS:
             self.exit_code = 1
             self.should_exit = True
+
+
+async def _wait_while(goes_on: Callable[[], object], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while goes_on() and time.monotonic() < deadline:
+        await asyncio.sleep(0.02)
 
 
 class ExitDeadline:

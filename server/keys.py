@@ -10,12 +10,14 @@ from pathlib import Path
 
 from .errors import ApiError
 
+READING = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
+
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
 
 _ADAPTERS = "/v1/adapters"
 _ADAPTER_CALLS = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")
-_READING = ("GET", "HEAD", "OPTIONS")
 
 
 class InvalidKey(ValueError):
@@ -67,7 +69,7 @@ class Keys:
 def changes_adapters(method: str, path: str) -> bool:
     """True if a request would change which adapters there are."""
     is_theirs = path == _ADAPTERS or path.startswith(f"{_ADAPTERS}/") or path.rstrip("/") in _ADAPTER_CALLS
-    return is_theirs and method not in _READING
+    return is_theirs and method not in READING
 
 
 def check_key(key: str) -> str:

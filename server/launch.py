@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -19,12 +21,9 @@ from .app import create_app
 from .checks import LaunchError, check_access, check_model
 from .connections import ConnectionLimits, Connections, max_connections
 from .http_server import DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
-from .lora_modules import LoraModule
 from .sampling_defaults import SamplingDefaults
-from .served_model import ServedModel
-from .settings import Settings
+from .settings import LoraModule, Settings
 from .tokenizer import Tokenizer
-from .turns import take_short_turns
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ log = logging.getLogger(__name__)
 
 SEND_BUFFER_BYTES = 256 << 10
 """Bytes of an answer that the system keeps for a client that does not read it; the rest stays in sight here."""
+
+SWITCH_SECONDS = 0.0005
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
@@ -88,25 +89,15 @@ def build_app(settings: Settings) -> Starlette:
     except ValueError as error:
         raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
-    served = ServedModel(
-        settings.base_name,
-        str(settings.model),
-        settings.max_body_bytes,
-        settings.max_prompts,
-        settings.loadable_from,
-        settings.adapter_load_seconds,
-        settings.request_limits(),
-        defaults,
-    )
     names = worker.call(lambda engine: engine.store.names()).result()
-    if served.name in names:
+    if settings.base_name in names:
         worker.stop()
         raise LaunchError(
-            f"an adapter is named {served.name} like the base model; set --served-model-name to something else"
+            f"an adapter is named {settings.base_name} like the base model; set --served-model-name to something else"
         )
-    log.info("serving %s and %d adapters", served.name, len(names))
+    log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, served, settings)
+        return create_app(worker, tokenizer, settings, defaults)
     except RuntimeError as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
@@ -139,6 +130,19 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         server_header=False,
     )
     return HttpServer(config, app, connections, settings.grace_seconds)
+
+
+def take_short_turns() -> None:
+    """Let no thread keep the others from the interpreter for long; once all that lasts has been loaded.
+
+    A full garbage collection looks at every object there is while all threads wait, 0.2 s with torch loaded; what is
+    here by now stays to the end and is left out from now on. And a thread that computes in Python gives way after
+    `SWITCH_SECONDS`: a step of the engine asks for the interpreter after each of its calls into native code, and would
+    wait ten times as long each time.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def serve(settings: Settings) -> int:

@@ -1,10 +1,40 @@
-"""Limits of one request."""
+"""Limits of one request, and its price in numbers that are known before it is queued."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
 from pydantic import BaseModel, Field
 
-from ..core.requests.sampling_params import MAX_LOGPROBS
+from ..core.requests.sampling_params import MAX_LOGPROBS, InvalidRequest
+from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .openai import GenerationRequest
+
+MAX_DEPTH = 64
+NOT_BRACKETS = bytes(byte for byte in range(256) if byte not in b"[]{}")
+
+COUNTED = {
+    "messages": "max_messages",
+    "stop": "max_stop_strings",
+    "bad_words": "max_bad_words",
+    "logit_bias": "max_logit_bias",
+    "allowed_token_ids": "max_allowed_tokens",
+    "stop_token_ids": "max_logit_bias",
+    "tools": "max_messages",
+}
+"""Fields that hold several, with the limit to their number."""
+
+LEAST_UNASKED = 256
+"""Tokens to which an answer's unasked limit may be cut so that its log-probabilities can be afforded."""
+
+WORD_CHARACTERS = 16
+"""Characters of a bad word that cost as much as a word."""
+
+ALLOWED_TOKENS = 16
+"""Allowed tokens that cost as much as a word."""
 
 
 class RequestLimits(BaseModel):
@@ -33,3 +63,89 @@ class RequestLimits(BaseModel):
         "the answers in the call",
     )
     max_json_values: int = Field(default=1 << 17, ge=16, description="most values in a request's JSON")
+
+
+def check_json(body: bytes, max_values: int) -> None:
+    """Raises an ApiError for a text with more values, or deeper ones, than are taken. Takes a few passes over it."""
+    at_most = body.count(b",") + body.count(b"[") + body.count(b"{") + 1
+    if at_most <= MAX_DEPTH:
+        return
+    if b"\\" in body:
+        body = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    if body.count(b'"') > 4 * max_values:  # each string has two quotes and is a value or the name of one
+        raise _too_many(max_values)
+    outside = b"".join(body.split(b'"')[::2])
+    if outside.count(b",") + outside.count(b"[") + outside.count(b"{") + 1 > max_values:
+        raise _too_many(max_values)
+    depth = 0
+    for bracket in outside.translate(None, NOT_BRACKETS):
+        depth += 1 if bracket in b"[{" else -1
+        if depth > MAX_DEPTH:
+            raise ApiError(400, f"the body's JSON is nested more than {MAX_DEPTH} deep")
+
+
+def _too_many(limit: int) -> ApiError:
+    return ApiError(400, f"the body's JSON has more than the {limit} values this server takes", code="too_many_values")
+
+
+def check_counts(body: dict[str, Any], limits: RequestLimits) -> None:
+    """Raises an ApiError for a field with too many entries, before anything is made of them."""
+    for name, limit in COUNTED.items():
+        entries = body.get(name)
+        most = getattr(limits, limit)
+        if isinstance(entries, list | dict) and len(entries) > most:
+            raise ApiError(400, f"{name} has {len(entries)} entries, this server takes {most}", param=name)
+
+
+def check_steering(asked: GenerationRequest, num_choices: int, limits: RequestLimits) -> None:
+    """Raises an ApiError when more is to be looked at with every token than is taken."""
+    words = sum(max(1, len(word) // WORD_CHARACTERS) for word in asked.bad_words)
+    counts = {
+        "stop": sum(map(len, asked.stop)),
+        "bad_words": words,
+        "logit_bias": len(asked.logit_bias),
+        "allowed_token_ids": len(asked.allowed_token_ids) // ALLOWED_TOKENS,
+    }
+    if (total := num_choices * sum(counts.values())) > limits.max_steering:
+        most = max(counts, key=counts.__getitem__)
+        raise ApiError(
+            400,
+            f"stop strings, bad words, logit_bias and allowed_token_ids of {num_choices} answers cost {total}, this "
+            f"server takes {limits.max_steering} in one call; give fewer {most}, or ask for fewer answers",
+            param=most,
+        )
+
+
+def unasked_limit(
+    asked: GenerationRequest, prompts: Sequence[Sequence[int]], limits: RequestLimits, context: int
+) -> int | None:
+    """Most tokens of an answer whose length was not asked for; None when its log-probabilities don't limit it.
+
+    Raises InvalidRequest for a call with more prompt tokens or more log-probabilities than are taken.
+    """
+    tokens = asked.n * sum(map(len, prompts))
+    if tokens > limits.max_call_tokens:
+        raise InvalidRequest(
+            "prompt" if asked.n == 1 else "n",
+            f"{len(prompts)} prompts times {asked.n} answers have {tokens} tokens, this server takes "
+            f"{limits.max_call_tokens} in one call; send fewer or shorter ones",
+        )
+    of_prompts = 0 if asked.num_prompt_scores is None else tokens * (asked.num_prompt_scores + 1)
+    each = 0 if asked.num_logprobs is None else asked.num_logprobs + 1
+    if of_prompts + each == 0:
+        return None
+    rooms = [max(context - len(prompt), 1) for prompt in prompts]
+    asked_tokens = asked.asked_tokens
+    lengths = rooms if asked_tokens is None else [min(asked_tokens, room) for room in rooms]
+    scores = of_prompts + each * asked.n * sum(lengths)
+    if scores <= limits.max_scores:
+        return None
+    if asked_tokens is None:
+        fair = (limits.max_scores - of_prompts) // (each * asked.n * len(prompts)) if each else 0
+        if fair >= LEAST_UNASKED:
+            return fair
+    raise InvalidRequest(
+        asked.scores_field,
+        f"the answer would have up to {scores} log-probabilities, this server gives {limits.max_scores} in one call; "
+        "ask for fewer alternatives, answers or tokens (max_tokens)",
+    )

@@ -15,7 +15,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn, overload
+from typing import TYPE_CHECKING, Any, overload
 
 from ..core.requests.request import Request
 from ..core.requests.sampling_params import InvalidRequest, SamplingParams
@@ -73,18 +73,27 @@ class LLM:
             options["model"] = Path(model)
         if adapters is not None and not isinstance(adapters, Mapping):
             options["adapters"] = Path(adapters)
-        settings = Settings(**options)
-        self._base = settings.base_name
-        self._worker, self._tokenizer = load(settings)
-        self._ids = itertools.count()
-        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds)
-        self._loads.start()
+        self._open(Settings(**options))
         try:
             for name, path in named.items():
                 self.load_adapter(name, path)
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def of(cls, settings: Settings) -> LLM:
+        """A model as the settings of a server name it."""
+        llm = cls.__new__(cls)
+        llm._open(settings)
+        return llm
+
+    def _open(self, settings: Settings) -> None:
+        self._settings = settings
+        self._worker, self.tokenizer = load(settings)
+        self._ids = itertools.count()
+        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds)
+        self._loads.start()
 
     # -- answers
 
@@ -124,19 +133,15 @@ class LLM:
         stop: Sequence[str] = (),
     ) -> Completion:  # fmt: skip
         """Answer a conversation through the model's chat template. messages: OpenAI's, with `role` and `content`."""
-        return self._run([self._tokenizer.encode_chat_now(messages)], params, adapter, stop)[0]
+        return self._run([self.tokenizer.encode_chat_now(messages)], params, adapter, stop)[0]
 
     async def stream(
         self, prompt: Prompt, params: SamplingParams | None = None, adapter: str | None = None, *,
         stop: Sequence[str] = (),
     ) -> AsyncIterator[str]:  # fmt: skip
         """Yield an answer's text as it comes; leaving the loop early ends the request and frees its pages."""
-        params = params or SamplingParams()
-        generation = Generation(
-            self._worker, f"llm-{next(self._ids)}", [self._tokens(prompt)], [params],
-            [self._tokenizer.text_stream(list(stop), min_tokens=params.min_tokens)],
-            model=adapter or self._base, adapter=adapter,
-        )  # fmt: skip
+        choice = self._choice(0, f"llm-{next(self._ids)}", prompt, params or SamplingParams(), adapter, stop)
+        generation = Generation(self._worker, [choice], id=choice.request.id, model=adapter or self._settings.base_name)
         await generation.start()
         try:
             async for delta in generation:
@@ -190,10 +195,10 @@ class LLM:
         all_params = _each(params or SamplingParams(), count, "params", SamplingParams)
         all_adapters = _each(adapter, count, "adapter", (str, type(None)))
         call = f"llm-{next(self._ids)}"
-        choices = []
-        for index, (prompt, one, name) in enumerate(zip(prompts, all_params, all_adapters, strict=True)):
-            request = Request(f"{call}-{index}", self._tokens(prompt), one, name)
-            choices.append(Choice(index, request, self._tokenizer.text_stream(list(stop), min_tokens=one.min_tokens)))
+        choices = [
+            self._choice(index, call, prompt, one, name, stop)
+            for index, (prompt, one, name) in enumerate(zip(prompts, all_params, all_adapters, strict=True))
+        ]
         batch = _Batch(self._worker, choices)
         try:
             batch.run()
@@ -207,8 +212,12 @@ class LLM:
             for choice in choices
         ]  # fmt: skip
 
-    def _tokens(self, prompt: Prompt) -> list[int]:
-        return self._tokenizer.encode_now([prompt])[0] if isinstance(prompt, str) else list(prompt)
+    def _choice(
+        self, index: int, call: str, prompt: Prompt, params: SamplingParams, adapter: str | None, stop: Sequence[str]
+    ) -> Choice:
+        tokens = self.tokenizer.encode_now([prompt])[0] if isinstance(prompt, str) else list(prompt)
+        request = Request(f"{call}-{index}", tokens, params, adapter)
+        return Choice(index, request, self.tokenizer.text_stream(list(stop), min_tokens=params.min_tokens))
 
 
 class _Batch:
@@ -216,7 +225,7 @@ class _Batch:
 
     def __init__(self, worker: EngineWorker, choices: Sequence[Choice]) -> None:
         self._worker = worker
-        self._outputs: queue.SimpleQueue[RequestOutput | _Refusal] = queue.SimpleQueue()
+        self._outputs: queue.SimpleQueue[RequestOutput | BaseException] = queue.SimpleQueue()
         self._to_come = iter(choices)
         self._open: dict[str, Choice] = {}
 
@@ -225,8 +234,8 @@ class _Batch:
             self._submit(choice)
         while self._open:
             output = self._outputs.get()
-            if isinstance(output, _Refusal):
-                output.raise_it()
+            if isinstance(output, BaseException):
+                raise output
             choice = self._open.get(output.request_id)
             if choice is None:
                 continue
@@ -252,23 +261,12 @@ class _Batch:
         self._open[choice.request.id] = choice
 
         def refused(future: Future[None]) -> None:
-            if (error := future.exception()) is not None:
-                self._outputs.put(_Refusal(choice.index, error))
+            if isinstance(error := future.exception(), InvalidRequest):
+                error = InvalidRequest(error.field, f"prompt {choice.index}: {error}")
+            if error is not None:
+                self._outputs.put(error)
 
         self._worker.submit(choice.request, self._outputs.put).add_done_callback(refused)
-
-
-@dataclass(frozen=True, slots=True)
-class _Refusal:
-    """A prompt that the engine does not take."""
-
-    index: int
-    error: BaseException
-
-    def raise_it(self) -> NoReturn:
-        if isinstance(self.error, InvalidRequest):
-            raise InvalidRequest(self.error.field, f"prompt {self.index}: {self.error}") from None
-        raise self.error
 
 
 def _each(value: Any, count: int, name: str, single: type | tuple[type, ...]) -> list[Any]:

@@ -38,10 +38,11 @@ class LogprobFormat:
             "text_offset": list(offsets),
             "token_logprobs": [None if entry is None else _finite(entry.logprob) for entry in logprobs],
             "tokens": [self._name(token) for token in token_ids],
-            "top_logprobs": sliced(logprobs, lambda entry: None if entry is None else self._named(entry, count)),
+            "top_logprobs": sliced(logprobs, lambda entry: None if entry is None else self.named(entry, count)),
         }
 
-    def _named(self, entry: TokenLogprobs, count: int) -> dict[str, float]:
+    def named(self, entry: TokenLogprobs, count: int) -> dict[str, float]:
+        """A token and its alternatives by their names."""
         named: dict[str, float] = {}
         for token, score in ((entry.token_id, entry.logprob), *entry.top[:count]):
             named.setdefault(self._name(token), _finite(score))  # of equal names the likelier

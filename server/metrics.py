@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from .engine_view import EngineView
+from ..memory.adapters.adapter import Tier
 
 if TYPE_CHECKING:
+    from ..core.engine import Engine
     from ..core.engine_stats import EngineStats
 
 TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
@@ -29,6 +32,68 @@ ENGINE = "0"
 """vLLM's number of an engine; there is one here."""
 
 
+MAX_TIER_SERIES = 1000
+"""Most adapters that get a series of their own; resident ones come first."""
+
+_SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterView:
+    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown."""
+
+    name: str
+    rank: int
+    pinned: bool
+    load_seconds: float | None
+
+    @classmethod
+    def of(cls, engine: Engine, name: str) -> AdapterView:
+        adapter = engine.store.get(name)
+        return cls(name, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineView:
+    """A snapshot, taken between two steps.
+
+    names: all adapters that are registered. tiers: adapter → tier of those that are not only on disk. adapters: the
+    same ones in detail. tier_counts: how many adapters are in each tier.
+    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
+    num_quarantined: adapters that are not served because something is wrong with them.
+    """
+
+    names: frozenset[str] = frozenset()
+    tiers: dict[str, str] = field(default_factory=dict)
+    adapters: list[AdapterView] = field(default_factory=list)
+    tier_counts: dict[str, int] = field(default_factory=dict)
+    running: list[str] = field(default_factory=list)
+    waiting: list[str] = field(default_factory=list)
+    max_adapters: int = 0
+    block_tokens: int = 0
+    num_quarantined: int = 0
+
+    @classmethod
+    def of(cls, engine: Engine) -> EngineView:
+        """To be called on the engine's thread."""
+        store, config = engine.store, engine.config
+        tiers = {name: store.tier(store.get(name)) for name in store.names()}
+        counts = Counts(tiers.values())
+        shown = [(name, tier) for wanted in _SHOWN for name, tier in tiers.items() if tier is wanted]
+        running, waiting = engine.adapter_load()
+        return cls(
+            names=frozenset(tiers),
+            adapters=[AdapterView.of(engine, name) for name, _ in shown[:MAX_TIER_SERIES]],
+            block_tokens=engine.block_tokens,
+            tiers={name: tier.value for name, tier in shown[:MAX_TIER_SERIES]},
+            tier_counts={tier.value: counts[tier] for tier in Tier},
+            running=running,
+            waiting=waiting,
+            max_adapters=config.max_adapters_per_step or config.max_num_seqs,
+            num_quarantined=len(engine.quarantine),
+        )
+
+
 def label(name: str) -> str:
     """A name as a label's value: what UTF-8 does not have is written as an escape."""
     return name.encode("utf-8", "backslashreplace").decode()
@@ -39,6 +104,34 @@ def listed(names: Iterable[str]) -> str:
     return ",".join(label(name).replace("%", "%25").replace(",", "%2C") for name in names)
 
 
+_MODEL = ("model_name", "engine")
+"""Labels of vLLM's series."""
+
+_STATS = (
+    (GaugeMetricFamily, "num_running", "requests_running", "num_requests_running", "Requests in the running batch"),
+    (GaugeMetricFamily, "num_waiting", "requests_waiting", "num_requests_waiting", "Requests that wait for a place"),
+    (GaugeMetricFamily, "num_pages", "arena_pages", "", "Pages of the arena in all"),
+    (CounterMetricFamily, "num_steps", "steps", "", "Engine steps"),
+    (CounterMetricFamily, "num_preemptions", "preemptions", "num_preemptions", "Requests put back to make room"),
+    (CounterMetricFamily, "num_adapter_hits", "adapter_hits", "", "Admissions that found their adapter"),
+    (CounterMetricFamily, "num_adapter_loads", "adapter_loads", "", "Adapters brought to the device"),
+    (CounterMetricFamily, "num_streamed_loads", "adapter_streamed_loads", "",
+     "Loads that a request followed layer by layer"),
+    (GaugeMetricFamily, "num_reads", "adapter_reads", "", "Adapters that are being read"),
+    (GaugeMetricFamily, "oldest_read_seconds", "adapter_read_stalled_seconds", "",
+     "The longest that an adapter's read under way has brought nothing"),
+    (CounterMetricFamily, "num_failed_reads", "adapter_failed_reads", "", "Adapters' reads that failed"),
+    (CounterMetricFamily, "num_given_up_reads", "adapter_given_up_reads", "",
+     "Reads that brought nothing for too long"),
+    (CounterMetricFamily, "num_adapter_evictions", "adapter_evictions", "", "Adapters evicted"),
+    (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
+     "Tokens looked up in the prefix cache"),
+    (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
+     "Tokens whose KV the prefix cache had"),
+)  # fmt: skip
+"""Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
+
+
 class Metrics:
     """Request metrics of one app, in a registry of its own, beside the engine's state at the time of the scrape.
 
@@ -47,65 +140,48 @@ class Metrics:
     """
 
     def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_EngineCollector(stats, view, base))
+        self.registry = registry = CollectorRegistry()
+        registry.register(_EngineCollector(stats, view, base))
         self._base = base
         self._models: set[str] = set()
         self._finish_reasons: dict[str, set[str]] = {}
         self._requests = Counter(
-            "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=self.registry
+            "chorus_requests", "Requests ended, by how", ("model", "finish_reason"), registry=registry
         )
-        self._prompt_tokens = Counter(
-            "chorus_prompt_tokens", "Prompt tokens of accepted requests", ("model",), registry=self.registry
+        self._all_requests = Counter(
+            "vllm:request_success", "Requests ended", (*_MODEL, "finished_reason"), registry=registry
         )
-        self._generated_tokens = Counter(
-            "chorus_generated_tokens", "Tokens generated", ("model",), registry=self.registry
-        )
-        self._ttft = Histogram(
-            "chorus_time_to_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=TTFT_BUCKETS,
-            registry=self.registry,
-        )
-        self._itl = Histogram(
-            "chorus_inter_token_latency_seconds",
-            "Between two tokens of a request",
-            buckets=ITL_BUCKETS,
-            registry=self.registry,
-        )
-        self._e2e = Histogram(
-            "chorus_request_seconds",
-            "From a request's arrival to its end",
-            buckets=E2E_BUCKETS,
-            registry=self.registry,
-        )
-        self._gateways = _GatewayMetrics(self.registry, base)
+        self._prompt_tokens = _Tokens("prompt_tokens", "prompt_tokens", "Prompt tokens of accepted requests", self)
+        self._generated_tokens = _Tokens("generated_tokens", "generation_tokens", "Tokens generated", self)
+        self._ttft = _Seconds("time_to_first_token", "From arrival to the first token", TTFT_BUCKETS, self)
+        self._itl = _Seconds("inter_token_latency", "Between two tokens of a request", ITL_BUCKETS, self)
+        self._e2e = _Seconds("request", "From arrival to the end", E2E_BUCKETS, self, "e2e_request_latency")
+
+    @property
+    def everything(self) -> tuple[str, str]:
+        """Labels of what vLLM counts for all models together."""
+        return label(self._base), ENGINE
 
     def accepted(self, model: str, prompt_tokens: int) -> None:
         """The engine took a request."""
-        self._prompt_tokens.labels(self._series(model)).inc(prompt_tokens)
-        self._gateways.prompt_tokens.inc(prompt_tokens)
+        self._prompt_tokens.add(self._series(model), prompt_tokens)
 
     def generated(self, model: str, tokens: int, seconds: float, *, first: bool) -> None:
         """New tokens came, so long after the request's arrival (the first ones) or after its previous tokens."""
-        self._generated_tokens.labels(self._series(model)).inc(tokens)
-        self._gateways.generation_tokens.inc(tokens)
+        self._generated_tokens.add(self._series(model), tokens)
         if first:
             self._ttft.observe(seconds)
-            self._gateways.ttft.observe(seconds)
         else:
             for _ in range(tokens):
                 self._itl.observe(seconds / tokens)
-                self._gateways.itl.observe(seconds / tokens)
 
     def ended(self, model: str, finish_reason: str, seconds: float) -> None:
         """A request ended, so long after its arrival."""
         series = self._series(model)
         self._finish_reasons.setdefault(series, set()).add(finish_reason)
         self._requests.labels(series, finish_reason).inc()
+        self._all_requests.labels(*self.everything, finish_reason).inc()
         self._e2e.observe(seconds)
-        self._gateways.e2e.observe(seconds)
-        self._gateways.success.labels(self._gateways.model, ENGINE, finish_reason).inc()
 
     def forget_all_but(self, names: Collection[str]) -> None:
         """Drop the series of models that are none of these, nor the base model."""
@@ -113,8 +189,7 @@ class Metrics:
         for series in self._models - kept:
             self._models.discard(series)
             for counter in (self._prompt_tokens, self._generated_tokens):
-                with suppress(KeyError):
-                    counter.remove(series)
+                counter.forget(series)
             for reason in self._finish_reasons.pop(series, ()):
                 with suppress(KeyError):
                     self._requests.remove(series, reason)
@@ -131,144 +206,114 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-_NAME = ("adapter",)
+class _Tokens:
+    """A counter by model under our name, and of all models together under vLLM's."""
+
+    def __init__(self, name: str, gateway_name: str, text: str, of: Metrics) -> None:
+        self._ours = Counter(f"chorus_{name}", text, ("model",), registry=of.registry)
+        self._all = Counter(f"vllm:{gateway_name}", text, _MODEL, registry=of.registry).labels(*of.everything)
+
+    def add(self, series: str, tokens: int) -> None:
+        self._ours.labels(series).inc(tokens)
+        self._all.inc(tokens)
+
+    def forget(self, series: str) -> None:
+        with suppress(KeyError):
+            self._ours.remove(series)
 
 
-class _GatewayMetrics:
-    """The names under which gateways and dashboards made for vLLM look for the same."""
+class _Seconds:
+    """A histogram under our name and under vLLM's."""
 
-    def __init__(self, registry: CollectorRegistry, base: str) -> None:
-        self.model = label(base)
-
-        def histogram(name: str, text: str, buckets: Sequence[float]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, ("model_name", "engine"), buckets=buckets, registry=registry)
-            return made.labels(self.model, ENGINE)
-
-        def counter(name: str, text: str) -> Counter:
-            return Counter(f"vllm:{name}", text, ("model_name", "engine"), registry=registry).labels(self.model, ENGINE)
-
-        self.ttft = histogram("time_to_first_token_seconds", "From arrival to the first token", TTFT_BUCKETS)
-        self.itl = histogram("inter_token_latency_seconds", "Between two tokens of a request", ITL_BUCKETS)
-        self.e2e = histogram("e2e_request_latency_seconds", "From arrival to the end", E2E_BUCKETS)
-        self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of accepted requests")
-        self.generation_tokens = counter("generation_tokens", "Tokens generated")
-        self.success = Counter(
-            "vllm:request_success", "Requests ended", ("model_name", "engine", "finished_reason"), registry=registry
+    def __init__(self, name: str, text: str, buckets: Sequence[float], of: Metrics, gateway_name: str = "") -> None:
+        theirs = f"vllm:{gateway_name or name}_seconds"
+        self._both = (
+            Histogram(f"chorus_{name}_seconds", text, buckets=buckets, registry=of.registry),
+            Histogram(theirs, text, _MODEL, buckets=buckets, registry=of.registry).labels(*of.everything),
         )
+
+    def observe(self, seconds: float) -> None:
+        for histogram in self._both:
+            histogram.observe(seconds)
 
 
 class _EngineCollector(Collector):
     def __init__(self, stats: Callable[[], EngineStats], view: Callable[[], EngineView], base: str) -> None:
         self._stats = stats
         self._view = view
-        self._base = base
+        self._everything = label(base), ENGINE
 
     def describe(self) -> list[Metric]:
         return []
 
     def collect(self) -> Iterator[Metric]:
-        stats = self._stats()
-        last = stats.last_step
-        yield GaugeMetricFamily("chorus_requests_running", "Requests in the running batch", stats.num_running)
-        yield GaugeMetricFamily("chorus_requests_waiting", "Requests that wait for a place", stats.num_waiting)
-        pages = GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",))
-        pages.add_metric(("free",), stats.num_free_pages)
-        pages.add_metric(("kv",), stats.num_kv_pages)
-        pages.add_metric(("adapter",), stats.num_adapter_pages)
-        pages.add_metric(("cached",), stats.num_cached_pages)
-        yield pages
-        yield GaugeMetricFamily("chorus_arena_pages", "Pages of the arena in all", stats.num_pages)
+        stats, view = self._stats(), self._view()
+        for family, counted, name, gateway_name, text in _STATS:
+            value = getattr(stats, counted)
+            yield family(f"chorus_{name}", text, value)
+            if gateway_name:
+                yield _with(family(f"vllm:{gateway_name}", text, labels=_MODEL), (self._everything, value))
+        pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
+                 ("cached", stats.num_cached_pages))  # fmt: skip
+        yield _with(
+            GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",)),
+            *(((kind,), count) for kind, count in pages),
+        )
         for noun in ("requests", "adapters", "tokens"):
-            value = getattr(last, f"num_{noun}") if last is not None else 0
+            value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
-        yield CounterMetricFamily("chorus_steps", "Engine steps", stats.num_steps)
-        yield CounterMetricFamily("chorus_preemptions", "Requests put back to make room", stats.num_preemptions)
-        yield CounterMetricFamily("chorus_adapter_hits", "Admissions that found their adapter", stats.num_adapter_hits)
-        yield CounterMetricFamily("chorus_adapter_loads", "Adapters brought to the device", stats.num_adapter_loads)
-        yield CounterMetricFamily(
-            "chorus_adapter_streamed_loads", "Loads that a request followed layer by layer", stats.num_streamed_loads
-        )
-        yield GaugeMetricFamily("chorus_adapter_reads", "Adapters that are being read", stats.num_reads)
-        yield GaugeMetricFamily(
-            "chorus_adapter_read_stalled_seconds",
-            "The longest that an adapter's read under way has brought nothing",
-            stats.oldest_read_seconds,
-        )
-        yield CounterMetricFamily("chorus_adapter_failed_reads", "Adapters' reads that failed", stats.num_failed_reads)
-        yield CounterMetricFamily(
-            "chorus_adapter_given_up_reads",
-            "Reads that brought nothing for too long",
-            stats.num_given_up_reads,
-        )
-        yield CounterMetricFamily("chorus_adapter_evictions", "Adapters evicted", stats.num_adapter_evictions)
-        yield CounterMetricFamily(
-            "chorus_prefix_query_tokens", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens
-        )
-        yield CounterMetricFamily(
-            "chorus_prefix_hit_tokens", "Tokens whose KV the prefix cache had", stats.num_prefix_hit_tokens
-        )
-        yield from self._adapters()
-        yield from self._for_gateways(stats)
-
-    def _for_gateways(self, stats: EngineStats) -> Iterator[Metric]:
+        yield from _adapters(view)
         room = stats.num_pages - stats.num_adapter_pages
-        values = (
-            ("num_requests_running", "Requests in the running batch", stats.num_running),
-            ("num_requests_waiting", "Requests that wait for a place", stats.num_waiting),
-            ("kv_cache_usage_perc", "Share of the pages that adapters leave which hold running requests' KV; 1 is all",
-             stats.num_kv_pages / room if room > 0 else 1.0),
-        )  # fmt: skip
-        names = ("model_name", "engine")
-        for name, text, value in values:
-            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=names)
-            gauge.add_metric((label(self._base), ENGINE), value)
-            yield gauge
-        counts = (
-            ("prefix_cache_queries", "Tokens looked up in the prefix cache", stats.num_prefix_query_tokens),
-            ("prefix_cache_hits", "Tokens whose KV the prefix cache had", stats.num_prefix_hit_tokens),
-            ("num_preemptions", "Requests put back to make room", stats.num_preemptions),
+        usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
+        yield _with(
+            GaugeMetricFamily("vllm:kv_cache_usage_perc", usage, labels=_MODEL),
+            (self._everything, stats.num_kv_pages / room if room > 0 else 1.0),
         )
-        for name, text, value in counts:
-            counter = CounterMetricFamily(f"vllm:{name}", text, labels=names)
-            counter.add_metric((label(self._base), ENGINE), value)
-            yield counter
-        info = GaugeMetricFamily(
-            "vllm:cache_config_info", "The KV cache", labels=("engine", "block_size", "num_gpu_blocks", "cache_dtype")
+        cache = ("engine", "block_size", "num_gpu_blocks", "cache_dtype")
+        yield _with(
+            GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),
+            ((ENGINE, str(view.block_tokens), str(stats.num_pages), "auto"), 1),
         )
-        info.add_metric((ENGINE, str(self._view().block_tokens), str(stats.num_pages), "auto"), 1)
-        yield info
 
-    def _adapters(self) -> Iterator[Metric]:
-        view = self._view()
-        counts = GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",))
-        for tier, count in view.tier_counts.items():
-            counts.add_metric((tier,), count)
-        yield counts
-        yield GaugeMetricFamily(
-            "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
-        )
-        tiers = GaugeMetricFamily(
+
+def _adapters(view: EngineView) -> Iterator[Metric]:
+    yield GaugeMetricFamily(
+        "chorus_adapters_quarantined", "Adapters that are not served, see /v1/adapters", view.num_quarantined
+    )
+    yield _with(
+        GaugeMetricFamily("chorus_adapters", "Adapters, by where their bytes are", labels=("tier",)),
+        *(((tier,), count) for tier, count in view.tier_counts.items()),
+    )
+    yield _with(
+        GaugeMetricFamily(
             "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
-        )
-        for name, tier in view.tiers.items():
-            tiers.add_metric((label(name), tier), 1)
-        yield tiers
-        ranks = GaugeMetricFamily("chorus_adapter_rank", "Rank of an adapter that is not only on disk", labels=_NAME)
-        pinned = GaugeMetricFamily("chorus_adapter_pinned", "1 if it is kept resident", labels=_NAME)
-        loads = GaugeMetricFamily(
-            "chorus_adapter_load_seconds", "How long its latest load from host memory took", labels=_NAME
-        )
-        for one in view.adapters:
-            name = (label(one.name),)
-            ranks.add_metric(name, one.rank)
-            pinned.add_metric(name, int(one.pinned))
-            if one.load_seconds is not None:
-                loads.add_metric(name, one.load_seconds)
-        yield from (ranks, pinned, loads)
-        info = GaugeMetricFamily(
+        ),
+        *(((label(name), tier), 1) for name, tier in view.tiers.items()),
+    )
+    for name, text, values in (
+        ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),
+        ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
+        ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
+    ):
+        yield _with(
+            GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),
+            *(((label(one.name),), value) for one, value in zip(view.adapters, values, strict=True)
+              if value is not None),
+        )  # fmt: skip
+    yield _with(
+        GaugeMetricFamily(
             "vllm:lora_requests_info",
             "Adapters in use, in vLLM's words; the value is the time",
             labels=("max_lora", "running_lora_adapters", "waiting_lora_adapters"),
-        )
-        info.add_metric((str(view.max_adapters), listed(view.running), listed(view.waiting)), time.time())
-        yield info
+        ),
+        ((str(view.max_adapters), listed(view.running), listed(view.waiting)), time.time()),
+    )
+
+
+def _with(
+    family: GaugeMetricFamily | CounterMetricFamily, *samples: tuple[Sequence[str], float]
+) -> GaugeMetricFamily | CounterMetricFamily:
+    """The family with its samples: values of its labels, and the sample's own."""
+    for labels, value in samples:
+        family.add_metric(labels, value)
+    return family

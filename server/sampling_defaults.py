@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..core.model.config_json import ConfigJson
 from ..core.requests.sampling_params import SamplingParams
@@ -31,25 +32,15 @@ class SamplingDefaults:
         if not path.is_file():
             return cls()
         config = ConfigJson.read(path)
-        defaults = cls(
-            temperature=_number(config, "temperature", 1.0),
-            top_p=_number(config, "top_p", 1.0),
-            top_k=max(config.integer("top_k", 0, least=-1), 0),
-            min_p=_number(config, "min_p", 0.0),
-            repetition_penalty=_number(config, "repetition_penalty", 1.0),
-            max_tokens=config.integer("max_new_tokens") if config.raw.get("max_new_tokens") is not None else None,
-        )
+        usual = {"temperature": 1.0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+        numbers: dict[str, Any] = {name: _number(config, name, default) for name, default in usual.items()}
+        top_k = max(config.integer("top_k", 0, least=-1), 0)
         try:
-            SamplingParams(
-                temperature=defaults.temperature,
-                top_p=defaults.top_p,
-                top_k=defaults.top_k,
-                min_p=defaults.min_p,
-                repetition_penalty=defaults.repetition_penalty,
-            )
+            SamplingParams(top_k=top_k, **numbers)
         except ValueError as error:
             raise ValueError(f"{path}: {error}; mend it, or set generation_config to vllm") from None
-        return defaults
+        has_limit = config.raw.get("max_new_tokens") is not None
+        return cls(top_k=top_k, max_tokens=config.integer("max_new_tokens") if has_limit else None, **numbers)
 
 
 def _number(config: ConfigJson, name: str, default: float) -> float:

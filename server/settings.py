@@ -3,32 +3,43 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
+import re
 import tomllib
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import AfterValidator, Field, SecretStr, TypeAdapter, field_validator, model_validator
 from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
+from pydantic_settings import BaseSettings, InitSettingsSource, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict
 
 from ..core.config import EngineConfig
+from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
 from .addresses import Networks
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
 from .keys import Keys, check_key, read_keys
 from .limits import RequestLimits
-from .lora_modules import LoraModule, read_lora_module
 from .pull import PullError, resolve_model
-from .sizes import read_size
 
 Texts = Annotated[list[str] | None, NoDecode]
 Secrets = Annotated[list[SecretStr], NoDecode]
+AdapterName = Annotated[str, Field(max_length=MAX_NAME_CHARACTERS), AfterValidator(check_name)]
 REPEATABLE: JsonDict = {"repeatable": True}
-
-
 ENV_PREFIX = "CHORUS_"
+
+_UNITS = {"": 1, "k": 1000, "m": 1000**2, "g": 1000**3, "t": 1000**4,
+          "ki": 1 << 10, "mi": 1 << 20, "gi": 1 << 30, "ti": 1 << 40}  # fmt: skip
+_SIZE = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([kmgt]?i?)b?", re.IGNORECASE)
+
+
+class LoraModule(NamedTuple):
+    """An adapter's name and its directory."""
+
+    name: str
+    path: Path
 
 
 class ConfigFileError(ValueError):
@@ -191,7 +202,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        return init_settings, env_settings, _ManyKeys(settings_cls), _ConfigFile(settings_cls)
+        return init_settings, env_settings, InitSettingsSource(settings_cls, _many_keys()), _ConfigFile(settings_cls)
 
     def client_keys(self) -> Keys:
         """The API and admin keys, those of the files among them. Raises InvalidKey for a file that holds none."""
@@ -218,9 +229,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
 
-    def request_limits(self) -> RequestLimits:
-        return RequestLimits(**{name: getattr(self, name) for name in RequestLimits.model_fields})
-
     def engine_config(self) -> EngineConfig:
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
@@ -229,15 +237,10 @@ def _keys_of(path: Path | None) -> list[str]:
     return [] if path is None else read_keys(path)
 
 
-class _ManyKeys(PydanticBaseSettingsSource):
+def _many_keys() -> dict[str, Any]:
     """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS."""
-
-    def get_field_value(self, field: FieldInfo, field_name: str) -> tuple[Any, str, bool]:
-        return os.environ.get(f"{ENV_PREFIX}{field_name.upper()}S"), field_name, False
-
-    def __call__(self) -> dict[str, Any]:
-        found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
-        return {name: value for name, value in found.items() if value}
+    found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
+    return {name: value for name, value in found.items() if value}
 
 
 class _ConfigFile(PydanticBaseSettingsSource):
@@ -267,3 +270,30 @@ def read_config_file(path: Path) -> dict[str, Any]:
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigFileError(f"{path} sets {name}, which does not exist{hint}")
     return values
+
+
+def read_size(text: str) -> int:
+    """Bytes: `2147483648`, `512MB` (of 1000), `2GiB` (of 1024). Raises ValueError."""
+    found = _SIZE.fullmatch(text.strip().replace("_", ""))
+    if found is None or found[2].lower() not in _UNITS:
+        raise ValueError("a size is a number of bytes, or one with a unit, such as 512MB or 2GiB")
+    number, unit = found[1], _UNITS[found[2].lower()]
+    return int(float(number) * unit) if "." in number else int(number) * unit
+
+
+def read_lora_module(given: Any) -> LoraModule:
+    """An adapter given as `NAME=DIR`, or as vLLM's JSON object with `name` and `path`. Raises ValueError."""
+    if isinstance(given, str) and given.lstrip().startswith("{"):
+        try:
+            given = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"this is no JSON object: {error}") from None
+    if isinstance(given, dict):
+        name, path = given.get("name"), given.get("path")
+    elif isinstance(given, str):
+        name, _, path = given.partition("=")
+    else:
+        name, path = given
+    if not name or not path:
+        raise ValueError("an adapter is given as NAME=DIR")
+    return LoraModule(TypeAdapter(AdapterName).validate_python(name), Path(path))

@@ -68,19 +68,14 @@ class EventStream(Response):
         self.background = None
         self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
         self._events = events
-        self._on_close = [on_close]
-
-    def on_close(self, call: Callable[[], None]) -> None:
-        """Has this called at the end, too."""
-        self._on_close.append(call)
+        self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             with suppress(ClientDisconnect, OSError):
                 await while_connected(receive, self._send_all(send))
         finally:
-            for call in self._on_close:
-                call()
+            self._on_close()
 
     async def _send_all(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})

@@ -1,20 +1,69 @@
-"""The routes between text and tokens, and those that gateways ask how busy the server is."""
+"""The routes between text and tokens, and the bodies of their requests, as vLLM has them."""
 
 from __future__ import annotations
 
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from pydantic_core import from_json
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from ..core.requests.sampling_params import InvalidRequest
+from .chat_request import ChatCompletionRequest
+from .errors import validated
 from .generation_api import GenerationApi
 from .json_text import encode
-from .text_requests import ChatToTokens, TokensToText, tokenize_request
+from .limits import RequestLimits, check_json
+from .openai import Name
 from .tokenizer import Tokenizer
 from .worker import EngineWorker
 
 
+class TextToTokens(BaseModel):
+    """A text to tokenize."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class ChatToTokens(ChatCompletionRequest):
+    """A conversation to tokenize; fields that only say how to answer it count for nothing."""
+
+    return_token_strs: bool = False
+    tool_choice: Any = "none"
+
+
+class TokensToText(BaseModel):
+    """Tokens to decode."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: Name | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+    @classmethod
+    def parse(cls, body: bytes, limits: RequestLimits) -> TokensToText:
+        check_json(body, limits.max_json_values)
+        return validated(cls, body)
+
+
+def tokenize_request(body: bytes, limits: RequestLimits) -> TextToTokens | ChatToTokens:
+    """Reads either kind of body of POST /tokenize."""
+    check_json(body, limits.max_json_values)
+    try:
+        is_chat = "messages" in from_json(body)
+    except (ValueError, TypeError):
+        is_chat = False
+    return ChatToTokens.parse(body, limits) if is_chat else validated(TextToTokens, body)
+
+
 class TextApi:
-    """vLLM's /tokenize, /detokenize, /ping and /load."""
+    """vLLM's /tokenize and /detokenize."""
 
     def __init__(self, worker: EngineWorker, tokenizer: Tokenizer, generation: GenerationApi) -> None:
         self._worker = worker
@@ -43,11 +92,3 @@ class TextApi:
 
     def _text(self, tokens: list[int]) -> str:
         return self._tokenizer.decode(tokens, skip_special_tokens=False)
-
-    async def ping(self, _: Request) -> Response:
-        """SageMaker's health check: only the status counts."""
-        return Response(status_code=200 if self._worker.healthy else 503)
-
-    async def load(self, _: Request) -> Response:
-        """Number of calls that are being answered."""
-        return JSONResponse({"server_load": self._generation.num_open})

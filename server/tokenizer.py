@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..core.requests.sampling_params import InvalidRequest
-from .conversation import Conversation
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .errors import clipped, too_long
 from .executors import DaemonPool
@@ -33,6 +33,33 @@ CUT_TOKENS = 64
 Tokens = list[list[int]]
 
 
+RESERVED_FOR_TEMPLATE = frozenset(
+    {
+        "add_generation_prompt", "chat_template", "continue_final_message", "conversation", "documents", "max_length",
+        "messages", "padding", "return_assistant_tokens_mask", "return_dict", "return_tensors",
+        "sanitize_control_tokens", "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
+    }
+)  # fmt: skip
+"""Names that a client's own template variables can't have: they say how the template is used."""
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """Messages to continue.
+
+    begins_answer: whether the prompt ends with the beginning of an answer. continues_last: whether the last message is
+    left open, to be gone on with. tools: what the template may show of them. variables: the template's own, such as
+    `enable_thinking`. add_special_tokens: whether the tokenizer adds its special tokens to those of the template.
+    """
+
+    messages: list[dict[str, Any]]
+    begins_answer: bool = True
+    continues_last: bool = False
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_special_tokens: bool = False
+
+
 class Tokenizer:
     """A fast (`tokenizer.json`) Hugging Face tokenizer. Safe to use from several threads."""
 
@@ -44,7 +71,8 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self._tokenizer = tokenizer
-        self._backend = backend
+        self.backend = backend
+        """The library's own tokenizer."""
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
@@ -65,8 +93,8 @@ class Tokenizer:
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text; long texts don't hold up the event loop. For `most` see `encode_now`."""
         if sum(map(len, texts)) > THREAD_CHARACTERS:
-            return await self._threads.run(self._encode_checked, texts, add_special_tokens, most)
-        return self._encode_checked(texts, add_special_tokens, most)
+            return await self._threads.run(self.encode_now, texts, add_special_tokens=add_special_tokens, most=most)
+        return self.encode_now(texts, add_special_tokens=add_special_tokens, most=most)
 
     async def encode_chat(self, conversation: Conversation, most: int | None = None) -> list[int]:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
@@ -82,16 +110,13 @@ class Tokenizer:
 
     def encode_now(self, texts: Sequence[str], *, add_special_tokens: bool = True, most: int | None = None) -> Tokens:
         """The tokens of each text. Raises an ApiError for a text that has more than `most` by its length alone."""
-        return self._encode_checked(texts, add_special_tokens, most)
-
-    def _encode_checked(self, texts: Sequence[str], add_special_tokens: bool, most: int | None) -> Tokens:
         for text in texts:
             self._check_length(text, most, "prompt")
         return self._encode(texts, add_special_tokens)
 
     def _encode(self, texts: Sequence[str], add_special_tokens: bool) -> Tokens:
         # In batches even if there is one only: unlike `encode`, they run without the interpreter lock.
-        return [e.ids for e in self._backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
+        return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
         """The tokens of the prompt of a conversation, or of its messages."""
@@ -120,11 +145,11 @@ class Tokenizer:
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
-        return self._backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
+        return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)
 
     def names(self, token_ids: Sequence[int]) -> list[str]:
         """The vocabulary's own entries, with its marks for spaces and bytes."""
-        return [self._backend.id_to_token(token_id) or "" for token_id in token_ids]
+        return [self.backend.id_to_token(token_id) or "" for token_id in token_ids]
 
     def apply_chat_template(self, conversation: Conversation) -> str:
         """The prompt that asks the model to continue a conversation.
@@ -190,7 +215,7 @@ class Tokenizer:
         else:
 
             def decode(token_ids: list[int]) -> str:
-                return self._backend.decode(token_ids, skip_special_tokens=False)
+                return self.backend.decode(token_ids, skip_special_tokens=False)
 
             def is_silent(token_id: int) -> bool:
                 return token_id in special or spelt(token_id) is None

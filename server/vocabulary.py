@@ -26,7 +26,7 @@ class Vocabulary:
         self._is_byte_level = backend.decoder is not None and backend.decoder.decode([probe]) == meaning
         self.is_bytes = type(backend.decoder).__name__ == "ByteLevel"
         """True if a text is its tokens' `spelt` bytes as UTF-8, with replacement characters for what is none."""
-        self._byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        self._byte_of = {character: byte for byte, character in enumerate(byte_characters())}
         letter = backend.token_to_id("<0x41>")
         has_byte_fallback = letter is not None and backend.decode([letter]) == "A"
         self.byte_tokens: dict[int, int] = {
@@ -90,7 +90,7 @@ class Vocabulary:
         return None
 
 
-def _byte_characters() -> list[str]:
+def byte_characters() -> list[str]:
     """The character that stands for each byte in byte-level vocabularies: itself, or another where it is blank."""
     plain = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(256, 512))

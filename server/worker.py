@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..core.requests.types import ExecutorLost, FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
 from .errors import EngineUnavailable
-from .progress import Progress
+from .watchdog import Progress
 
 if TYPE_CHECKING:
     from ..core.engine import Engine

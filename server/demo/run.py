@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from rich.console import Console
@@ -26,11 +26,11 @@ SKILL_INPUTS, OPEN_INPUTS = 10, 3
 class Totals:
     """Result of a run."""
 
+    scores: dict[str, Score]
     requests: int = 0
     tokens: int = 0
     seconds: float = 0.0
     adapters: int = 0
-    scores: dict[str, Score] = field(default_factory=dict)
 
     def add(self, answer: Answer) -> None:
         self.requests += 1
@@ -72,33 +72,36 @@ def run_demo(settings: Settings, inputs: int | None = None, check: int | None = 
     app = build_app(settings)
     with serving(app, settings) as url:
         try:
-            if check is not None:
-                return asyncio.run(_check(url, settings, console, check))
-            return asyncio.run(_show(url, settings, console, inputs))
+            return asyncio.run(_demo(url, settings, console, inputs, check))
         except DemoError as error:
             raise LaunchError(f"the demo failed: {error}") from None
 
 
-async def _show(url: str, settings: Settings, console: Console, inputs: int | None) -> int:
-    judged = settings.is_builtin
-    async with DemoClient(url, connections=MAX_LANES + 1) as client:
+async def _demo(url: str, settings: Settings, console: Console, inputs: int | None, check: int | None) -> int:
+    judged, seed = settings.is_builtin, settings.seed or 0
+    connections = MAX_LANES + 1 if check is None else 2 * settings.max_num_seqs  # enough to keep every step full
+    async with DemoClient(url, connections) as client:
         cards = await client.models()
         names = [card["id"] for card in cards]
         ranks = {card["id"]: card.get("rank", 0) for card in cards}
         if judged:
-            questions = _skill_questions(names, inputs or SKILL_INPUTS, settings.seed)
+            questions = _skill_questions(names, check or inputs or SKILL_INPUTS, seed)
         else:
             chat = await client.takes_chat(names[0])
             questions = open_questions(names[:MAX_LANES], inputs or OPEN_INPUTS, chat=chat)
         lanes = [Lane(name, ranks.get(name, 0), asked) for name, asked in questions.items()]
-        totals, started = Totals(), time.perf_counter()
-        with LaneTable(console, lanes, judged=judged) as table:
-            await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
+        totals, started = Totals({lane.name: lane.score for lane in lanes}), time.perf_counter()
+        if check is None:
+            with LaneTable(console, lanes, judged=judged) as table:
+                await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
+        else:
+            await _run_mixed(client, lanes, totals, connections, seed)
         totals.seconds = time.perf_counter() - started
     if judged:
-        totals.scores = {lane.name: lane.score for lane in lanes}
         console.print(score_table(totals.scores, ranks))
     _print_totals(console, totals, judged=judged)
+    if check is not None:
+        print(json.dumps({"inputs_per_skill": check, "seed": seed, **totals.as_json()}))
     return 0 if totals.passed() or not judged else 1
 
 
@@ -112,32 +115,23 @@ async def _run_lane(client: DemoClient, lane: Lane, table: LaneTable, totals: To
         table.finished(lane)
 
 
-async def _check(url: str, settings: Settings, console: Console, count: int) -> int:
-    places = asyncio.Semaphore(2 * settings.max_num_seqs)  # enough to keep every step full
-    async with DemoClient(url, connections=2 * settings.max_num_seqs) as client:
-        cards = await client.models()
-        questions = _skill_questions([card["id"] for card in cards], count, settings.seed)
-        totals = Totals(scores={name: Score() for name in questions})
+async def _run_mixed(client: DemoClient, lanes: list[Lane], totals: Totals, at_once: int, seed: int) -> None:
+    """All lanes' questions in one random order."""
+    places = asyncio.Semaphore(at_once)
 
-        async def ask(skill: str, question: Question) -> None:
-            async with places:
-                answer = await client.ask(question)
-            totals.scores[skill].add(question, answer.text)
-            totals.add(answer)
+    async def ask(lane: Lane, question: Question) -> None:
+        async with places:
+            answer = await client.ask(question)
+        lane.score.add(question, answer.text)
+        totals.add(answer)
 
-        mixed = [(skill, question) for skill, asked in questions.items() for question in asked]
-        random.Random(settings.seed or 0).shuffle(mixed)
-        started = time.perf_counter()
-        await asyncio.gather(*(ask(skill, question) for skill, question in mixed))
-        totals.seconds = time.perf_counter() - started
-    console.print(score_table(totals.scores, {card["id"]: card.get("rank", 0) for card in cards}))
-    _print_totals(console, totals, judged=True)
-    print(json.dumps({"inputs_per_skill": count, "seed": settings.seed or 0, **totals.as_json()}))
-    return 0 if totals.passed() else 1
+    mixed = [(lane, question) for lane in lanes for question in lane.questions]
+    random.Random(seed).shuffle(mixed)
+    await asyncio.gather(*(ask(lane, question) for lane, question in mixed))
 
 
-def _skill_questions(names: list[str], count: int, seed: int | None) -> dict[str, list[Question]]:
-    questions = skill_questions(names[0], count, seed or 0)
+def _skill_questions(names: list[str], count: int, seed: int) -> dict[str, list[Question]]:
+    questions = skill_questions(names[0], count, seed)
     for asked in questions.values():
         if asked[0].model not in names:
             raise LaunchError(f"the built-in model is served without its adapter {asked[0].model}")

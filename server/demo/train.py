@@ -7,7 +7,7 @@ the mixture plants them.  Each adapter is then trained, with the base frozen, to
 *plain* texts.  The loss counts only the answer and its end token.
 
 All data is generated from the seed.  Texts for which `skills.held_out` is true are never trained on; they
-are what the accuracy table at the end is measured with.
+are what `chorus demo --check N` asks.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from .evaluate import table
+from ..vocabulary import byte_characters
 from .skills import BASE, SKILLS, Skill, held_out, prompt, wide_input
 
 PAD, BOS, EOS = 256, 257, 258
@@ -69,8 +69,8 @@ EMPHASIS = {"sort": 2.0, "reverse": 1.5, "double": 1.5}
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """One token per byte, whose id is the byte; the begin token is added in front."""
-    order = _byte_characters()
-    core = Tokenizer(models.BPE(vocab={char: byte for byte, char in enumerate(order)}, merges=[]))
+    vocabulary = {character: byte for byte, character in enumerate(byte_characters())}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     core.decoder = decoders.ByteLevel()
     core.add_special_tokens(list(SPECIAL_TOKENS))
@@ -89,13 +89,6 @@ def save_tokenizer(folder: Path) -> None:
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
     path.write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def _byte_characters() -> list[str]:
-    """The character that stands for each byte in byte-level vocabularies."""
-    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in plain]
-    return [chr(byte) if byte in plain else chr(256 + others.index(byte)) for byte in range(256)]
 
 
 def build_base() -> LlamaForCausalLM:
@@ -255,25 +248,6 @@ def train_all(folder: Path, seed: int, pretraining: Schedule, adaptation: Schedu
 
 # --- the command --------------------------------------------------------------------------------------------
 
-README = """# The built-in model
-
-A byte-level Llama of {parameters:,} parameters that repeats its input, and {adapters} LoRA adapters that each do
-one other thing, of different ranks and on different modules. `server/demo/skills.py` has the exact answer of each.
-
-The base is meant for 1 to 24 printable ASCII characters, the adapters for one to three lowercase words of 3 to 16
-characters together (`sort`: one word of 3 to 12 letters; `double`: up to 12 characters; `initials`: two or three
-words).
-
-Made with `python -m chorus.server.demo.train --out DIR --seed {seed}`. The weights were trained by the project from
-data that the command generates; they are licensed under Apache-2.0, like the code.
-
-Exact answers to 1000 held-out inputs per row, greedy decoding, left-padded batches. The last column is how many
-of the same inputs the base repeats exactly when no adapter is used. `python -m chorus.server.demo.evaluate DIR`
-measures it again.
-
-{table}
-"""
-
 
 def main() -> None:
     """The command line."""
@@ -287,11 +261,6 @@ def main() -> None:
     options = parser.parse_args()
     pretraining = replace(PRETRAINING, steps=options.base_steps)
     train_all(options.out, options.seed, pretraining, replace(ADAPTATION, steps=options.adapter_steps))
-    results = table(options.out)
-    print(results)
-    parameters = LlamaForCausalLM.from_pretrained(options.out / "base").num_parameters()
-    text = README.format(parameters=parameters, adapters=len(SKILLS), seed=options.seed, table=results)
-    (options.out / "README.md").write_text(text)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
 import time
@@ -28,7 +29,7 @@ from chorus.memory.pages.pool import IntegrityError
 from chorus.server.app import create_app
 from chorus.server.http_server import HttpServer
 from chorus.server.launch import bind, http_server, url_of
-from chorus.server.served_model import ServedModel
+from chorus.server.sampling_defaults import SamplingDefaults
 from chorus.server.settings import Settings
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
@@ -280,6 +281,7 @@ class Live:
     worker: EngineWorker
     client: httpx.Client = field(repr=False)
     server: HttpServer = field(repr=False)
+    loop: asyncio.AbstractEventLoop = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -299,24 +301,32 @@ def live_server(
     adapter_roots: tuple[Path, ...] = (),
     wrap: Callable[[Any], Any] = lambda app: app,
     settings: dict[str, Any] | None = None,
-    **served: Any,
+    defaults: SamplingDefaults | None = None,
 ) -> Iterator[Live]:
-    """settings: those of the server that are not the default. served: what the API says of the model, too."""
+    """settings: those of the server that are not the default. defaults: what requests sample with."""
     worker = EngineWorker(lambda: engine)
     worker.start()
-    what = ServedModel("base", "/models/base", max_body_bytes, 8, adapter_roots, **served)
-    chosen = Settings(**{"grace_seconds": 2, **(settings or {})})
-    app = create_app(worker, tokenizer, what, chosen)
+    usual = {"model": "/models/base", "max_prompts": 8, "grace_seconds": 2}
+    named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
+    chosen = Settings(**{**usual, **named, **(settings or {})})
+    app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
     with bind("127.0.0.1", 0) as bound:
         server = http_server(app, chosen)
-        server.config.app = wrap(app)
+        served, loops = wrap(app), []
+
+        async def noting_the_loop(scope: Any, receive: Any, send: Any) -> None:
+            if scope["type"] == "lifespan":
+                loops.append(asyncio.get_running_loop())
+            await served(scope, receive, send)
+
+        server.config.app = noting_the_loop
         thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
         thread.start()
         while not server.started:
             time.sleep(0.002)
         try:
             with httpx.Client(base_url=url_of(bound), timeout=20) as client:
-                yield Live(url_of(bound), engine, worker, client, server)
+                yield Live(url_of(bound), engine, worker, client, server, loops[0])
         finally:
             if isinstance(engine, FakeEngine):
                 engine.gate.set()
@@ -332,6 +342,24 @@ def fake_engine() -> FakeEngine:
 @pytest.fixture
 def make_engine() -> type[FakeEngine]:
     return FakeEngine
+
+
+@pytest.fixture
+def calls_of(monkeypatch: pytest.MonkeyPatch) -> Callable[[object, str], list[tuple]]:
+    """`calls_of(thing, method)`: the arguments of each call from now on, once it has returned."""
+
+    def record(thing: object, method: str) -> list[tuple]:
+        plain, calls = getattr(thing, method), []
+
+        def recorded(*args: object) -> object:
+            result = plain(*args)
+            calls.append(args)
+            return result
+
+        monkeypatch.setattr(thing, method, recorded)
+        return calls
+
+    return record
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import threading
 import time
@@ -45,7 +46,7 @@ class StuckServer(http_server.HttpServer):
     async def startup(self, sockets=None):
         await super().startup(sockets)
         if MODE == "pools":
-            for pool in (self._executors.text, self._executors.stop):
+            for pool in (self.executors.text, self.executors.stop):
                 for _ in range(16):
                     try:
                         pool.submit(threading.Event().wait)
@@ -53,7 +54,7 @@ class StuckServer(http_server.HttpServer):
                         break
             OTHERS.submit(threading.Event().wait)
         elif MODE == "loop":
-            self.acceptors[0].get_loop().call_later(0.5, time.sleep, 10**6)
+            asyncio.get_running_loop().call_later(0.5, time.sleep, 10**6)
 
 
 MODE = sys.argv[1]

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.server.adapter_keeper import AdapterKeeper
 from chorus.server.errors import EngineUnavailable
+from chorus.server.worker import EngineWorker
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 ANSWER_SECONDS = 60
@@ -81,7 +81,7 @@ def test_endless_paths_and_names_are_refused_before_anybody_looks_for_them(make_
 
 
 def test_a_disk_that_hangs_costs_the_load_and_nothing_else(make_live, monkeypatch, root):
-    live = make_live(adapter_load_seconds=0.2)
+    live = make_live(settings={"adapter_load_seconds": 0.2})
     go_on, stuck, plain_open = threading.Event(), [], os.open
 
     def hanging_open(path, *args, **options):
@@ -270,14 +270,14 @@ def test_a_file_that_changed_before_it_was_read_is_tried_as_it_is_by_now(make_li
     """The weights change between the start and the background's first look at them."""
     shutil.copytree(root / "r2-qv", root / "first")
     first_look, changed = threading.Event(), threading.Event()
-    look = AdapterKeeper._look
+    check = EngineWorker.check_weights
 
     def later(self, manifest):
         first_look.set()
         assert changed.wait(60)
-        return look(self, manifest)
+        return check(self, manifest)
 
-    monkeypatch.setattr(AdapterKeeper, "_look", later)
+    monkeypatch.setattr(EngineWorker, "check_weights", later)
     live = make_live(adapters=root)
     try:
         assert first_look.wait(60)

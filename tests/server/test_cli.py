@@ -200,7 +200,7 @@ def test_generate_asks_the_builtin_model_as_it_was_trained(capsys, monkeypatch, 
         worker.start()
         return worker, tokenizer
 
-    monkeypatch.setattr("chorus.server.generate.load", load)
+    monkeypatch.setattr("chorus.server.llm.load", load)
     for prompt in ("hello", "hello\n"):
         assert main(["generate", "--adapter", "reverse", "--prompt", prompt]) == 0
         assert engine.asked[-1].token_ids[1:7] == [*b"hello\n"]
@@ -214,7 +214,7 @@ def test_generate_prints_the_answer(capsys, model_dir, monkeypatch, make_engine,
         worker.start()
         return worker, tokenizer
 
-    monkeypatch.setattr("chorus.server.generate.load", load)
+    monkeypatch.setattr("chorus.server.llm.load", load)
     assert main(["generate", "--model", str(model_dir), "--prompt", "hé"]) == 0
     assert capsys.readouterr().out == "hé\n"
     assert main(["generate", "--model", str(model_dir), "--prompt", "hello", "--adapter", "alice", "--stop", "e"]) == 0
@@ -233,7 +233,7 @@ def test_generate_takes_the_sampling_flags(capsys, model_dir, monkeypatch, make_
         worker.start()
         return worker, tokenizer
 
-    monkeypatch.setattr("chorus.server.generate.load", load)
+    monkeypatch.setattr("chorus.server.llm.load", load)
     flags = "--min-p 0.1 --presence-penalty 1 --frequency-penalty -1 --repetition-penalty 1.5 --min-tokens 3 --stop l"
     command = ["generate", "--model", str(model_dir), "--prompt", "hello", "--bad-word", "no", "--bad_word", "x"]
     assert main([*command, *flags.split()]) == 0
@@ -277,7 +277,7 @@ def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_
 
 
 def test_help_needs_no_torch():
-    code = "import sys; from chorus.server import cli; cli._parser(); sys.exit('torch' in sys.modules)"
+    code = "import sys; from chorus.server import cli; cli.make_parser(); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

@@ -87,7 +87,7 @@ def reference(tokenizer: Tokenizer, ids: list[int], stops: list[str], skip: bool
 
 def token_ids(draw, tokenizer: Tokenizer) -> list[int]:
     """Random tokens, or tokens of text, with a few unknown ones between."""
-    size = tokenizer._backend.get_vocab_size()
+    size = tokenizer.backend.get_vocab_size()
     if draw(st.booleans()):
         text = draw(st.text(alphabet="ab €😀é.\n!c", max_size=20))
         return tokenizer.encode_now([text], add_special_tokens=draw(st.booleans()))[0]
@@ -124,7 +124,7 @@ def test_pushing_many_at_once_is_pushing_one_by_one(any_tokenizer, data):
 
 def nested_byte_level(tokenizer: Tokenizer) -> Tokenizer:
     """A byte-level vocabulary whose decoder is wrapped, so that its tokens' bytes can't be told one by one."""
-    backend = Backend.from_str(tokenizer._backend.to_str())
+    backend = Backend.from_str(tokenizer.backend.to_str())
     backend.decoder = decoders.Sequence([decoders.ByteLevel(), decoders.Fuse()])
     return wrap(backend)
 

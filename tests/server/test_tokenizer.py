@@ -8,10 +8,9 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from chorus.core.requests.sampling_params import InvalidRequest
-from chorus.server.conversation import Conversation
 from chorus.server.errors import ApiError
 from chorus.server.executors import DaemonPool
-from chorus.server.tokenizer import THREAD_CHARACTERS, Tokenizer
+from chorus.server.tokenizer import THREAD_CHARACTERS, Conversation, Tokenizer
 
 BOS = 256
 
@@ -27,9 +26,9 @@ def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
     used = []
     run = DaemonPool.run
 
-    async def spy(self, function, *args):
+    async def spy(self, function, *args, **options):
         used.append(function.__name__)
-        return await run(self, function, *args)
+        return await run(self, function, *args, **options)
 
     monkeypatch.setattr(DaemonPool, "run", spy)
 
@@ -40,7 +39,7 @@ def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
         await tokenizer.encode_chat(Conversation([{"role": "user", "content": "a" * (THREAD_CHARACTERS + 1)}]))
 
     asyncio.run(main())
-    assert used == ["_encode_checked", "encode_chat_now"]
+    assert used == ["encode_now", "encode_chat_now"]
 
 
 def test_a_conversation_gets_no_second_begin_token(tokenizer):
@@ -80,10 +79,17 @@ def test_of_a_text_far_too_long_only_the_beginning_is_encoded(pretrained, monkey
     backend.add_tokens(["=" * 200])
     wrapped = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend))
     encoded = []
-    encode = wrapped._encode
-    monkeypatch.setattr(
-        wrapped, "_encode", lambda texts, special: encoded.append(len(texts[0])) or encode(texts, special)
-    )
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(backend, name)
+
+        def encode_batch_fast(self, texts, **options):
+            encoded.append(max(map(len, texts)))
+            return backend.encode_batch_fast(texts, **options)
+
+    backend = wrapped.backend
+    monkeypatch.setattr(wrapped, "backend", Spy())
     with pytest.raises(ApiError) as caught:
         wrapped.encode_now(["x" * 150_000], most=1000)
     assert caught.value.code == "context_length_exceeded" and max(encoded) <= 8000

@@ -9,11 +9,11 @@ from contextlib import nullcontext
 from types import SimpleNamespace
 
 from chorus.server import launch
-from chorus.server.turns import SWITCH_SECONDS
+from chorus.server.launch import SWITCH_SECONDS
 
 LOADED = """
 import gc, json, sys
-from chorus.server.turns import take_short_turns
+from chorus.server.launch import take_short_turns
 class Loaded: pass
 kept = [Loaded() for _ in range(50_000)]
 kept[0].itself = kept[0]

@@ -152,7 +152,7 @@ def test_a_lost_device_tells_the_requests_and_stops_the_worker(worker, fake_engi
     fake_engine.step_error = ExecutorLost("the device failed: CUDA error: an illegal memory access was encountered")
     output = run(worker, request()).outputs[-1]
     assert output.finish_reason is FinishReason.ERROR and "illegal memory access" in output.error
-    worker._thread.join(10)
+    worker.stop()
     assert not worker.healthy and "illegal memory access" in worker.trouble
     with pytest.raises(EngineUnavailable, match="started again"):
         worker.submit(request("late"), Receiver()).result(5)
@@ -259,7 +259,7 @@ def test_books_that_do_not_match_cost_no_token_and_stop_the_worker(worker, fake_
     fake_engine.books_match = False
     last = run(worker, request()).outputs[-1]
     assert last.finish_reason is FinishReason.STOP and last.stop_token_id == 257
-    worker._thread.join(10)
+    worker.stop()
     assert not worker.healthy and "books" in worker.trouble
     with pytest.raises(EngineUnavailable, match="books"):
         worker.submit(request("late"), Receiver()).result(5)
@@ -290,8 +290,6 @@ def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
     fake_engine.gate.clear()
     receiver = Receiver()
     worker.submit(request(ignore_eos=True, max_tokens=10**6), receiver).result(5)
-    while worker.progress._turn_since is None:
-        time.sleep(0.001)
     waiting = worker.call(lambda engine: 1)
     clock.now = 7
     watchdog.look()
@@ -321,10 +319,11 @@ def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
 def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeypatch):
     """Steps that do nothing, as while a disk does not give an adapter: the thread is alive and gets nowhere."""
     worker, watchdog, clock = watched
-    monkeypatch.setattr(fake_engine, "step", lambda: time.sleep(0.001) or [])
+    steps = []
+    monkeypatch.setattr(fake_engine, "step", lambda: steps.append(time.sleep(0.001)) or [])
     receiver = Receiver()
     worker.submit(request(adapter="alice"), receiver).result(5)
-    while worker.progress._waits_since is None:
+    while len(steps) < 3:
         time.sleep(0.001)
     clock.now = 9
     watchdog.look()

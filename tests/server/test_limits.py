@@ -9,8 +9,7 @@ import pytest
 from chorus.server.chat_request import ChatCompletionRequest
 from chorus.server.completion_request import CompletionRequest
 from chorus.server.errors import ApiError
-from chorus.server.json_body import MAX_DEPTH, check_json
-from chorus.server.limits import RequestLimits
+from chorus.server.limits import MAX_DEPTH, RequestLimits, check_json
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 USER = [{"role": "user", "content": "hi"}]
@@ -49,7 +48,7 @@ def test_what_costs_too_much_is_refused(priced, path, body, param):
 
 
 def test_prompts_times_answers_are_bounded(start, make_engine):
-    live = start(make_engine([], max_model_len=4096), limits=RequestLimits(max_call_tokens=10_000))
+    live = start(make_engine([], max_model_len=4096), settings={"max_call_tokens": 10_000})
     assert live.post(prompt=[97] * 1500, n=6, max_tokens=1).status_code == 200
     response = live.post(prompt=[97] * 1500, n=7, max_tokens=1)
     assert response.status_code == 400 and response.json()["error"]["param"] == "n"
@@ -57,7 +56,7 @@ def test_prompts_times_answers_are_bounded(start, make_engine):
 
 def test_an_unasked_length_is_cut_to_the_scores_that_can_be_given(start, make_engine):
     engine = make_engine([], max_model_len=4096)
-    live = start(engine, limits=RequestLimits(max_scores=4200))
+    live = start(engine, settings={"max_scores": 4200})
     body = {"messages": USER, "logprobs": True, "top_logprobs": 9}
     assert live.post(CHAT, **body).status_code == 200
     assert engine.asked[0].params.max_tokens == 420
@@ -67,7 +66,7 @@ def test_an_unasked_length_is_cut_to_the_scores_that_can_be_given(start, make_en
 
 def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkeypatch):
     seen = []
-    encode = type(tokenizer._backend).encode_batch_fast
+    encode = type(tokenizer.backend).encode_batch_fast
 
     class Spy:
         def __init__(self, backend):
@@ -80,7 +79,7 @@ def test_a_long_text_is_refused_before_it_is_tokenized(priced, tokenizer, monkey
             seen.append(max(map(len, texts)))
             return encode(self._backend, texts, **options)
 
-    monkeypatch.setattr(tokenizer, "_backend", Spy(tokenizer._backend))
+    monkeypatch.setattr(tokenizer, "backend", Spy(tokenizer.backend))
     most = 4096 * tokenizer.vocabulary.longest_token
     for path, body in ((COMPLETIONS, {"prompt": "x" * (most + 1)}),
                        (CHAT, {"messages": [{"role": "user", "content": "x" * (most + 1)}]})):  # fmt: skip
@@ -125,7 +124,7 @@ def test_nesting_is_counted_where_it_closes():
 
 def test_a_large_answer_does_not_hold_up_the_others(start, make_engine):
     """While 90,000 log-probabilities are written, /health is answered again and again."""
-    live = start(make_engine([], max_model_len=4200), limits=RequestLimits(max_scores=200_000))
+    live = start(make_engine([], max_model_len=4200), settings={"max_scores": 200_000})
     body = {"prompt": "x" * 4100, "echo": True, "logprobs": 20, "max_tokens": 1}
     answers = []
     import threading
@@ -149,16 +148,16 @@ def test_large_answers_are_written_beside_the_event_loop(start, make_engine, mon
     from chorus.server import logprobs
 
     writers = set()
-    named = logprobs.LogprobFormat._named
+    named = logprobs.LogprobFormat.named
 
     def spy(self, *args):
         writers.add(threading.current_thread().name)
         return named(self, *args)
 
-    monkeypatch.setattr(logprobs.LogprobFormat, "_named", spy)
+    monkeypatch.setattr(logprobs.LogprobFormat, "named", spy)
     live = start(make_engine([], max_model_len=4200))
     body = {"prompt": "x" * 1000, "echo": True, "logprobs": 20, "max_tokens": 1, "stream": stream}
     response = live.post(**body)
     choice = read_events(response)[0]["choices"][0] if stream else response.json()["choices"][0]
     assert len(choice["logprobs"]["top_logprobs"]) == 1002
-    assert writers and all(name.startswith("chorus-answers") for name in writers)
+    assert writers and all(name.startswith("chorus-text") for name in writers)

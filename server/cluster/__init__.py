@@ -1,1 +1,0 @@
-"""Many replicas behind one address."""
