@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from heapq import heappop, heappush
 
+from ...server.cluster.router import MostIdle, Policy, ReplicaState, Routed
 from ..workload.request import TraceRequest
 from .records import Records
 from .replica import Replica
-from .router import MostIdle, Policy, ReplicaState, Routed
 
 #: Told the time, and the replicas as they are then.
 Watch = Callable[[float, Sequence[Replica]], None]

@@ -11,12 +11,12 @@ from ...core.costs.profile import Profile
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
 from ...memory.adapters.store import AdapterStore
+from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters, VirtualClock
 from .engine import MODEL, simulated_engine
 from .records import Served
 from .repeats import RepeatedPlan
-from .router import ReplicaState
 from .scheduler import SimRequest
 
 DEFAULT_BLOCK_TOKENS = 16

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
+from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
@@ -18,7 +19,6 @@ from .cluster import first, simulate, simulate_clients
 from .engine import MODEL
 from .records import Records
 from .replica import Replica
-from .router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware
 from .study import Router, Setup, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.

@@ -14,8 +14,8 @@ from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import least_loaded, simulate, simulate_clients
 from chorus.perf.simulate.engine import MODEL
 from chorus.perf.simulate.replica import Replica
-from chorus.perf.simulate.router import Consolidate, FirstFit
 from chorus.perf.workload.request import TraceRequest
+from chorus.server.cluster.router import Consolidate, FirstFit
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DecodeCost, Kernel, PrefillCost, TransferCost
 from chorus.core.costs.profile import load_profile
-from chorus.perf.simulate.router import (
+from chorus.server.cluster.router import (
     Consolidate,
     FirstFit,
     MostIdle,
