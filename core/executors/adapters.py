@@ -10,7 +10,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 
-from ...graphs.device import Device
+from ...graphs.device import CudaDevice
 from ...memory.adapters.image import RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
 from ...memory.files.tensor_file import ITEM_BYTES
@@ -74,7 +74,13 @@ class CudaAdapters(ModelAdapters):
     """Refuses what the static tables of a GPU can't hold. `place` is called by the thread that launches steps."""
 
     def __init__(
-        self, config: ModelConfig, arena: Arena, dtype: torch.dtype, device: Device, max_rank: int, pinned_bytes: int
+        self,
+        config: ModelConfig,
+        arena: Arena,
+        dtype: torch.dtype,
+        device: CudaDevice,
+        max_rank: int,
+        pinned_bytes: int,
     ) -> None:
         super().__init__(config, arena, dtype, pinned_bytes)
         self._device = device

@@ -17,7 +17,7 @@ from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
-from ..requests.types import BASE_SLOT
+from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from .config import ModelConfig
 
 #: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
@@ -103,6 +103,13 @@ class LoraState:
     def late_slots(self) -> set[int]:
         """Slots whose adapter did not arrive in time: their rows are void."""
         return self._late.union(self._slots[index] for index in self.segments.late)
+
+    def retract_late(self, rows: Sequence[ScheduledRow], result: StepResult) -> None:
+        """Discard the results of rows whose adapter did not arrive in time."""
+        if late := self.late_slots():
+            for row in rows:
+                if row.slot in late:
+                    result.retract(row.request_id)
 
     def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self._arena, self.segments, layer, self._qkv)

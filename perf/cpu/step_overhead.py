@@ -32,7 +32,7 @@ class StepTimer:
 
     def __enter__(self) -> StepTimer:
         engine = self._engine
-        model = engine._executor._model
+        model = engine._executor.decoder
         self._wrap(engine, "step")
         self._wrap(engine._scheduler, "schedule")
         self._wrap(engine._scheduler, "update")

@@ -14,8 +14,8 @@ from chorus.ops import attention_backend, attention_flashinfer
 from chorus.ops.attention_backend import TorchBackend, choose_attention
 from chorus.ops.attention_flashinfer import FlashInferBackend, count_prefills, float_workspace_bytes
 from chorus.ops.attention_plan import PlanBuffers
-from chorus.ops.attention_ref import paged_attention_ref
 
+from .attention_ref import paged_attention_ref
 from .fake_flashinfer import FakeFlashInfer, Stream
 from .test_attention import DUMMY, Step, chunks, decodes
 

@@ -74,7 +74,7 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         yield
 
     monkeypatch.setattr(model_module, "span", span)
-    decoder = executor._model
+    decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])
     tokens = torch.tensor([3, 4])
