@@ -142,7 +142,7 @@ class Life:
         self.current: dict[str, Path] = {}
         self.over = threading.Event()
         self.engine = Engine.from_config(self._draw_config())
-        self.executor = self.engine._executor = Faulty(self.engine._executor)  # type: ignore[assignment]
+        self.executor = self.engine.executor = Faulty(self.engine.executor)  # type: ignore[assignment]
         self._inject_reads()
         for name in self.calm.prompts:
             if name is not None:
@@ -269,8 +269,8 @@ class Life:
             self.executor.fail_once = True
         elif what == "guilty" and self.asked:
             self.executor.guilty.add(rng.choice(list(self.asked)))
-        elif what == "preempt" and engine._scheduler.num_running:
-            engine._scheduler._preempt(rng.choice(engine._scheduler._running))
+        elif what == "preempt" and engine.scheduler.running:
+            engine.scheduler.preempt(rng.choice(engine.scheduler.running))
         elif what == "reclaim":
             engine.reclaim_idle()
         elif what == "move" and self.asked:
@@ -279,7 +279,7 @@ class Life:
     def _move(self, request_id: str) -> None:
         """Take a request out as plain data and let it come back, as if from another engine."""
         _, skill, told = self.asked[request_id]
-        if request_id not in self.engine._scheduler or (skill is not None and skill not in self.current):
+        if request_id not in self.engine.scheduler or (skill is not None and skill not in self.current):
             return
         record = self.engine.export_request(request_id)
         self.engine.abort(request_id)

@@ -73,7 +73,7 @@ class Life:
         adapters = CheckedAdapters(self.disk, reads, self.world, memory, rng)
         self.executor = CheckedExecutor(self.config, adapters, self.world, memory)
         self.engine = Engine(self.config, self.executor, self.world, reads)
-        self.executor.pool = self.engine._pool
+        self.executor.pool = self.engine.pool
         for name in NAMES[: rng.randint(1, len(NAMES))]:
             self._register(name, self._new_directory())
 
@@ -121,7 +121,7 @@ class Life:
             self.current[name] = self.engine.store.register(name, path)
         except AdapterFormatError:
             pages = self.disk.pages[self.disk.content[path]]
-            promise(pages >= self.engine._pool.num_usable, "an adapter that fits was refused")
+            promise(pages >= self.engine.pool.num_usable, "an adapter that fits was refused")
 
     def _ask(self) -> None:
         """One request, several that begin alike, or several answers of one prompt."""
@@ -239,9 +239,9 @@ class Life:
             guilty.add(self.rng.choice(list(self.active)))
 
     def _preempt(self) -> None:
-        scheduler = self.engine._scheduler
-        if scheduler.num_running:
-            scheduler._preempt(self.rng.choice(list(scheduler._running)))
+        scheduler = self.engine.scheduler
+        if len(scheduler.running):
+            scheduler.preempt(self.rng.choice(list(scheduler.running)))
 
     def _reclaim(self) -> None:
         if self.rng.random() < 0.3:
@@ -256,7 +256,7 @@ class Life:
         self.executor.glitches = 0
         for output in outputs:
             self._take(output)
-        preemptions, given_up = self.engine._scheduler.num_preemptions, self.engine.store.images.counts().num_given_up
+        preemptions, given_up = self.engine.scheduler.num_preemptions, self.engine.store.images.counts().num_given_up
         self.reached["preempted"] += preemptions > self.num_preemptions
         self.reached["reads given up"] += given_up > self.num_given_up
         self.num_preemptions, self.num_given_up = preemptions, given_up

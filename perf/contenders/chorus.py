@@ -39,7 +39,7 @@ class Contender:
         )
         from ...core.executors import cpu
 
-        model = type(self._engine._executor.decoder).__name__
+        model = type(self._engine.executor.decoder).__name__
         return {"version": _version(), "engine": f"{model} from {Path(cpu.__file__).parents[2]}"}
 
     @property

@@ -244,7 +244,7 @@ class Subject:
 
     @property
     def executor(self) -> Any:
-        return self.engine._executor
+        return self.engine.executor
 
     @property
     def _steps(self) -> Any:
