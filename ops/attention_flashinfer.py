@@ -24,10 +24,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from importlib import import_module
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .attention import count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -38,14 +39,6 @@ FLOAT_WORKSPACE_BYTES = 128 << 20
 
 #: A decode plan needs some tens of bytes per row; FlashInfer's own 8 MiB for each of many buckets would add up.
 DECODE_INT_WORKSPACE_BYTES = 1 << 20
-
-
-class Event(Protocol):
-    """Interface of `torch.cuda.Event` as far as it is used."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class FlashInferBackend:
@@ -69,7 +62,7 @@ class FlashInferBackend:
         max_pages_per_row: int,
         num_sms: int,
         module: ModuleType | Any | None = None,
-        new_event: Callable[[], Event] | None = None,
+        new_event: Callable[[], Any] | None = None,
     ) -> None:
         """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
         self.module = import_module("flashinfer") if module is None else module
@@ -204,16 +197,6 @@ class DecodeAttention:
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """Attend with one layer's cache: q `[bucket, heads, head_dim]` → `[bucket, heads · head_dim]`."""
         return self._wrapper.run(q, (k_cache, v_cache)).view(len(q), -1)
-
-
-def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
-    """Rows with more than one token; they come first. ValueError where they don't."""
-    row = 0
-    while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
-        row += 1
-    if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
-        raise ValueError("rows with more than one token must come before those with one")
-    return row
 
 
 def float_workspace_bytes(num_heads: int, kv_heads: int, head_dim: int, max_rows: int, num_sms: int) -> int:

@@ -7,13 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
 from ...graphs.device import CudaDevice
 from ...memory.adapters.image import RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
-from ...memory.files.tensor_file import ITEM_BYTES
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -123,10 +121,5 @@ def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> nat
 
 @lru_cache(64)
 def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
-    """The same jobs as the library takes them, checked once."""
-    table = jobs.table.copy()
-    table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
-    return native_reader.ReadJobs(table, jobs.groups, jobs.spans, out_elems)
-
-
-_ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
+    """The same jobs as the library takes them, checked once; `ITEM_BYTES` and it count element types alike."""
+    return native_reader.ReadJobs(jobs.table, jobs.groups, jobs.spans, out_elems)

@@ -21,7 +21,7 @@ from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
-from ..model.load_progress import count_progress
+from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.sampler import draw, score_prompts
 from ..requests.sampling_params import SamplingParams
@@ -182,11 +182,11 @@ class CudaSteps:
         if not self._captures or self._config.graph_capture != "ahead":
             return
         keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
-        with count_progress("capturing decode steps", len(keys)) as progress:
+        with progress("capturing decode steps", len(keys)) as advance:
             for bucket, mode in keys:
                 self._fill(bucket, [])
                 self.graphs.capture(bucket, mode)
-                progress.advance(1)
+                advance(1)
         seconds, num_bytes = (sum(getattr(step, name) for step in self.captured) for name in ("seconds", "num_bytes"))
         logger.info("captured %d graphs in %.1f s, %s", len(keys), seconds, cuda_memory.gib(num_bytes))
 

@@ -101,7 +101,7 @@ class _PackedWeights:
         layer = [(qkv, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
         shapes = [*(layer * config.num_layers), (config.vocab_size, hidden)]
         count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
-        self._free = hugepages.empty((count,), dtype)
+        self._free = hugepages.zeros((count,), dtype)
 
     def add(self, weight: torch.Tensor) -> torch.Tensor:
         rows, columns = weight.shape

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.format import AdapterFormatError, AdapterManifest
@@ -319,14 +320,14 @@ class AdapterStore:
         self.on_gone(adapter.version)
 
 
+@dataclass(frozen=True, slots=True)
 class Reclaimer:
     """Evicts idle adapters and unused prefix blocks by one order."""
 
-    def __init__(self, pool: PagePool, order: EvictionOrder, store: AdapterStore, prefix: PrefixCache) -> None:
-        self._pool = pool
-        self._order = order
-        self._store = store
-        self._prefix = prefix
+    _pool: PagePool
+    _order: EvictionOrder
+    _store: AdapterStore
+    _prefix: PrefixCache
 
     @property
     def available(self) -> int:

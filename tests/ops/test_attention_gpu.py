@@ -36,9 +36,9 @@ class DeviceStep(Step):
         torch.testing.assert_close(got, self.want, rtol=2e-2, atol=2e-2)
 
 
-def device_backend(shape, dtype, wanted="flashinfer"):
-    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64, wanted=wanted)
-    assert backend.name.startswith(wanted)
+def device_backend(shape, dtype, expected="flashinfer"):
+    backend = choose_attention(*shape, 16, dtype, "cuda:0", max_rows=32, max_pages_per_row=64)
+    assert backend.name.startswith(expected)
     return backend
 
 
@@ -89,7 +89,7 @@ def test_decode_replays_with_other_lengths(shape, dtype):
 
 def test_torch_attention():
     """Cases that FlashInfer does not take: float32 and small heads."""
-    backend = device_backend((4, 2, 16), torch.float32, wanted="torch")
+    backend = device_backend((4, 2, 16), torch.float32, expected="torch")
     for seed, rows in enumerate([[(9, 0)], [(4, 9), (3, 0), (1, 20)], [(1, 0), (1, 33)]]):
         DeviceStep(seed, rows, (4, 2, 16), torch.float32).check(backend.ragged())
     assert isinstance(backend.decode(2), PagedAttention)
