@@ -141,26 +141,12 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 
 
 @dataclass(slots=True)
-class NativeLayer:
-    """One layer: packed projections in the model's dtype, everything else float32; None where there is none."""
-
-    input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
 class NativeModel:
-    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`."""
+    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`.
+
+    layers: a tensor, or None where there is none, for each name in `_Layer`: packed projections in the model's dtype,
+    everything else float32.
+    """
 
     hidden: int
     ffn: int
@@ -170,7 +156,7 @@ class NativeModel:
     vocab: int
     block_tokens: int
     eps: float
-    layers: list[NativeLayer]
+    layers: Sequence[Any]
     embed: torch.Tensor
     lm_head: torch.Tensor
     norm: torch.Tensor

@@ -34,17 +34,17 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
     gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
     down: torch.Tensor
-    down_bias: torch.Tensor | None
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
