@@ -64,8 +64,7 @@ class Engine:
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
-        self._reads = reads or ThreadReads()
-        images = HostImages(config.host_cache_bytes, self._reads, clock, config.adapter_read_seconds)
+        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
@@ -134,7 +133,7 @@ class Engine:
 
     def wake(self) -> None:
         """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
-        self._reads.wake()
+        self.store.images.reads.wake()
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the new outputs. A failing request gets an error output; the others go on. Raises

@@ -65,7 +65,7 @@ class CudaSteps:
         self._buffers = DeviceDecodeBuffers(
             sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
         )
-        self._logits = torch.zeros(rows, model.config.vocab_size, device=where)
+        self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
         self._download = Download(device, self._chosen.numel() * self._chosen.itemsize)
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
@@ -81,7 +81,7 @@ class CudaSteps:
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
-        self._bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
 
@@ -115,7 +115,7 @@ class CudaSteps:
         self._fill(bucket, rows)
         mode, launches, captured = StepMode.BASE, None, None
         if adapters:
-            mode, captured = StepMode.LORA, self._bucket_lora[bucket]
+            mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             slots = [*(row.slot for row in rows), *([BASE_SLOT] * (bucket - len(rows)))]
             launches = self.lora.begin_bucket(adapters, slots, captured)
         if self._captures and launches is captured:
@@ -153,7 +153,7 @@ class CudaSteps:
 
     def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
-        return self._logits[:rows], self._chosen[: 2 * rows].view(2, rows)
+        return self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
 
     def _to_device(self, batch: StepBatch[Attention, LoraLaunches]) -> StepBatch[Attention, LoraLaunches]:
         """The batch with its tensors in static buffers of the device, in one copy."""
@@ -229,7 +229,7 @@ class CudaSteps:
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket whose attention is planned."""
-        lora = self._bucket_lora[bucket] if mode is StepMode.LORA else None
+        lora = self.bucket_lora[bucket] if mode is StepMode.LORA else None
         return self._device.capture(self._step(bucket, lora))
 
 

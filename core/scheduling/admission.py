@@ -47,6 +47,7 @@ class Admission:
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
+        self._seats = self._limits.max_num_seqs
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
 
@@ -74,7 +75,7 @@ class Admission:
         of calls with several then take turns.
         """
         limits = self._limits
-        seats = limits.max_num_seqs
+        seats = self._seats
         admitted: dict[Request, int] = {}
         if budget <= 0 or not self._has_place(running, rows):
             return admitted
@@ -116,14 +117,14 @@ class Admission:
 
     def _has_place(self, running: Running, rows: int) -> bool:
         """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
-        seats = self._limits.max_num_seqs
+        seats = self._seats
         if len(running) < seats:
             return True
         return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
 
     def _order(self, step: Step) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        only_firsts = len(step.running) >= self._limits.max_num_seqs
+        only_firsts = len(step.running) >= self._seats
         return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
@@ -194,25 +195,23 @@ class Step:
     _now: float
     _doubt_until: float
     growth: int | None = None
+    overdue_before: float = field(init=False)
+    _doubts: bool = field(init=False)
+    _most_adapters: int | None = field(init=False)
     _adapters: set[Adapter] = field(default_factory=set)
     _reserved: float = math.inf  # queue position of the first request that has a place reserved
 
     def __post_init__(self) -> None:
-        if self._limits.max_adapters_per_step is not None:
+        self.overdue_before = self._now - self._limits.max_overtake_seconds
+        self._doubts = self._now < self._doubt_until
+        self._most_adapters = self._limits.max_adapters_per_step
+        if self._most_adapters is not None:
             self._adapters = {request.adapter for request in self.running if request.adapter is not None}
-
-    @property
-    def overdue_before(self) -> float:
-        return self._now - self._limits.max_overtake_seconds
-
-    @property
-    def _doubts(self) -> bool:
-        return self._now < self._doubt_until
 
     @property
     def is_limited(self) -> bool:
         """True if not every adapter may join."""
-        return self._limits.max_adapters_per_step is not None or self._doubts or bool(self._late)
+        return self._most_adapters is not None or self._doubts or bool(self._late)
 
     def may_come(self, adapter: Adapter, head: Request) -> bool:
         """True if an adapter may join the step; `head` is the first request that waits for it."""
@@ -226,7 +225,7 @@ class Step:
 
     def is_barred(self, adapter: Adapter) -> bool:
         """True if the step has no place for an adapter."""
-        most, adapters = self._limits.max_adapters_per_step, self._adapters
+        most, adapters = self._most_adapters, self._adapters
         return most is not None and adapter not in adapters and len(adapters) >= most
 
     def reserve(self, request: Request) -> None:

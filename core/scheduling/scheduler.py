@@ -44,6 +44,7 @@ class Scheduler:
         policies: Policies | None = None,
     ) -> None:
         self._limits = limits
+        self._max_tokens = limits.max_num_batched_tokens  # every step asks; a pydantic model takes its time
         self._store = store
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
@@ -112,7 +113,7 @@ class Scheduler:
         if self.waiting:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
-            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, rows, preempted)
+            counts |= self._schedule_waiting(self._max_tokens - used, rows, preempted)
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -189,7 +190,7 @@ class Scheduler:
         False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
         running = self.running
-        if len(running) > self._limits.max_num_batched_tokens:
+        if len(running) > self._max_tokens:
             return False
         if running.plan is None and not self._all_decode():
             return False
@@ -205,7 +206,7 @@ class Scheduler:
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        budget, running = self._limits.max_num_batched_tokens, self.running
+        budget, running = self._max_tokens, self.running
         chosen: dict[Request, int] = {}
         preempted = False
         for request in sorted(sharing, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):

@@ -47,7 +47,7 @@ from chorus.memory.host.images import InlineReads, Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.memory.pages.pool import PageKind, PagePool
-from chorus.memory.pages.prefix import BASE_VERSION
+from chorus.memory.pages.prefix import BASE_VERSION, PrefixCache
 
 from ..memory.fakes import FakeTransfer
 
@@ -205,6 +205,7 @@ class CheckingExecutor:
         self.glitches = 0
         self.whole: StepPlan | None = None  # the latest one that is not a row of a failed step that runs alone
         self.pool: PagePool
+        self.prefix: PrefixCache
         self.on_plan: Callable[[StepPlan], None]
         self._last_step = 0
         self._expected = expected
@@ -272,7 +273,7 @@ class CheckingExecutor:
                 assert page not in owner, f"page {page} of {row.request_id} is also {owner[page]}'s"
                 if index >= first_written:
                     assert self.pool.references(page) == 1, f"{row.request_id} writes page {page}, which is shared"
-                    assert not self.pool._kept[page], f"{row.request_id} writes page {page}, whose block is cached"
+                    assert page not in self.prefix.by_page, f"{row.request_id} writes the cached page {page}"
                     owner[page] = row.request_id
         for row in plan.rows:
             for page in row.pages:
@@ -418,7 +419,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
         self.engine.store.images.wait = self._wait
         self.scheduler = self.engine.scheduler
-        self.executor.pool = self.engine.pool
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
@@ -779,7 +780,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _adapters(self):
         """All versions that the store knows."""
-        return {*self.engine.store._current.values(), *self.engine.store._retired}
+        return set(self.engine.store.versions())
 
     # -- failing steps
 
@@ -833,7 +834,8 @@ class EngineMachine(RuleBasedStateMachine):
     def cached_blocks_hold_what_they_say(self):
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
         prefix, pool = self.engine.prefix, self.engine.pool
-        assert set(prefix._roots) <= {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
+        live = {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
+        assert {root.version for root in prefix.roots()} <= live
         pages = set()
         for root in prefix.roots():
             version = root.version
@@ -848,7 +850,7 @@ class EngineMachine(RuleBasedStateMachine):
                 pages.add(block.page)
                 stack += [(child, tokens + child.tokens) for child in block.children.values()]
                 evictable = pool.kind(block.page) is PageKind.CACHED and not block.children
-                assert (block in self.engine.store._order) == evictable
+                assert (block in self.engine.reclaimer.order) == evictable
         assert len(prefix) == len(pages)
         assert pool.count(PageKind.CACHED) == sum(pool.kind(page) is PageKind.CACHED for page in pages)
 
