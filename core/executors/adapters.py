@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
@@ -26,11 +27,18 @@ from .base import watched
 class ModelAdapters:
     """Reads PEFT directories and moves them into an executor's arena, layer by layer.
 
-    The arena is on the CPU, or `CudaAdapters` takes care of its device. pinned_bytes: most host memory that is pinned
-    for images.
+    pinned_bytes: most host memory that is pinned for images. scope: in which the arena's device is given copies.
     """
 
-    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype, pinned_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        arena: Arena,
+        dtype: torch.dtype,
+        pinned_bytes: int = 0,
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._scope = scope
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
@@ -57,15 +65,17 @@ class ModelAdapters:
         read_image(manifest, layout, dims, page_elems, self._dtype, image, buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        transfer = self._dma.copies.start(image, layout, pages)
-        return None if transfer.is_done() else transfer
+        with self._scope():
+            transfer = self._dma.copies.start(image, layout, pages)
+            return None if transfer.is_done() else transfer
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        image = HostImage()
-        image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
-        self._dma.copies.copy_out(pages, image.data)
-        image.publish(layout.num_layers)
-        return image
+        with self._scope():
+            image = HostImage()
+            image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
+            self._dma.copies.copy_out(pages, image.data)
+            image.publish(layout.num_layers)
+            return image
 
 
 class CudaAdapters(ModelAdapters):
@@ -80,8 +90,7 @@ class CudaAdapters(ModelAdapters):
         max_rank: int,
         pinned_bytes: int,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes)
-        self._device = device
+        super().__init__(config, arena, dtype, pinned_bytes, partial(watched, device))
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
@@ -96,14 +105,6 @@ class CudaAdapters(ModelAdapters):
                 f"on a GPU at most {MAX_PARTS} may"
             )
         return manifest
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        with watched(self._device):
-            return super().place(image, layout, pages)
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        with watched(self._device):
-            return super().save(layout, pages)
 
     def advance(self) -> None:
         """Issue the next copies, and release images whose copies are complete."""
