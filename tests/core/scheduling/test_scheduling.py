@@ -52,7 +52,7 @@ class House:
         self.clock, self.expected, self.plans = Clock(), {}, []
         self.executor = CheckingExecutor(self.config, self.expected, self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
-        self.executor.pool = self.engine.pool
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
         for name in adapters:
             self.executor.adapters.num_pages[Path(name)] = 2
