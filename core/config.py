@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -131,20 +130,3 @@ class EngineConfig(BaseModel):
                 "a decode step of all requests would not fit; raise it or lower max_num_seqs"
             )
         return self
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Limits of a step and of a request that the scheduler keeps."""
-
-    max_num_seqs: int
-    max_num_batched_tokens: int
-    chunked_prefill: bool
-    max_model_len: int
-    block_tokens: int
-    eos_token_ids: frozenset[int]
-    lookahead: int = 8
-    prefetch: int = 0
-    max_adapters_per_step: int | None = None
-    max_overtake_seconds: float = 1.0
-    max_waiting: int | None = None

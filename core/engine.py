@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..graphs.runner import DecodeBuckets
 from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
@@ -19,7 +18,7 @@ from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
-from .config import EngineConfig, SchedulerLimits
+from .config import EngineConfig
 from .engine_stats import EngineStats
 from .executors.base import Executor, ModelInfo
 from .quarantine import Quarantined, register_directories
@@ -57,40 +56,25 @@ class Engine:
     ) -> None:
         self.config = config
         self.model: ModelInfo = executor.model
-        self._executor = executor
+        self._eos_token_ids = frozenset(self.model.eos_token_ids)
+        self.executor = executor
         self._clock = clock
-        self._block_tokens = executor.layout.block_tokens
-        self._pool = PagePool(executor.num_pages)
+        self.block_tokens = executor.layout.block_tokens
+        """Tokens whose KV a page holds."""
+        self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
-        costs = self._costs = RestoreCosts()
-        self._reads = reads or ThreadReads()
-        images = HostImages(config.host_cache_bytes, self._reads, clock, config.adapter_read_seconds)
-        self.store = AdapterStore(
-            self._pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock
-        )
-        self._prefix = PrefixCache(self._pool, order, costs, self._block_tokens)
-        self.store.on_gone = self._prefix.drop_version
-        self._reclaimer = Reclaimer(self._pool, order, self.store, self._prefix)
-        limits = SchedulerLimits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            chunked_prefill=config.chunked_prefill,
-            max_model_len=self.model.max_model_len,
-            block_tokens=self._block_tokens,
-            eos_token_ids=frozenset(self.model.eos_token_ids),
-            lookahead=config.lookahead,
-            prefetch=config.prefetch,
-            max_adapters_per_step=config.max_adapters_per_step,
-            max_overtake_seconds=config.max_overtake_seconds,
-            max_waiting=config.max_waiting,
-        )
-        buckets = DecodeBuckets(config.max_num_seqs)
+        costs = self.costs = RestoreCosts()
+        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
+        self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
+        self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
+        self.store.on_gone = self.prefix.drop_version
+        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix)
         memory = RequestMemory(
-            self._pool, self.store, self._prefix, self._reclaimer, self._block_tokens, config.prefix_cache,
+            self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
             config.share_prefix_cache,
         )  # fmt: skip
-        loads = LoadPolicy(self.store, costs, self._block_tokens, config.max_load_stall_seconds)
-        self._scheduler = self.scheduler_type(limits, self.store, memory, loads, buckets, clock, policies)
+        loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
+        self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
         self.quarantine: dict[str, Quarantined] = {}
@@ -113,28 +97,23 @@ class Engine:
             )  # fmt: skip
         return engine
 
-    @property
-    def executor(self) -> Executor:
-        """The executor, for measuring it while nothing is served."""
-        return self._executor
-
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
         when too many wait.
         """
         self._validate(request)
-        self._scheduler.check_room(request.tenant)
+        self.scheduler.check_room(request.tenant)
         if request.params.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
-        self._scheduler.add(request)
+        self.scheduler.add(request)
 
     def export_request(self, request_id: str) -> dict[str, Any]:
         """Return a request in progress as plain data, which `import_request` of another engine continues exactly.
 
         It stays here until it is aborted. KeyError when it is unknown or done.
         """
-        return to_record(self._scheduler.get(request_id))
+        return to_record(self.scheduler.get(request_id))
 
     def import_request(self, record: Mapping[str, Any]) -> Request:
         """Queue an exported request; its outputs here are those that the other engine has not returned.
@@ -147,14 +126,14 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; it has no further output. False when it is unknown or done."""
-        return self._scheduler.abort(request_id)
+        return self.scheduler.abort(request_id)
 
     def has_work(self) -> bool:
-        return self._scheduler.has_work()
+        return self.scheduler.has_work()
 
     def wake(self) -> None:
         """Interrupt a step that only waits for reads, because there is more to do; from any thread."""
-        self._reads.wake()
+        self.store.images.reads.wake()
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the new outputs. A failing request gets an error output; the others go on. Raises
@@ -166,50 +145,45 @@ class Engine:
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time."""
-        return self._scheduler.schedule()
+        return self.scheduler.schedule()
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
-        outputs = self._scheduler.take_failed()
+        outputs = self.scheduler.take_failed()
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
             if plan.bucket is None:
                 self._measure_prefill(plan, self._clock() - start)
-            outputs += self._scheduler.update(plan, result)
-        elif not outputs and self._scheduler.has_work():
+            outputs += self.scheduler.update(plan, result)
+        elif not outputs and self.scheduler.has_work():
             self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
-        if plan.num_tokens >= self._block_tokens * len(plan.rows):
-            self._costs.observe("prefix_page", seconds * self._block_tokens / plan.num_tokens)
-
-    @property
-    def block_tokens(self) -> int:
-        """Tokens whose KV a page holds."""
-        return self._block_tokens
+        if plan.num_tokens >= self.block_tokens * len(plan.rows):
+            self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
 
     def check_when_idle(self) -> None:
         """Run `check_integrity` when idle, at most once a second.
 
         A driver calls it after delivering outputs, so that a failed check loses no answer.
         """
-        if not self._scheduler.has_work() and (now := self._clock()) >= self._next_check:
+        if not self.scheduler.has_work() and (now := self._clock()) >= self._next_check:
             self._next_check = now + IDLE_CHECK_SECONDS
             self.check_integrity()
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold."""
-        self._pool.check_integrity([*self._scheduler.holders(), *self.store.holders()])
+        self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders()])
 
     def stats(self) -> EngineStats:
-        pool, scheduler = self._pool, self._scheduler
+        pool, scheduler = self.pool, self.scheduler
         reads = self.store.images.counts()
         return EngineStats(
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
             num_pages=pool.num_usable,
             num_free_pages=pool.num_free,
             num_kv_pages=pool.count(PageKind.KV),
@@ -222,8 +196,8 @@ class Engine:
             num_adapter_loads=self.store.num_loads,
             num_streamed_loads=self.store.num_streamed,
             num_adapter_evictions=self.store.num_evictions,
-            num_prefix_hit_tokens=self._prefix.num_hit_tokens,
-            num_prefix_query_tokens=self._prefix.num_query_tokens,
+            num_prefix_hit_tokens=self.prefix.num_hit_tokens,
+            num_prefix_query_tokens=self.prefix.num_query_tokens,
             num_reads=reads.num_under_way,
             num_failed_reads=reads.num_failed,
             num_given_up_reads=reads.num_given_up,
@@ -233,7 +207,11 @@ class Engine:
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         """Return the sorted adapter names of running and of waiting requests."""
-        return sorted(self._scheduler.running_adapters), sorted(self._scheduler.waiting_adapters)
+        running, waiting = (
+            {request.adapter_name for request in requests if request.adapter_name is not None}
+            for requests in (self.scheduler.running, self.scheduler.waiting)
+        )
+        return sorted(running), sorted(waiting)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Read and check an adapter directory, weights included, without registering it.
@@ -242,14 +220,14 @@ class Engine:
         and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
         them. Raises AdapterFormatError.
         """
-        return self.check_weights(self._executor.adapters.inspect(path, roots), image)
+        return self.check_weights(self.executor.adapters.inspect(path, roots), image)
 
     def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
         """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
 
         The hash of the content is left out: it takes several times as long as all the rest.
         """
-        self._executor.adapters.read(manifest, self.store.layout_of(manifest), image or HostImage())
+        self.executor.adapters.read(manifest, self.store.layout_of(manifest), image or HostImage())
         return with_effect(manifest)
 
     def pin_adapter(self, name: str) -> bool:
@@ -261,11 +239,11 @@ class Engine:
         adapter = self.store.get(name)
         if self.store.is_pinned(adapter):
             return True
-        pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self._pool.num_usable
+        pinned, usable = self.store.num_pinned_pages + adapter.num_pages, self.pool.num_usable
         fits = 2 * pinned <= usable
         if fits and not self.store.loads.fetch(adapter):
             return False
-        if not fits or not (adapter.pages or self._reclaimer.make_room(adapter.num_pages)):
+        if not fits or not (adapter.pages or self.reclaimer.make_room(adapter.num_pages)):
             raise InvalidRequest(
                 "pin", f"pinned adapters would take {pinned} of {usable} pages; unpin others or raise memory_bytes"
             )
@@ -278,14 +256,14 @@ class Engine:
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""
-        return self._reclaimer.reclaim_all()
+        return self.reclaimer.reclaim_all()
 
     def close(self) -> None:
         self.store.close()
-        self._executor.close()
+        self.executor.close()
 
     def _validate(self, request: Request) -> None:
-        if request.id in self._scheduler:
+        if request.id in self.scheduler:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         limit, count = self.model.max_model_len, request.num_prompt_tokens
         if count == 0:
@@ -307,9 +285,11 @@ class Engine:
             except UnknownAdapter as error:
                 raise InvalidRequest("model", str(error)) from None
         self._limit_output(request)
+        ends = frozenset() if params.ignore_eos else self._eos_token_ids
+        request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
 
     def _limit_output(self, request: Request) -> None:
-        """Set `max_tokens` to what the request asks for, or to all that there is room for.
+        """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.
 
         The last sampled token needs no KV, as nothing is computed from it.
         """
@@ -325,15 +305,15 @@ class Engine:
                     f"prompt and output have {count + (asked or 1)} tokens, a step takes {budget} and chunked prefill "
                     "is off; shorten the request or raise max_num_batched_tokens",
                 )
-        adapter, usable = request.adapter, self._pool.num_usable
+        adapter, usable = request.adapter, self.pool.num_usable
         adapter_pages = 0 if adapter is None else adapter.num_pages
         if pinned := self.store.num_pinned_pages:
             usable -= pinned
             if adapter is not None and self.store.is_pinned(adapter):
                 usable += adapter_pages
         if asked is None:
-            most = min(most, (usable - adapter_pages) * self._block_tokens + 1)
-        pages = adapter_pages - (-(max(most, count + 1) - 1) // self._block_tokens)
+            most = min(most, (usable - adapter_pages) * self.block_tokens + 1)
+        pages = adapter_pages - (-(max(most, count + 1) - 1) // self.block_tokens)
         if pages > usable:
             mend = "shorten the prompt" if asked is None else "lower max_tokens, shorten the prompt"
             raise InvalidRequest(
@@ -341,6 +321,7 @@ class Engine:
                 f"prompt, output and adapter may need {pages} pages, the arena has {usable} to give; "
                 f"{mend} or raise memory_bytes",
             )
+        request.max_length = most
         if most - count != asked:
             request.params = replace(request.params, max_tokens=most - count)
 
@@ -350,7 +331,7 @@ class Engine:
         A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
         """
         try:
-            return self._executor.execute(plan)
+            return self.executor.execute(plan)
         except ExecutorLost:
             raise
         except Exception:
@@ -361,7 +342,7 @@ class Engine:
             bucket = 1 if len(row.tokens) == 1 else None
             alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket)
             try:
-                result = self._executor.execute(alone)
+                result = self.executor.execute(alone)
             except ExecutorLost:
                 raise
             except Exception as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .device import Device, Upload
+from .device import CudaDevice, Upload
 
 #: Per-token tensors of a step: `DecodeViews`' first four.
 _COLUMNS = 4
@@ -106,7 +106,7 @@ class DeviceDecodeBuffers:
     """
 
     def __init__(
-        self, sizes: Sequence[int], max_pages_per_row: int, block_tokens: int, dummy_page: int, device: Device
+        self, sizes: Sequence[int], max_pages_per_row: int, block_tokens: int, dummy_page: int, device: CudaDevice
     ) -> None:
         widths = {size: -(-size // _ALIGN) * _ALIGN for size in sizes}
         self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page)

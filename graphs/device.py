@@ -1,137 +1,24 @@
-"""Device that steps run on: a stream, copies through pinned memory, events, graphs and numbers of bytes.
-
-`CudaDevice` is a GPU. `HostDevice` does the same on the CPU at once, so that everything above it runs without a GPU.
-"""
+"""Device that steps run on: a stream, copies through pinned memory, events, graphs and numbers of bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, Protocol, TypeVar
+from contextlib import AbstractContextManager, suppress
+from typing import Any
 from weakref import WeakSet
 
 import torch
-
-Result = TypeVar("Result")
 
 
 class DeviceError(RuntimeError):
     """The device that was asked for can't be used; the text names the mend."""
 
 
-class Event(Protocol):
-    """A point in a stream's work."""
-
-    def record(self) -> None:
-        """Mark what has been given to the stream so far."""
-
-    def synchronize(self) -> None:
-        """Sleep until what was marked is done; at once when nothing was."""
-
-
-class Device(Protocol):
-    """Device that steps run on. Work is done in the order given, beside the host unless it says otherwise."""
-
-    torch_device: torch.device
-
-    #: As the driver says; None when it is no GPU.
-    name: str | None
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Inside, work goes to this device's stream, on whatever thread."""
-        ...
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        """Host memory, uint8 `[num_bytes]`, that copies read and write beside the host."""
-        ...
-
-    def event(self) -> Event: ...
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """`target.copy_(source)` in its turn. Host memory must be pinned, and left alone until the copy is done."""
-
-    def run(self, work: Callable[[], Result]) -> Result:
-        """Give the device the operators that `work` calls."""
-        ...
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
-        tensors that it makes are gone by the next replay of any graph.
-        """
-        ...
-
-    def memory(self) -> tuple[int, int]:
-        """(free, total) bytes."""
-        ...
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        """Bytes that `work` has allocated at most beyond those allocated before it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait until all work is done."""
-
-    def failure(self) -> str | None:
-        """Reason why the device does nothing more for this process; None while it works."""
-        ...
-
-    def release(self) -> None:
-        """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
-
-
-class HostDevice:
-    """The CPU as a device that is done with everything when the call returns; a graph is a call.
-
-    memory_bytes: what `memory` says, free and in all.
-    """
-
-    def __init__(self, memory_bytes: int = 1 << 30) -> None:
-        self.torch_device = torch.device("cpu")
-        self.name: str | None = None
-        self._memory_bytes = memory_bytes
-
-    def scope(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def pinned(self, num_bytes: int) -> torch.Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8)
-
-    def event(self) -> Event:
-        return _PastEvent()
-
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        target.copy_(source)
-
-    def run(self, work: Callable[[], Result]) -> Result:
-        return work()
-
-    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        work()
-
-        def replay() -> None:
-            work()
-
-        return replay
-
-    def memory(self) -> tuple[int, int]:
-        return self._memory_bytes, self._memory_bytes
-
-    def peak_bytes(self, work: Callable[[], object]) -> int:
-        work()
-        return 0
-
-    def synchronize(self) -> None:
-        """Nothing is under way."""
-
-    def failure(self) -> str | None:
-        return None
-
-    def release(self) -> None:
-        """Memory goes back by itself."""
-
-
 class CudaDevice:
-    """A GPU and one stream of it. Raises DeviceError when there is none of that index."""
+    """A GPU and one stream of it, which does its work in the order given, beside the host unless it says otherwise.
+
+    Raises DeviceError when there is none of that index.
+    """
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
@@ -140,29 +27,31 @@ class CudaDevice:
         if index >= (count := torch.cuda.device_count()):
             raise DeviceError(f"device is 'cuda:{index}', but there are {count} GPUs, the last is 'cuda:{count - 1}'")
         self.torch_device = torch.device("cuda", index)
-        self.name: str | None = torch.cuda.get_device_name(index)
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def scope(self) -> AbstractContextManager[Any]:
+        """Inside, work goes to this device's stream, on whatever thread."""
         return torch.cuda.stream(self._stream)
 
     def pinned(self, num_bytes: int) -> torch.Tensor:
+        """Host memory, uint8 `[num_bytes]`, that copies read and write beside the host."""
         return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
 
-    def event(self) -> Event:
+    def event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """`target.copy_(source)` in its turn. Host memory must be pinned, and left alone until the copy is done."""
         target.copy_(source, non_blocking=True)
 
-    def run(self, work: Callable[[], Result]) -> Result:
-        return work()
-
     def capture(self, work: Callable[[], object]) -> Callable[[], None]:
-        """All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
+        """Run `work` once, record it, and return what replays it. Its results are what it writes into static tensors;
+        tensors that it makes are gone by the next replay of any graph.
+
+        All graphs share one memory pool as long as one of them lives. The first run compiles kernels and makes
         workspaces, which must not happen in a capture. Other threads may allocate meanwhile, as those that read
         adapters into pinned memory do.
         """
@@ -184,9 +73,11 @@ class CudaDevice:
         return graph.replay
 
     def memory(self) -> tuple[int, int]:
+        """(free, total) bytes."""
         return torch.cuda.mem_get_info(self.torch_device)
 
     def peak_bytes(self, work: Callable[[], object]) -> int:
+        """Bytes that `work` has allocated at most beyond those allocated before it."""
         self.synchronize()
         torch.cuda.reset_peak_memory_stats(self.torch_device)
         before = torch.cuda.memory_allocated(self.torch_device)
@@ -195,10 +86,13 @@ class CudaDevice:
         return torch.cuda.max_memory_allocated(self.torch_device) - before
 
     def synchronize(self) -> None:
+        """Wait until all work is done."""
         torch.cuda.synchronize(self.torch_device)
 
     def failure(self) -> str | None:
-        """An illegal address, a failed assertion in a kernel, an ECC error and their like are told by every later call,
+        """Reason why the device does nothing more for this process; None while it works.
+
+        An illegal address, a failed assertion in a kernel, an ECC error and their like are told by every later call,
         until the process ends; by whichever library they are told first, and under whatever name. What an earlier call
         left behind is told once.
         """
@@ -213,17 +107,10 @@ class CudaDevice:
         return found
 
     def release(self) -> None:
+        """Give memory that nothing refers to back to the device. Graphs captured before share none with later ones."""
         self.synchronize()
         torch.cuda.empty_cache()
         self._graphs.clear()  # later ones share no pool with those
-
-
-class _PastEvent:
-    def record(self) -> None:
-        """Nothing to wait for: work is done when its call returns."""
-
-    def synchronize(self) -> None:
-        """It has happened."""
 
 
 class Upload:
@@ -232,7 +119,7 @@ class Upload:
     Two pinned blocks take turns, each guarded by an event: neither is written again before its copy is done.
     """
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         """num_bytes: of the largest copy."""
         self._device = device
         self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
@@ -255,7 +142,7 @@ class Upload:
 class Download:
     """Fetches device values; the host sleeps until they are there."""
 
-    def __init__(self, device: Device, num_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         """num_bytes: of the largest fetch."""
         self._device = device
         self._block = device.pinned(num_bytes)

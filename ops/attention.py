@@ -47,18 +47,14 @@ class PagedAttention:
         Rows with more than one token come first.
         """
         self._prefills.clear()
-        num_rows = len(kv_lens)
-        row = 0
-        while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
+        num_prefills = count_prefills(qo_indptr, len(kv_lens))
+        for row in range(num_prefills):
             self._prefills.append(self._plan_prefill(qo_indptr[row], qo_indptr[row + 1], page_table[row], kv_lens[row]))
-            row += 1
-        self._first_decode_token = qo_indptr[row]
-        if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
-            raise ValueError("rows with more than one token must come before those with one")
-        if row < num_rows:
-            lens = torch.tensor(kv_lens[row:])
+        self._first_decode_token = qo_indptr[num_prefills]
+        if num_prefills < len(kv_lens):
+            lens = torch.tensor(kv_lens[num_prefills:])
             num_blocks = -(-int(lens.max()) // self._block_tokens)
-            self._decode_pages = page_table[row:, :num_blocks].to(self._device)
+            self._decode_pages = page_table[num_prefills:, :num_blocks].to(self._device)
             steps = torch.arange(num_blocks * self._block_tokens)
             visible = steps < lens[:, None]
             self._decode_mask = visible[:, None, None, :].to(self._device)
@@ -123,3 +119,13 @@ class PagedAttention:
     def _gather(self, cache: torch.Tensor, pages: torch.Tensor, kv_len: int) -> torch.Tensor:
         """One row's cache `[1, kv_heads, kv_len, head_dim]`."""
         return cache[pages].view(-1, self._kv_heads, self._head_dim)[:kv_len].transpose(0, 1).unsqueeze(0)
+
+
+def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
+    """Rows with more than one token; they come first. ValueError where they don't."""
+    row = 0
+    while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
+        row += 1
+    if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
+        raise ValueError("rows with more than one token must come before those with one")
+    return row

@@ -59,21 +59,13 @@ def choose_attention(
     *,
     max_rows: int,
     max_pages_per_row: int,
-    wanted: str = "auto",
 ) -> AttentionBackend:
     """The backend for a model's heads on a device.
 
-    max_rows: most rows of a step. max_pages_per_row: most pages of a row. wanted: `auto`, `flashinfer` or `torch`.
-    ValueError where FlashInfer is wanted and cannot serve; with `auto` the backend's `reason` says so instead.
+    max_rows: most rows of a step. max_pages_per_row: most pages of a row.
     """
-    if wanted not in ("auto", "flashinfer", "torch"):
-        raise ValueError(f"attention is {wanted!r}; it may be 'auto', 'flashinfer' or 'torch'")
     device = torch.device(device)
-    group = num_heads // kv_heads
-    obstacle = "it is wanted" if wanted == "torch" else flashinfer_obstacle(group, head_dim, dtype, device)
-    if obstacle is not None:
-        if wanted == "flashinfer":
-            raise ValueError(f"attention is 'flashinfer', but {obstacle}; use 'auto' or 'torch'")
+    if (obstacle := flashinfer_obstacle(num_heads // kv_heads, head_dim, dtype, device)) is not None:
         return TorchBackend(num_heads, kv_heads, head_dim, block_tokens, device, obstacle)
     from .attention_flashinfer import FlashInferBackend
 

@@ -26,10 +26,11 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from .attention import count_prefills
 from .attention_plan import PlanBuffers
 
 DTYPES = (torch.bfloat16, torch.float16)
@@ -44,14 +45,6 @@ FLOAT_WORKSPACE_BYTES = 128 << 20
 
 #: A decode plan needs some tens of bytes per row; FlashInfer's own 8 MiB for each of many buckets would add up.
 DECODE_INT_WORKSPACE_BYTES = 1 << 20
-
-
-class Event(Protocol):
-    """Interface of `torch.cuda.Event` as far as it is used."""
-
-    def record(self) -> None: ...
-
-    def synchronize(self) -> None: ...
 
 
 class FlashInferBackend:
@@ -75,7 +68,7 @@ class FlashInferBackend:
         max_pages_per_row: int,
         num_sms: int,
         module: ModuleType | Any | None = None,
-        new_event: Callable[[], Event] | None = None,
+        new_event: Callable[[], Any] | None = None,
     ) -> None:
         """max_rows: most rows of a step. num_sms: processors of the device. module, new_event: for tests."""
         self.module = import_module("flashinfer") if module is None else module
@@ -248,16 +241,6 @@ def _has_nvcc() -> bool:
     except RuntimeError:
         return False
     return Path(home, "bin", "nvcc").is_file()
-
-
-def count_prefills(qo_indptr: Sequence[int], num_rows: int) -> int:
-    """Rows with more than one token; they come first. ValueError where they don't."""
-    row = 0
-    while row < num_rows and qo_indptr[row + 1] - qo_indptr[row] > 1:
-        row += 1
-    if qo_indptr[-1] - qo_indptr[row] != num_rows - row:
-        raise ValueError("rows with more than one token must come before those with one")
-    return row
 
 
 def float_workspace_bytes(num_heads: int, kv_heads: int, head_dim: int, max_rows: int, num_sms: int) -> int:

@@ -10,7 +10,7 @@ import ctypes
 import logging
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import POINTER, Structure, c_float, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -76,6 +76,22 @@ _SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "
 
 _DESCRIPTORS = (sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)  # chorus_descriptors() in decoder.cpp
 
+#: Of each function of the library its name, what it returns and what it takes.
+_FUNCTIONS = (
+    ("descriptors", c_int64),
+    ("supported", c_int),
+    ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+    ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
+    ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
+    ("rows_close", None, c_void_p),
+    ("decoder_create", c_void_p, c_int, c_void_p, c_int),
+    ("decoder_forward", None, c_void_p, c_void_p),
+    ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
+    ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    ("decoder_threads", c_int, c_void_p),
+    ("decoder_destroy", None, c_void_p),
+)
+
 
 @cache
 def library() -> ctypes.CDLL | None:
@@ -83,31 +99,14 @@ def library() -> ctypes.CDLL | None:
     for path in sorted(Path(__file__).parent.glob("_native*.so")):
         try:
             found = ctypes.CDLL(str(path))
-            found.chorus_descriptors.restype = c_int64
+            for name, result, *arguments in _FUNCTIONS:
+                function = getattr(found, f"chorus_{name}")
+                function.restype, function.argtypes = result, arguments
             if found.chorus_descriptors() != _DESCRIPTORS:
                 raise OSError("its descriptors are not those of this version")
-            found.chorus_rows_open.restype = c_void_p
-            found.chorus_rows_open.argtypes = [ctypes.c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64]
-            found.chorus_rows_next.restype = ctypes.c_int
-            found.chorus_rows_next.argtypes = [c_void_p, c_void_p, c_void_p]
-            found.chorus_rows_at.restype = c_void_p
-            found.chorus_rows_at.argtypes = [c_void_p, c_int64, c_int64]
-            found.chorus_rows_close.restype = None
-            found.chorus_rows_close.argtypes = [c_void_p]
         except (OSError, AttributeError) as error:
             logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
             continue
-        found.chorus_decoder_create.restype = c_void_p
-        found.chorus_decoder_create.argtypes = [ctypes.c_int, c_void_p, ctypes.c_int]
-        found.chorus_decoder_forward.restype = None
-        found.chorus_decoder_forward.argtypes = [c_void_p, c_void_p]
-        found.chorus_decoder_score_logits.restype = None
-        found.chorus_decoder_score_logits.argtypes = [c_void_p, ctypes.c_int, ctypes.c_int, c_void_p]
-        found.chorus_decoder_sample.restype = None
-        found.chorus_decoder_sample.argtypes = [c_void_p, c_void_p, ctypes.c_int, c_void_p, ctypes.c_int]
-        found.chorus_decoder_threads.restype = ctypes.c_int
-        found.chorus_decoder_threads.argtypes = [c_void_p]
-        found.chorus_decoder_destroy.argtypes = [c_void_p]
         return found
     return None
 
@@ -142,26 +141,12 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 
 
 @dataclass(slots=True)
-class NativeLayer:
-    """One layer: packed projections in the model's dtype, everything else float32; None where there is none."""
-
-    input_norm: torch.Tensor
-    post_attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    o: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    q_norm: torch.Tensor | None = None
-    k_norm: torch.Tensor | None = None
-    o_bias: torch.Tensor | None = None
-    gate_up_bias: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-
-
-@dataclass(slots=True)
 class NativeModel:
-    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`."""
+    """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`.
+
+    layers: a tensor, or None where there is none, for each name in `_Layer`: packed projections in the model's dtype,
+    everything else float32.
+    """
 
     hidden: int
     ffn: int
@@ -171,7 +156,7 @@ class NativeModel:
     vocab: int
     block_tokens: int
     eps: float
-    layers: list[NativeLayer]
+    layers: Sequence[Any]
     embed: torch.Tensor
     lm_head: torch.Tensor
     norm: torch.Tensor

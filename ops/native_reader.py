@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,15 +79,6 @@ class ReadFault:
     side: str
     kind: str
     error: int = 0
-
-    def __str__(self) -> str:
-        why = {
-            "ends": "the file ends before it does",
-            "unreadable": f"cannot be read: {os.strerror(self.error)}",
-            "not finite": "holds NaN or infinity",
-            "beyond range": "holds a value beyond the range of the dtype asked for",
-        }[self.kind]
-        return f"{self.side} of job {self.job}: {why}"
 
 
 class _Fault(ctypes.Structure):

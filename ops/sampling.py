@@ -83,9 +83,7 @@ class TorchSampling:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
-        fields = [torch.tensor(values, dtype=torch.float64) for values in zip(*chances, strict=True)]
-        temperature, u, top_k, top_p, min_p = fields
-        return sample(_pick(logits, rows), temperature, top_k.long(), top_p, u, min_p).tolist()
+        return sample(_pick(logits, rows), chances).tolist()
 
     def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
@@ -101,34 +99,22 @@ class TorchSampling:
         )
 
 
-def sample(
-    logits: torch.Tensor,
-    temperature: torch.Tensor,
-    top_k: torch.Tensor,
-    top_p: torch.Tensor,
-    u: torch.Tensor,
-    min_p: torch.Tensor | None = None,
-) -> torch.Tensor:
+def sample(logits: torch.Tensor, chances: Sequence[Chances]) -> torch.Tensor:
     """One token id per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is sorted.
 
-    logits: `[rows, vocab]` float32. temperature, top_p, min_p, u: `[rows]` float; top_k: `[rows]` int64, 0 keeps all;
-    these in host memory, wherever the logits are.
+    logits: `[rows, vocab]` float32.
     temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
     renormalised (as vLLM does); of equal logits the first are kept. Vocabulary order, not probability order, so that
     two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs
     in its last bit, as those of other devices do, still gives the same token. -1 where no logit is above -inf, or one
     is NaN or +inf.
     """
-    if min_p is None:
-        min_p = torch.zeros_like(top_p)
-    rows = zip(temperature.tolist(), u.tolist(), top_k.tolist(), top_p.tolist(), min_p.tolist(), strict=True)
-    chances = [Chances(*row) for row in rows]
     step = _slice_rows(logits.shape[1])
     parts = [_sample(part, chances[i * step : (i + 1) * step]) for i, part in enumerate(logits.split(step))]
     return torch.cat(parts)
 
 
-def _sample(logits: torch.Tensor, chances: list[Chances]) -> torch.Tensor:
+def _sample(logits: torch.Tensor, chances: Sequence[Chances]) -> torch.Tensor:
     vocab, device = logits.shape[1], logits.device
     most, best = logits.max(-1)
     drawn = [i for i, row in enumerate(chances) if row.temperature]

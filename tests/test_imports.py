@@ -43,8 +43,10 @@ ROOMS = {
     "memory": ("adapters", "transfers", "host", "files", "pages"),
 }  # fmt: skip
 
-#: Optional dependency → the only package (path prefix) that may import it.
-HOMES = {"triton": "ops", "flashinfer": "ops", "cupy": "memory", "ray": "server/cluster"}
+#: Optional dependency → the only packages (path prefixes) that may import it.
+HOMES = {
+    "triton": ("ops", "perf/kernels"), "flashinfer": ("ops",), "cupy": ("memory",), "ray": ("server/cluster",),
+}  # fmt: skip
 
 NOT_SOURCE = {"tests", "examples", "build", "dist", "node_modules"}
 
@@ -108,8 +110,8 @@ def _breaches(found: Import, at: Path) -> Iterator[str]:
         if top == PACKAGE:
             yield f"imports {name} absolutely; source imports its own packages relatively"
         elif top in HOMES:
-            if not f"{at.as_posix()}/".startswith(f"{HOMES[top]}/"):
-                yield f"imports {top}, which only {HOMES[top]}/ may"
+            if not at.as_posix().startswith(tuple(f"{home}/" for home in HOMES[top])):
+                yield f"imports {top}, which only {' and '.join(f'{home}/' for home in HOMES[top])} may"
             elif not found.lazy and not at.stem.endswith(f"_{top}"):
                 yield f"imports {top} when it is imported; import it inside the function that needs it"
         return
@@ -255,7 +257,11 @@ PLANTED = {
     "an absolute import": ("core/a.py", "from chorus.core.types import X", "imports chorus.core.types absolutely"),
     "an absolute import statement": ("core/a.py", "import chorus.ops", "imports chorus.ops absolutely"),
     "out of the package": ("core/a.py", "from ... import x", "a relative import leaves the package"),
-    "triton outside ops": ("core/a.py", "def f():\n    import triton", "imports triton, which only ops/ may"),
+    "triton outside ops": (
+        "core/a.py",
+        "def f():\n    import triton",
+        "imports triton, which only ops/ and perf/kernels/ may",
+    ),
     "flashinfer outside ops": ("core/a.py", "def f():\n    import flashinfer", "which only ops/ may"),
     "cupy outside memory": ("ops/a.py", "def f():\n    from cupy import cuda", "which only memory/ may"),
     "ray outside the cluster": ("server/a.py", "def f():\n    import ray", "which only server/cluster/ may"),

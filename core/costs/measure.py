@@ -84,8 +84,8 @@ class StepProfiler:
         self._random = random.Random(seed)
         self._buckets = DecodeBuckets(max_num_seqs)
         self._pool = PagePool(executor.num_pages)
-        self._adapters = [self._adapter(path, version) for version, path in enumerate(adapters, 1)]
-        room = self._pool.num_free - sum(adapter.num_pages for adapter in self._adapters)
+        self.adapters = [self._adapter(path, version) for version, path in enumerate(adapters, 1)]
+        room = self._pool.num_free - sum(adapter.num_pages for adapter in self.adapters)
         if room < 2 * max_num_seqs:
             raise MeasureError(
                 f"the adapters leave {max(0, room)} pages of {self._pool.num_usable} for KV; raise memory_bytes"
@@ -98,7 +98,7 @@ class StepProfiler:
     def place_adapters(self) -> None:
         """Bring every adapter into the arena, where it stays; their images are kept."""
         backend, page_bytes = self._executor.adapters, self._executor.layout.page_bytes
-        for adapter in self._adapters:
+        for adapter in self.adapters:
             adapter.pages = self._pool.allocate(adapter.num_pages, PageKind.ADAPTER)
             backend.read(adapter.manifest, adapter.layout, image := HostImage())
             self._place(adapter, image)
@@ -111,17 +111,17 @@ class StepProfiler:
         fresh memory, which takes the system several times as long. To be done last: memory that was given up a moment
         ago is fast to get, in a virtual machine all the more.
         """
-        sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self._adapters]
+        sizes = [adapter.num_pages * self._executor.layout.page_bytes for adapter in self.adapters]
         count = min(4, self._max_num_seqs)
         beside = self._plan([(1, [BASE_SLOT] * count)], count)
-        read: list[list[float]] = [[] for _ in self._adapters]
-        place: list[list[float]] = [[] for _ in self._adapters]
+        read: list[list[float]] = [[] for _ in self.adapters]
+        place: list[list[float]] = [[] for _ in self.adapters]
         lost = 0.0
         uncached = True
         reads = ThreadReads(1)
         try:
             for _ in range(rounds):
-                for index, (adapter, size) in enumerate(zip(self._adapters, sizes, strict=True)):
+                for index, (adapter, size) in enumerate(zip(self.adapters, sizes, strict=True)):
                     uncached &= forget_file(adapter.manifest.path / WEIGHTS_FILE)
                     while self._images and sum(num_bytes for _, num_bytes in self._images) + size > host_bytes:
                         self._images.popleft()
@@ -215,7 +215,7 @@ class StepProfiler:
 
     def _slots(self, count: int) -> list[int]:
         """Adapter of each of `count` rows: a few adapters or many, and some rows of the base model."""
-        choices = self._random.sample(range(len(self._adapters)), self._random.randint(1, len(self._adapters)))
+        choices = self._random.sample(range(len(self.adapters)), self._random.randint(1, len(self.adapters)))
         if self._random.random() < _BASE_SHARE:
             return [BASE_SLOT] * count
         return [
@@ -237,13 +237,13 @@ class StepProfiler:
                 )
         self._steps += 1
         bucket = None if size is None else self._buckets.pick(size)
-        return StepPlan(self._steps, rows, [self._adapters[slot] for slot in used], bucket)
+        return StepPlan(self._steps, rows, [self.adapters[slot] for slot in used], bucket)
 
     def _page_lists(self, counts: list[int]) -> Iterator[tuple[list[int], int]]:
         """Pages of each row, its own, and how many tokens it has already, for rows of so many new tokens."""
         block = self._executor.layout.block_tokens
         limit = self._executor.model.max_model_len
-        adapter_pages = sum(adapter.num_pages for adapter in self._adapters)
+        adapter_pages = sum(adapter.num_pages for adapter in self.adapters)
         free = list(range(1 + adapter_pages, self._executor.num_pages))
         self._random.shuffle(free)
         most = int(len(free) * _KV_SHARE / len(counts)) * block

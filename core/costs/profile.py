@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
 from ...memory.files import strict_json
-from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout
+from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout, module_dims
 from .models import CostModel, DecodeCost, DiskCost, Kernel, MergeCost, OverheadCost, PrefillCost, TransferCost
 
 FORMAT = 1
@@ -85,13 +85,8 @@ class Geometry(_Strict):
     @property
     def module_dims(self) -> ModuleDims:
         """(in_features, out_features) of every projection that an adapter may target."""
-        hidden, ffn, q, kv = (
-            self.hidden_size, self.intermediate_size, self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim,
-        )  # fmt: skip
-        return {
-            "q_proj": (hidden, q), "k_proj": (hidden, kv), "v_proj": (hidden, kv), "o_proj": (q, hidden),
-            "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
-        }  # fmt: skip
+        q_size, kv_size = self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+        return module_dims(self.hidden_size, self.intermediate_size, q_size, kv_size)
 
     def page_layout(self, block_tokens: int) -> PageLayout:
         return PageLayout(self.num_layers, self.num_kv_heads, self.head_dim, block_tokens, self.itemsize)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache, partial
 from pathlib import Path
 from weakref import WeakValueDictionary
 
-import numpy as np
 import torch
 
-from ...graphs.device import Device
+from ...graphs.device import CudaDevice
 from ...memory.adapters.image import RowJobs, read_image
 from ...memory.files.format import AdapterFormatError, AdapterManifest, inspect_adapter
-from ...memory.files.tensor_file import ITEM_BYTES
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...memory.pages.arena import Arena
@@ -28,11 +27,18 @@ from .base import watched
 class ModelAdapters:
     """Reads PEFT directories and moves them into an executor's arena, layer by layer.
 
-    The arena is on the CPU, or `CudaAdapters` takes care of its device. pinned_bytes: most host memory that is pinned
-    for images.
+    pinned_bytes: most host memory that is pinned for images. scope: in which the arena's device is given copies.
     """
 
-    def __init__(self, config: ModelConfig, arena: Arena, dtype: torch.dtype, pinned_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        arena: Arena,
+        dtype: torch.dtype,
+        pinned_bytes: int = 0,
+        scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        self._scope = scope
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
@@ -59,25 +65,32 @@ class ModelAdapters:
         read_image(manifest, layout, dims, page_elems, self._dtype, image, buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        transfer = self._dma.copies.start(image, layout, pages)
-        return None if transfer.is_done() else transfer
+        with self._scope():
+            transfer = self._dma.copies.start(image, layout, pages)
+            return None if transfer.is_done() else transfer
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        image = HostImage()
-        image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
-        self._dma.copies.copy_out(pages, image.data)
-        image.publish(layout.num_layers)
-        return image
+        with self._scope():
+            image = HostImage()
+            image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
+            self._dma.copies.copy_out(pages, image.data)
+            image.publish(layout.num_layers)
+            return image
 
 
 class CudaAdapters(ModelAdapters):
     """Refuses what the static tables of a GPU can't hold. `place` is called by the thread that launches steps."""
 
     def __init__(
-        self, config: ModelConfig, arena: Arena, dtype: torch.dtype, device: Device, max_rank: int, pinned_bytes: int
+        self,
+        config: ModelConfig,
+        arena: Arena,
+        dtype: torch.dtype,
+        device: CudaDevice,
+        max_rank: int,
+        pinned_bytes: int,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes)
-        self._device = device
+        super().__init__(config, arena, dtype, pinned_bytes, partial(watched, device))
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
@@ -92,14 +105,6 @@ class CudaAdapters(ModelAdapters):
                 f"on a GPU at most {MAX_PARTS} may"
             )
         return manifest
-
-    def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
-        with watched(self._device):
-            return super().place(image, layout, pages)
-
-    def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
-        with watched(self._device):
-            return super().save(layout, pages)
 
     def advance(self) -> None:
         """Issue the next copies, and release images whose copies are complete."""
@@ -117,10 +122,5 @@ def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> nat
 
 @lru_cache(64)
 def _native_jobs(jobs: RowJobs, out_elems: int) -> native_reader.ReadJobs:
-    """The same jobs as the library takes them, checked once."""
-    table = jobs.table.copy()
-    table[:, 2:4] = _ELEMENTS[table[:, 2:4]]
-    return native_reader.ReadJobs(table, jobs.groups, jobs.spans, out_elems)
-
-
-_ELEMENTS = np.array([native_reader.ELEMENTS[name] for name in ITEM_BYTES])
+    """The same jobs as the library takes them, checked once; `ITEM_BYTES` and it count element types alike."""
+    return native_reader.ReadJobs(jobs.table, jobs.groups, jobs.spans, out_elems)

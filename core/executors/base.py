@@ -1,7 +1,8 @@
-"""Interface of executors."""
+"""Interface of executors, and what those that load a model have in common."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -9,14 +10,20 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import AdapterBackend
 from ...memory.pages.layout import PageLayout
+from ..config import EngineConfig
+from ..model.config import ModelConfig, UnsupportedModel
 from ..requests.types import ExecutorLost, StepPlan, StepResult
 
 if TYPE_CHECKING:
-    from ...graphs.device import Device
+    import torch
+
+    from ...graphs.device import CudaDevice
+
+logger = logging.getLogger(__name__)
 
 
 @contextmanager
-def watched(device: Device) -> Iterator[None]:
+def watched(device: CudaDevice) -> Iterator[None]:
     """Scope of a device's work; raises ExecutorLost instead of an error that has ended the device."""
     try:
         with device.scope():
@@ -56,3 +63,37 @@ class Executor(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+class ModelExecutor:
+    """Shapes of the checkpoint that a configuration names: what an executor knows before it reads any weight."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        """Raises UnsupportedModel."""
+        import torch
+
+        self.config = model = ModelConfig.read(config.model)
+        self._dtype: torch.dtype = getattr(torch, model.dtype if config.dtype == "auto" else config.dtype)
+        self.model = ModelInfo(model.vocab_size, max_model_len_of(config, model), model.eos_token_ids)
+        self.layout = PageLayout(
+            model.num_layers, model.num_kv_heads, model.head_dim, config.block_tokens, self._dtype.itemsize
+        )
+
+
+def max_model_len_of(config: EngineConfig, model: ModelConfig) -> int:
+    """The configured limit, or else the model's: its positions, or its sliding window where that is shorter.
+
+    Within the window, windowed attention is plain causal attention; beyond it is not served.
+    """
+    limit = model.max_context
+    name = "max_position_embeddings" if limit == model.max_position_embeddings else "sliding_window"
+    if config.max_model_len is None:
+        if limit < model.max_position_embeddings:
+            logger.info(
+                "max_model_len is %d, the model's sliding window, not its %d positions", limit,
+                model.max_position_embeddings,
+            )  # fmt: skip
+        return limit
+    if config.max_model_len > limit:
+        raise UnsupportedModel(f"max_model_len is {config.max_model_len}, the model's {name} {limit}; lower it")
+    return config.max_model_len

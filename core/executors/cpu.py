@@ -13,8 +13,6 @@ from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
 from ...memory.pages.arena import Arena
 from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
-from ...ops.attention import PagedAttention
-from ...ops.native import NativeRows
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
 from ..cpus import available_cpus
@@ -26,51 +24,40 @@ from ..model.native_decoder import NativeDecoderModel
 from ..model.native_decoder import supported as native_supported
 from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
 from ..model.weights import open_weights
-from ..requests.types import ScheduledRow, StepPlan, StepResult
+from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
-from .base import ModelInfo
+from .base import ModelExecutor
 from .host_memory import default_arena_bytes
-from .model_len import max_model_len_of
 
 logger = logging.getLogger(__name__)
 
 A = TypeVar("A", bound=RowPlan)
 
 
-class CpuExecutor:
+class CpuExecutor(ModelExecutor):
     """Runs steps with torch on the CPU. One thread at a time."""
 
     def __init__(self, config: EngineConfig) -> None:
         threads = config.threads or available_cpus()
         torch.set_num_threads(threads)
-        self.config = ModelConfig.read(config.model)
-        dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
-        max_model_len = max_model_len_of(config, self.config)
-        self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
-        self.layout = PageLayout(
-            self.config.num_layers,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            config.block_tokens,
-            dtype.itemsize,
-        )
+        super().__init__(config)
+        dtype, max_model_len = self._dtype, self.model.max_model_len
         self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
-        self._arena = Arena(self.layout, self.num_pages, dtype, "cpu")
-        self.adapters = ModelAdapters(self.config, self._arena, dtype)
+        self.arena = Arena(self.layout, self.num_pages, dtype, "cpu")
+        self.adapters = ModelAdapters(self.config, self.arena, dtype)
         native = _use_native(config, self.config, dtype)
-        self._lora = LoraState(self.config, self._arena.pages, config.max_load_stall_seconds)
+        self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
-        self._steps: _Steps[NativeRows] | _Steps[PagedAttention]
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
             if native:
-                self._model = NativeDecoderModel(self.config, weights, self._arena, max_model_len, threads)
+                self.decoder = NativeDecoderModel(self.config, weights, self.arena, max_model_len, threads)
                 torch.set_num_threads(1)  # the native decoder does the work; torch's threads would spin beside it
-                self._sampling: Sampling = self._model.sampling
-                self._steps = _Steps(self._model, *setup)
+                self._sampling: Sampling = self.decoder.sampling
+                self.steps = _Steps(self.decoder, *setup)
             else:
-                self._model = DecoderModel(self.config, weights, self._arena, max_model_len)
+                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len)
                 self._sampling = TorchSampling()
-                self._steps = _Steps(self._model, *setup)
+                self.steps = _Steps(self.decoder, *setup)
 
     def _arena_bytes(self, config: EngineConfig) -> int:
         if config.memory_bytes is not None:
@@ -81,7 +68,7 @@ class CpuExecutor:
         return num_bytes
 
     def execute(self, plan: StepPlan) -> StepResult:
-        model, rows = self._model, plan.rows
+        model, rows = self.decoder, plan.rows
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
             drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
@@ -91,38 +78,33 @@ class CpuExecutor:
                 if index not in drawn or drawn[index].cuts or rows[index].params.logprobs is not None
             ]
             model.keep_logits(kept, drawn)
-            logits = self._steps.forward(plan)
-            result = self._draw(rows, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
+            logits = self.steps.forward(plan)
+            result = self._draw(plan, model.best, logits, {index: place for place, index in enumerate(kept)}, drawn)
         else:
             with torch.inference_mode():
-                logits = self._steps.forward(plan)
-                result = self._draw(rows, greedy(logits), logits, {index: index for index in asking})
-        return self._without_late(plan, result)
+                logits = self.steps.forward(plan)
+                result = self._draw(plan, greedy(logits), logits, {index: index for index in asking})
+        return result
 
     def _draw(
         self,
-        rows: list[ScheduledRow],
+        plan: StepPlan,
         likeliest: Sequence[int],
         logits: torch.Tensor,
         at: Mapping[int, int],
         chosen: Collection[int] = (),
     ) -> StepResult:
+        rows = plan.rows
         result = draw(rows, likeliest, logits, at, self._sampling, self.model.eos_token_ids, chosen)
         if any(row.scores_prompt for row in rows):
-            score_prompts(rows, self._model.score_logits, self._sampling, self.model.vocab_size, result)
+            score_prompts(rows, self.decoder.score_logits, self._sampling, self.model.vocab_size, result)
+        if plan.adapters:
+            self._lora.retract_late(rows, result)
         return result
 
     def close(self) -> None:
-        self._steps.close()
-        self._model.close()
-
-    def _without_late(self, plan: StepPlan, result: StepResult) -> StepResult:
-        """Discard the results of rows whose adapter did not arrive in time."""
-        if plan.adapters and (late := self._lora.late_slots()):
-            for row in plan.rows:
-                if row.slot in late:
-                    result.retract(row.request_id)
-        return result
+        self.steps.close()
+        self.decoder.close()
 
 
 class _Model(Protocol[A]):
@@ -146,14 +128,14 @@ class _Steps(Generic[A]):
         pages = layout.pages_for_tokens(max_model_len)
         self._buffers = DecodeBuffers(sizes, pages, layout.block_tokens, PagePool.DUMMY)
         self._bucket_attention = {size: model.new_attention() for size in sizes}
-        self._graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
+        self.graphs: GraphRunner[torch.Tensor] = GraphRunner(self._capture)
 
     def forward(self, plan: StepPlan) -> torch.Tensor:
         """Logits of a step's rows."""
         return self._ragged(plan) if plan.bucket is None else self._decode(plan, plan.bucket)
 
     def close(self) -> None:
-        self._graphs.close()
+        self.graphs.close()
 
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
@@ -171,10 +153,10 @@ class _Steps(Generic[A]):
         )
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
         if plan.mode is StepMode.BASE:
-            return self._graphs.replay(bucket, StepMode.BASE)
+            return self.graphs.replay(bucket, StepMode.BASE)
         padding = [-1] * (bucket - len(rows))
         self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)
-        return self._graphs.replay(bucket, StepMode.LORA)
+        return self.graphs.replay(bucket, StepMode.LORA)
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
         views = self._buffers.views[bucket]

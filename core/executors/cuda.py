@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 import torch
 
-from ...graphs.device import CudaDevice, Device
+from ...graphs.device import CudaDevice
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
-from ...memory.pages.layout import PageLayout
 from ...ops.attention_backend import choose_attention
 from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
-from ..model.config import ModelConfig
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
 from ..model.sampler import draw, needs_logits, score_prompts
@@ -22,56 +20,45 @@ from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
-from .base import ModelInfo, watched
+from .base import ModelExecutor, watched
 from .cuda_steps import CudaSteps
-from .model_len import max_model_len_of
 
 logger = logging.getLogger(__name__)
 
 
-class CudaExecutor:
+class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU. One thread at a time, any thread."""
 
-    def __init__(self, config: EngineConfig, device: Device | None = None) -> None:
+    def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
+        super().__init__(config)
         self._config = config
         self._sampling = TorchSampling()
-        self.config = ModelConfig.read(config.model)
         self._device = CudaDevice(_index(config.device)) if device is None else device
-        self._dtype = getattr(torch, self.config.dtype if config.dtype == "auto" else config.dtype)
-        max_model_len = max_model_len_of(config, self.config)
-        self.model = ModelInfo(self.config.vocab_size, max_model_len, self.config.eos_token_ids)
-        self.layout = PageLayout(
-            self.config.num_layers,
-            self.config.num_kv_heads,
-            self.config.head_dim,
-            config.block_tokens,
-            self._dtype.itemsize,
-        )
         with self._device.scope():
             free, _ = self._device.memory()
-            self._steps = self._load()
+            self.steps = self._load()
             with torch.inference_mode():
-                self._steps.warm_up()
+                self.steps.warm_up()
                 self.num_pages = self._measure(free)
-            self._arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
-            self._steps.use_arena(self._arena)
+            self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
+            self.steps.use_arena(self.arena)
             self.adapters = CudaAdapters(
-                self.config, self._arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
+                self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
             )
             with torch.inference_mode():
-                self._steps.capture_ahead()
+                self.steps.capture_ahead()
             self._device.synchronize()
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
         """The captured buckets and modes, in order of capture."""
-        return self._steps.captured
+        return self.steps.captured
 
     def execute(self, plan: StepPlan) -> StepResult:
         with watched(self._device), torch.inference_mode(), span(_name(plan)):
             self.adapters.advance()
-            rows, steps = plan.rows, self._steps
+            rows, steps = plan.rows, self.steps
             if plan.bucket is None:
                 logits, likeliest = steps.ragged(rows, plan.adapters)
             else:
@@ -80,18 +67,16 @@ class CudaExecutor:
             result = draw(rows, likeliest, logits, asking, self._sampling, self.model.eos_token_ids)
             if any(row.scores_prompt for row in rows):
                 score_prompts(rows, steps.score_logits, self._sampling, self.model.vocab_size, result)
-            if plan.adapters and (late := self._steps.lora.late_slots()):
-                for row in plan.rows:
-                    if row.slot in late:
-                        result.retract(row.request_id)
+            if plan.adapters:
+                steps.lora.retract_late(rows, result)
             return result
 
     def close(self) -> None:
         """Free the GPU's memory. The executor can't be used afterwards."""
         self._device.synchronize()
         self.adapters.close()
-        self._steps.close()
-        del self._steps, self._arena, self.adapters
+        self.steps.close()
+        del self.steps, self.arena, self.adapters
         self._device.release()
 
     def _load(self) -> CudaSteps:
@@ -121,8 +106,8 @@ class CudaExecutor:
         free_at_first: bytes before anything was loaded.
         """
         config, device, page_bytes = self._config, self._device, self.layout.page_bytes
-        activations = device.peak_bytes(self._steps.largest_step)
-        graphs = self._steps.graph_bytes()
+        activations = device.peak_bytes(self.steps.largest_step)
+        graphs = self.steps.graph_bytes()
         device.release()
         free, total = device.memory()
         use = cuda_memory.MemoryUse(free, total, free_at_first - free, activations, graphs)

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 
 from ...graphs.buffers import DeviceDecodeBuffers
-from ...graphs.device import Device, Download, Upload
+from ...graphs.device import CudaDevice, Download, Upload
 from ...graphs.runner import CapturedStep, DecodeBuckets, GraphRunner, StepMode
 from ...memory.adapters.adapter import Adapter
 from ...memory.pages.arena import Arena
@@ -21,7 +21,7 @@ from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
-from ..model.load_progress import count_progress
+from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
 from ..model.sampler import draw, score_prompts
 from ..requests.sampling_params import SamplingParams
@@ -50,11 +50,11 @@ class CudaSteps:
         model: DecoderModel,
         arena: Arena,
         attention: AttentionBackend,
-        device: Device,
+        device: CudaDevice,
         max_model_len: int,
     ) -> None:
         self._config = config
-        self._model = model
+        self.decoder = model
         self._device = device
         self._max_model_len = max_model_len
         self._layout = layout = arena.layout
@@ -65,7 +65,7 @@ class CudaSteps:
         self._buffers = DeviceDecodeBuffers(
             sizes, layout.pages_for_tokens(max_model_len), layout.block_tokens, PagePool.DUMMY, device
         )
-        self._logits = torch.zeros(rows, model.config.vocab_size, device=where)
+        self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
         self._download = Download(device, self._chosen.numel() * self._chosen.itemsize)
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
@@ -81,19 +81,19 @@ class CudaSteps:
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
-        self._bucket_lora = {size: self.lora.bucket(size) for size in sizes}
-        self._graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+        self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
 
     def use_arena(self, arena: Arena) -> None:
         """Work on another arena of the same layout from now on; nothing may have been captured."""
-        self._model.use_arena(arena)
+        self.decoder.use_arena(arena)
         self.lora.use_arena(arena.pages)
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
         """The captured buckets and modes, in order of capture."""
-        return self._graphs.report
+        return self.graphs.report
 
     # -- steps
 
@@ -106,12 +106,8 @@ class CudaSteps:
             ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora)
         )
         logits, chosen = self._outputs(len(rows))
-
-        def step() -> None:
-            self._model.forward(batch, logits)
-            _pick(logits, chosen)
-
-        self._device.run(step)
+        self.decoder.forward(batch, logits)
+        _pick(logits, chosen)
         return logits, self._fetch(chosen)
 
     def decode(self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
@@ -119,19 +115,19 @@ class CudaSteps:
         self._fill(bucket, rows)
         mode, launches, captured = StepMode.BASE, None, None
         if adapters:
-            mode, captured = StepMode.LORA, self._bucket_lora[bucket]
+            mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             slots = [*(row.slot for row in rows), *([BASE_SLOT] * (bucket - len(rows)))]
             launches = self.lora.begin_bucket(adapters, slots, captured)
         if self._captures and launches is captured:
-            self._graphs.replay(bucket, mode)
+            self.graphs.replay(bucket, mode)
         else:
-            self._device.run(self._step(bucket, launches))
+            self._step(bucket, launches)()
         logits, chosen = self._outputs(bucket)
         return logits, self._fetch(chosen)
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits of some of the last ragged step's score tokens."""
-        return self._model.score_logits(begin, end)
+        return self.decoder.score_logits(begin, end)
 
     def _fetch(self, chosen: torch.Tensor) -> list[int]:
         tokens, healthy = self._download(chosen).tolist()
@@ -150,14 +146,14 @@ class CudaSteps:
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
-            self._model.forward(batch, logits)
+            self.decoder.forward(batch, logits)
             _pick(logits, chosen)
 
         return step
 
     def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
-        return self._logits[:rows], self._chosen[: 2 * rows].view(2, rows)
+        return self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
 
     def _to_device(self, batch: StepBatch[Attention, LoraLaunches]) -> StepBatch[Attention, LoraLaunches]:
         """The batch with its tensors in static buffers of the device, in one copy."""
@@ -186,11 +182,11 @@ class CudaSteps:
         if not self._captures or self._config.graph_capture != "ahead":
             return
         keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
-        with count_progress("capturing decode steps", len(keys)) as progress:
+        with progress("capturing decode steps", len(keys)) as advance:
             for bucket, mode in keys:
                 self._fill(bucket, [])
-                self._graphs.capture(bucket, mode)
-                progress.advance(1)
+                self.graphs.capture(bucket, mode)
+                advance(1)
         seconds, num_bytes = (sum(getattr(step, name) for step in self.captured) for name in ("seconds", "num_bytes"))
         logger.info("captured %d graphs in %.1f s, %s", len(keys), seconds, cuda_memory.gib(num_bytes))
 
@@ -200,9 +196,9 @@ class CudaSteps:
             return 0
         for bucket in self._sizes[:-3:-1]:
             self._fill(bucket, [])
-            self._graphs.capture(bucket, StepMode.LORA)
+            self.graphs.capture(bucket, StepMode.LORA)
         first, *second = (step.num_bytes for step in self.captured)
-        self._graphs.clear()
+        self.graphs.clear()
         return first + (len(self._sizes) * len(_MODES) - 1) * sum(second)
 
     def largest_step(self) -> None:
@@ -211,7 +207,7 @@ class CudaSteps:
 
         The last row has one token, so that what serves decode rows among others is loaded, too.
         """
-        config, vocab = self._config, self._model.config.vocab_size
+        config, vocab = self._config, self.decoder.config.vocab_size
         params = SamplingParams(top_k=max(1, vocab // 2), top_p=0.9, min_p=0.1, prompt_logprobs=1)
         decoding = [1] * (config.max_num_seqs > 1)
         lengths, left = [], config.max_num_batched_tokens - len(decoding)
@@ -229,12 +225,12 @@ class CudaSteps:
 
     def close(self) -> None:
         """Free the graphs and their memory."""
-        self._graphs.close()
+        self.graphs.close()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket whose attention is planned."""
-        lora = self._bucket_lora[bucket] if mode is StepMode.LORA else None
-        return partial(self._device.run, self._device.capture(self._step(bucket, lora)))
+        lora = self.bucket_lora[bucket] if mode is StepMode.LORA else None
+        return self._device.capture(self._step(bucket, lora))
 
 
 def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:

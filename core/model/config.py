@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...memory.pages.layout import ModuleDims
+from ...memory.pages.layout import ModuleDims, module_dims
 from .config_json import ConfigJson, UnsupportedModel
 from .rope_config import ROPE_TYPES, RopeConfig
 
@@ -108,16 +108,7 @@ class ModelConfig:
     @property
     def module_dims(self) -> ModuleDims:
         """(in_features, out_features) of every projection that an adapter may target."""
-        hidden, ffn = self.hidden_size, self.intermediate_size
-        return {
-            "q_proj": (hidden, self.q_size),
-            "k_proj": (hidden, self.kv_size),
-            "v_proj": (hidden, self.kv_size),
-            "o_proj": (self.q_size, hidden),
-            "gate_proj": (hidden, ffn),
-            "up_proj": (hidden, ffn),
-            "down_proj": (ffn, hidden),
-        }
+        return module_dims(self.hidden_size, self.intermediate_size, self.q_size, self.kv_size)
 
     @classmethod
     def read(cls, directory: Path) -> ModelConfig:

@@ -20,7 +20,7 @@ from ...ops.elementwise import (
 )
 from .batch import StepBatch
 from .config import ModelConfig
-from .lora_state import StepLora
+from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora
 from .nvtx_spans import span
 from .weights import LayerWeights, Weights
 
@@ -114,7 +114,7 @@ class DecoderModel:
             qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
         if lora is not None:
             with span("lora.qkv"):
-                lora.qkv(qkv, x, index)
+                lora.add(QKV, qkv, x, index)
         with span("attn.rope"):
             q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
         with span("attn.run"):
@@ -123,7 +123,7 @@ class DecoderModel:
             out = linear(attended, layer.o, layer.o_bias)
         if lora is not None:
             with span("lora.o"):
-                lora.o(out, attended, index)
+                lora.add(ATTN_O, out, attended, index)
         return out
 
     def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: Batch) -> torch.Tensor:
@@ -132,12 +132,12 @@ class DecoderModel:
             gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]
             if lora is not None:
                 with span("lora.gate_up"):
-                    lora.gate_up(gate_up, x, index)
+                    lora.add(GATE_UP, gate_up, x, index)
             hidden = silu_and_mul(gate_up)
             out = linear(hidden, layer.down, layer.down_bias)
             if lora is not None:
                 with span("lora.down"):
-                    lora.down(out, hidden, index)
+                    lora.add(DOWN, out, hidden, index)
         return out
 
 

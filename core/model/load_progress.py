@@ -7,62 +7,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 
-class LoadProgress:
-    """Progress that shows nothing, for pipes and log files."""
-
-    def start(self, total: int) -> None:
-        """Set the total."""
-
-    def advance(self, amount: int) -> None:
-        """Add `amount` to what is done."""
-
-
-class TerminalProgress(LoadProgress):
-    """A transient bar on standard error; gone when the load is done."""
-
-    def __init__(self, label: str, *, counts_bytes: bool = True) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            MofNCompleteColumn,
-            Progress,
-            TextColumn,
-            TransferSpeedColumn,
-        )
-
-        amounts = (DownloadColumn(), TransferSpeedColumn()) if counts_bytes else (MofNCompleteColumn(),)
-        columns = (TextColumn("{task.description}"), BarColumn(), *amounts)
-        self.bar = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._task = self.bar.add_task(label, total=None)
-
-    def start(self, total: int) -> None:
-        self.bar.update(self._task, total=total)
-
-    def advance(self, amount: int) -> None:
-        self.bar.update(self._task, advance=amount)
-
-
 @contextmanager
-def load_progress(label: str) -> Iterator[LoadProgress]:
-    """Progress in bytes of loading `label`: a bar where standard error is a terminal, silence elsewhere."""
-    with _shown(lambda: TerminalProgress(f"loading {label}")) as progress:
-        yield progress
+def progress(label: str, total: int, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """Show progress, of bytes or of items, where standard error is a terminal; gone when the context ends.
 
-
-@contextmanager
-def count_progress(label: str, total: int) -> Iterator[LoadProgress]:
-    """Progress in `total` items, shown as `load_progress` is."""
-    with _shown(lambda: TerminalProgress(label, counts_bytes=False)) as progress:
-        progress.start(total)
-        yield progress
-
-
-@contextmanager
-def _shown(make: Callable[[], TerminalProgress]) -> Iterator[LoadProgress]:
-    if not sys.stderr.isatty():
-        yield LoadProgress()
+    It is told what was done since the last time.
+    """
+    if not sys.stderr.isatty():  # no bar in pipes and log files
+        yield lambda amount: None
         return
-    progress = make()
-    with progress.bar:
-        yield progress
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TransferSpeedColumn
+
+    amounts = (DownloadColumn(), TransferSpeedColumn()) if in_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}"), BarColumn(), *amounts)
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(label, total=total)
+        yield lambda amount: bar.advance(task, amount)

@@ -17,12 +17,15 @@ from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
-from ..requests.types import BASE_SLOT
+from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from .config import ModelConfig
 
 #: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
 #: scale. ((3, 1.0), (0, -1.0)) is what slot 3 adds beyond slot 0.
 RowAdapters = int | tuple[tuple[int, float], ...]
+
+#: Groups of projections that share an input, in `lora_groups`' order.
+QKV, ATTN_O, GATE_UP, DOWN = range(4)
 
 #: The page list that rows were made for, and the rows of each part.
 _Resident = tuple[list[int], list[AdapterRows]]
@@ -34,13 +37,8 @@ class StepLora(Protocol):
     def wait(self, layer: int, /) -> None:
         """Wait for `layer` of adapters that are still being loaded; called before the layer is computed."""
 
-    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
-
-    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
-
-    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
-
-    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None: ...
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, /) -> None:
+        """Add those of one of the groups of projections that share an input: QKV, ATTN_O, GATE_UP or DOWN."""
 
 
 class LoraState:
@@ -48,7 +46,7 @@ class LoraState:
 
     def __init__(self, config: ModelConfig, arena: torch.Tensor, max_stall: float = 0.0) -> None:
         """max_stall: seconds that a step may wait in all for adapters that are still coming."""
-        self._arena = arena
+        self.arena = arena
         self.max_stall = max_stall
         self.segments = Segments()
         self._coming: dict[int, Transfer] = {}  # by slot
@@ -60,7 +58,7 @@ class LoraState:
         )
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
-        self._qkv, self._o, self._gate_up, self._down = lora_groups(config)
+        self._groups = lora_groups(config)
 
     def set_step(self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
@@ -104,17 +102,15 @@ class LoraState:
         """Slots whose adapter did not arrive in time: their rows are void."""
         return self._late.union(self._slots[index] for index in self.segments.late)
 
-    def qkv(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self.segments, layer, self._qkv)
+    def retract_late(self, rows: Sequence[ScheduledRow], result: StepResult) -> None:
+        """Discard the results of rows whose adapter did not arrive in time."""
+        if late := self.late_slots():
+            for row in rows:
+                if row.slot in late:
+                    result.retract(row.request_id)
 
-    def o(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self.segments, layer, self._o)
-
-    def gate_up(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self.segments, layer, self._gate_up)
-
-    def down(self, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        sgmv(y, x, self._arena, self.segments, layer, self._down)
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
 
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
@@ -147,7 +143,7 @@ def _rows(part: AdapterPart, place: PartLayout, pages: list[int]) -> AdapterRows
 
 
 def lora_groups(config: ModelConfig) -> list[list[tuple[int, int, int]]]:
-    """The projections that share an input: qkv, o, gate_up, down; see `_group`."""
+    """The projections of QKV, ATTN_O, GATE_UP and DOWN; see `_group`."""
     widths = {name: out for name, (_, out) in config.module_dims.items()}
     names = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
     return [_group(group, widths) for group in names]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from dataclasses import dataclass
 
 import torch
 
@@ -50,7 +50,7 @@ class CudaLoraState(LoraState):
         self._itemsize = layout.itemsize
         possible = self._possible()
         least_tile = min(schedule.tile_tokens for _, schedule in possible if schedule.tensor_cores)
-        self._widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
+        self.widths = [(config.module_dims[MODULES[group[0][0]]][0], group) for group in lora_groups(config)]
         whole = AdapterPart(max_rank, 1.0, tuple(range(config.num_layers)), MODULES)
         widest = AdapterLayout.build(
             (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
@@ -68,7 +68,7 @@ class CudaLoraState(LoraState):
 
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read adapters from another arena of the same layout from now on."""
-        self._arena = arena
+        self.arena = arena
 
     def bucket(self, size: int) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
@@ -107,24 +107,13 @@ class CudaLoraState(LoraState):
 
     def warm_up(self) -> None:
         """Launch every kernel once with nothing to do, so that no request waits for a compiler."""
-        device, dtype = self._arena.device, self._arena.dtype
+        device, dtype = self.arena.device, self.arena.dtype
         for _, schedule in self._possible():
             launches = LoraLaunches(self, schedule, 1)
-            calls = (launches.qkv, launches.o, launches.gate_up, launches.down)
-            for (d_in, group), launch in zip(self._widths, calls, strict=True):
-                out = sum(width for _, _, width in group)
+            for group, (d_in, modules) in enumerate(self.widths):
+                out = sum(width for _, _, width in modules)
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (out, d_in))
-                launch(y, x, 0)
-
-    def launch(
-        self, group: int, schedule: Schedule, num_tiles: int, passes: int, y: torch.Tensor, x: torch.Tensor, layer: int
-    ) -> None:
-        """Add the products of the first `num_tiles` tiles of each pass with a group's projections, counted as in
-        `lora_groups`.
-        """
-        from ...ops.sgmv_triton import sgmv  # needs triton
-
-        sgmv(y, x, self._arena, self.tables, layer, self._widths[group][1], schedule, num_tiles, passes)
+                launches.add(group, y, x, 0)
 
     def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
@@ -139,26 +128,27 @@ class CudaLoraState(LoraState):
     def _scratch(self, tokens: int, schedule: Schedule) -> int:
         return max(
             SgmvTables.scratch_elems(schedule.splits(d_in), tokens, len(group), self.max_rank)
-            for d_in, group in self._widths
+            for d_in, group in self.widths
         )
 
 
+@dataclass(frozen=True, slots=True)
 class LoraLaunches:
-    """A step's launches: one schedule over so many of the tables' tiles. They hold nothing of a step themselves."""
+    """A step's launches: one schedule over so many of the tables' tiles. They hold nothing of a step themselves.
 
-    def __init__(
-        self,
-        state: CudaLoraState,
-        schedule: Schedule,
-        num_tiles: int,
-        wait: Callable[[int], None] = lambda layer: None,
-        passes: int = 1,
-    ) -> None:
-        """wait: called before every layer. passes: most entries of a token on one module."""
-        self.schedule = schedule
-        self.num_tiles = num_tiles
-        self.passes = passes
-        self.wait = wait
-        self.qkv, self.o, self.gate_up, self.down = (
-            partial(state.launch, group, schedule, num_tiles, passes) for group in range(4)
-        )
+    wait: called before every layer. passes: most entries of a token on one module.
+    """
+
+    _state: CudaLoraState
+    schedule: Schedule
+    num_tiles: int
+    wait: Callable[[int], None] = lambda layer: None
+    passes: int = 1
+
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
+        """Add the products of the first `num_tiles` tiles of each pass with a group's projections."""
+        from ...ops.sgmv_triton import sgmv  # needs triton
+
+        state = self._state
+        modules = state.widths[group][1]
+        sgmv(y, x, state.arena, state.tables, layer, modules, self.schedule, self.num_tiles, self.passes)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from types import MappingProxyType
 
 import torch
@@ -101,7 +102,7 @@ class _PackedWeights:
         layer = [(qkv, hidden), (hidden, config.q_size), (2 * ffn, hidden), (hidden, ffn)]
         shapes = [*(layer * config.num_layers), (config.vocab_size, hidden)]
         count = sum(math.prod(native.packed_shape(*shape, dtype)) for shape in shapes)
-        self._free = hugepages.empty((count,), dtype)
+        self._free = hugepages.zeros((count,), dtype)
 
     def add(self, weight: torch.Tensor) -> torch.Tensor:
         rows, columns = weight.shape
@@ -110,15 +111,10 @@ class _PackedWeights:
         return native.pack(weight, here.view(shape))
 
 
-def _native_layer(layer: LayerWeights) -> native.NativeLayer:
-    """Return a layer in the library's form: packed projections as they are, everything else as float32."""
-    return native.NativeLayer(
-        input_norm=layer.input_norm.float(), post_attention_norm=layer.post_attention_norm.float(),
-        qkv=layer.qkv, o=layer.o, gate_up=layer.gate_up, down=layer.down,
-        qkv_bias=_float(layer.qkv_bias), q_norm=_float(layer.q_norm), k_norm=_float(layer.k_norm),
-        o_bias=_float(layer.o_bias), gate_up_bias=_float(layer.gate_up_bias), down_bias=_float(layer.down_bias),
-    )  # fmt: skip
-
-
-def _float(part: torch.Tensor | None) -> torch.Tensor | None:
-    return None if part is None else part.float()
+def _native_layer(layer: LayerWeights) -> LayerWeights:
+    """The layer in the library's form: packed projections as they are, everything else as float32."""
+    for field in fields(layer):
+        part = getattr(layer, field.name)
+        if part is not None and field.name not in ("qkv", "o", "gate_up", "down"):
+            setattr(layer, field.name, part.float())
+    return layer

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Protocol
 
 import torch
@@ -142,10 +143,7 @@ def _choose(
     places = [place for place, _ in drawn]
     chances = [_chances(row) for _, row in drawn]
     reshaped = [it for it in drawn if _reshapes_logits(it[1].params)]
-    if reshaped:
-        with edited(logits, reshaped, eos_token_ids):
-            tokens = sampling.sample(logits, places, chances)
-    else:
+    with edited(logits, reshaped, eos_token_ids) if reshaped else nullcontext():
         tokens = sampling.sample(logits, places, chances)
     for (_, row), token in zip(drawn, tokens, strict=True):
         if token >= 0:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
 from .checkpoint import Checkpoint
 from .config import ModelConfig, UnsupportedModel
-from .load_progress import load_progress
+from .load_progress import progress
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +34,17 @@ class LayerWeights:
     """
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
-    qkv_bias: torch.Tensor | None
-    q_norm: torch.Tensor | None
-    k_norm: torch.Tensor | None
-    o: torch.Tensor
-    o_bias: torch.Tensor | None
     post_attention_norm: torch.Tensor
+    qkv: torch.Tensor
+    o: torch.Tensor
     gate_up: torch.Tensor
-    gate_up_bias: torch.Tensor | None
     down: torch.Tensor
-    down_bias: torch.Tensor | None
+    qkv_bias: torch.Tensor | None = None
+    q_norm: torch.Tensor | None = None
+    k_norm: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
@@ -67,37 +67,14 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-class WeightLoader:
-    """Reads one part at a time in `dtype`, so that memory holds what was kept and little more than one projection.
+class Weights(ABC):
+    """Hands out a model's weights part by part, in `dtype`."""
 
-    advance: called with the bytes read. Raises UnsupportedModel when made if a tensor is missing, of another shape or
-    unknown: a weight that would go unused means that the model is not what its configuration says.
-    """
-
-    def __init__(
-        self, directory: Path, config: ModelConfig, dtype: torch.dtype, advance: Callable[[int], None] = lambda _: None
-    ) -> None:
+    def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self._config = config
         self._dtype = dtype
-        self._advance = advance
-        self._scratch = torch.empty(0, dtype=dtype)
-        self._checkpoint = Checkpoint(directory)
         self._shapes = tensor_shapes(config)
         self._embed_name = EMBED
-        if config.tie_word_embeddings and LM_HEAD in self._checkpoint:
-            if EMBED not in self._checkpoint:  # tied weights may be stored under either name
-                self._embed_name = LM_HEAD
-                del self._shapes[EMBED]
-            self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
-        self._checkpoint.check(self._shapes)
-        for name in self._checkpoint.names():
-            if name not in self._shapes and not _IGNORED.match(name):
-                raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes to read in all."""
-        return sum(self._checkpoint[name].num_bytes for name in self._shapes)
 
     @property
     def num_bytes_kept(self) -> int:
@@ -119,14 +96,7 @@ class WeightLoader:
 
     def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
         """The output projection `[vocab, hidden]`: `embed` itself when the two are tied."""
-        if self._embed_name == LM_HEAD or LM_HEAD not in self._shapes:
-            return embed
-        head = self._read(LM_HEAD)
-        if self._config.tie_word_embeddings:
-            if torch.equal(head, embed):
-                return embed
-            logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
-        return head
+        return self._read(LM_HEAD) if LM_HEAD in self._shapes else embed
 
     def _layer(self, at: str, pack: Pack | None) -> LayerWeights:
         config = self._config
@@ -152,13 +122,57 @@ class WeightLoader:
             down_bias=self._read(f"{down}.bias") if config.mlp_bias else None,
         )
 
-    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
-        """Tensors stacked along their first dimension, each read straight into its place.
+    def _shape(self, names: Sequence[str]) -> torch.Size:
+        """Shape of tensors stacked along their first dimension."""
+        return torch.Size((sum(self._shapes[name][0] for name in names), *self._shapes[names[0]][1:]))
 
-        reuse: the place is that of the last tensor so read, where it is large enough.
-        """
-        heights = [self._shapes[name][0] for name in names]
-        shape = torch.Size((sum(heights), *self._shapes[names[0]][1:]))
+    @abstractmethod
+    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+        """Tensors stacked along their first dimension. reuse: the memory may be that of the last tensor so read."""
+
+
+class WeightLoader(Weights):
+    """Reads a checkpoint one part at a time, so that memory holds what was kept and little more than one projection.
+
+    advance: called with the bytes read. Raises UnsupportedModel when made if a tensor is missing, of another shape or
+    unknown: a weight that would go unused means that the model is not what its configuration says.
+    """
+
+    def __init__(
+        self, directory: Path, config: ModelConfig, dtype: torch.dtype, advance: Callable[[int], None] = lambda _: None
+    ) -> None:
+        super().__init__(config, dtype)
+        self.advance = advance
+        self._scratch = torch.empty(0, dtype=dtype)
+        self._checkpoint = Checkpoint(directory)
+        if config.tie_word_embeddings and LM_HEAD in self._checkpoint:
+            if EMBED not in self._checkpoint:  # tied weights may be stored under either name
+                self._embed_name = LM_HEAD
+                del self._shapes[EMBED]
+            self._shapes[LM_HEAD] = (config.vocab_size, config.hidden_size)
+        self._checkpoint.check(self._shapes)
+        for name in self._checkpoint.names():
+            if name not in self._shapes and not _IGNORED.match(name):
+                raise UnsupportedModel(f"{self._checkpoint[name].path}: tensor {name} has no place in this model")
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes to read in all."""
+        return sum(self._checkpoint[name].num_bytes for name in self._shapes)
+
+    def lm_head(self, embed: torch.Tensor) -> torch.Tensor:
+        if self._embed_name == LM_HEAD:
+            return embed
+        head = super().lm_head(embed)
+        if head is not embed and self._config.tie_word_embeddings:
+            if torch.equal(head, embed):
+                return embed
+            logger.warning("tie_word_embeddings is true, but %s differs from %s; serving both", LM_HEAD, EMBED)
+        return head
+
+    def _read(self, *names: str, reuse: bool = False) -> torch.Tensor:
+        """Each is read straight into its place."""
+        shape = self._shape(names)
         if reuse:
             if self._scratch.numel() < shape.numel():
                 self._scratch = torch.empty(0, dtype=self._dtype)  # gone before its successor comes
@@ -166,21 +180,10 @@ class WeightLoader:
             target = self._scratch[: shape.numel()].view(shape)
         else:
             target = torch.empty(shape, dtype=self._dtype)
-        for name, part in zip(names, target.split(heights), strict=True):
+        for name, part in zip(names, target.split([self._shapes[name][0] for name in names]), strict=True):
             self._checkpoint.read_into(part, name)
-            self._advance(self._checkpoint[name].num_bytes)
+            self.advance(self._checkpoint[name].num_bytes)
         return target
-
-
-class Weights(Protocol):
-    """Hands out a model's weights part by part; see `WeightLoader`."""
-
-    @property
-    def num_bytes_kept(self) -> int: ...
-    def embed(self) -> torch.Tensor: ...
-    def layers(self, pack: Pack | None = None) -> Iterator[LayerWeights]: ...
-    def norm(self) -> torch.Tensor: ...
-    def lm_head(self, embed: torch.Tensor) -> torch.Tensor: ...
 
 
 @contextmanager
@@ -201,7 +204,6 @@ def open_weights(
 
         yield DummyWeights(config, dtype, device)
         return
-    with load_progress(directory.resolve().name) as progress:
-        loader = WeightLoader(directory, config, dtype, progress.advance)
-        progress.start(loader.num_bytes)
+    loader = WeightLoader(directory, config, dtype)
+    with progress(f"loading {directory.resolve().name}", loader.num_bytes, in_bytes=True) as loader.advance:
         yield loader

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ...graphs.runner import StepMode
 from ...memory.files.error import LoadFailure
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from ...memory.adapters.adapter import Adapter
     from .logit_edits import LogitEdits
     from .sampling_params import SamplingParams
@@ -73,7 +71,7 @@ class StepPlan:
 
     rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
-    mode: the weights it runs with.
+    mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 
     step_id: int
@@ -91,19 +89,6 @@ class StepPlan:
     @property
     def num_adapters(self) -> int:
         return len(self.adapters)
-
-    def to_wire(self) -> dict[str, Any]:
-        """Return the plan as plain data, for another process."""
-        from .plan_wire import plan_to_wire
-
-        return plan_to_wire(self)
-
-    @classmethod
-    def from_wire(cls, data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-        """Return the plan of `to_wire`'s data. find: maps an entry of the sender's `adapters` to the adapter here."""
-        from .plan_wire import plan_from_wire
-
-        return plan_from_wire(data, find)
 
 
 @dataclass(frozen=True, slots=True)

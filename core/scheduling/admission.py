@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.pages.prefix import Block
-from ..config import SchedulerLimits
+from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from ..requests.types import ExecutorLost
 from .load_ahead import LoadPolicy
@@ -27,32 +28,26 @@ DOUBT_SECONDS = 10.0
 """Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
 
 
+@dataclass(eq=False)
 class Admission:
-    """Lets waiting requests run while tokens, seats and pages last."""
+    """Lets waiting requests run while tokens, seats and pages last.
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        waiting: WaitingQueue,
-        policy: QueuePolicy,
-        store: AdapterStore,
-        memory: RequestMemory,
-        loads: LoadPolicy,
-        lengths: OutputLengths,
-        clock: Callable[[], float],
-        fail: Callable[[Request, str, LoadFailure | None], None],
-    ) -> None:
-        """fail: ends a request that is in no queue, with an error message, and why its adapter was not loaded."""
-        self._limits = limits
-        self._waiting = waiting
-        self._policy = policy
-        self._store = store
-        self._memory = memory
-        self._loads = loads
-        self._lengths = lengths
-        self._clock = clock
-        self._fail = fail
-        self._prefills = SharedPrefills(memory, waiting, limits.block_tokens)
+    _fail: ends a request that is in no queue, with an error message, and why its adapter was not loaded.
+    """
+
+    _limits: EngineConfig
+    _waiting: WaitingQueue
+    _policy: QueuePolicy
+    _store: AdapterStore
+    _memory: RequestMemory
+    _loads: LoadPolicy
+    _lengths: OutputLengths
+    _clock: Callable[[], float]
+    _fail: Callable[[Request, str, LoadFailure | None], None]
+
+    def __post_init__(self) -> None:
+        self._prefills = SharedPrefills(self._memory, self._waiting)
+        self._seats = self._limits.max_num_seqs
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
 
@@ -80,7 +75,7 @@ class Admission:
         of calls with several then take turns.
         """
         limits = self._limits
-        seats = limits.max_num_seqs
+        seats = self._seats
         admitted: dict[Request, int] = {}
         if budget <= 0 or not self._has_place(running, rows):
             return admitted
@@ -98,7 +93,7 @@ class Admission:
                 order.pass_over()
                 continue
             blocks = self._memory.match(request)
-            missing = request.num_tokens - len(blocks) * limits.block_tokens
+            missing = request.num_tokens - len(blocks) * self._memory.block_tokens
             if missing > budget and not limits.chunked_prefill:
                 break
             if self._prefills.wait(request, len(blocks)):
@@ -122,14 +117,14 @@ class Admission:
 
     def _has_place(self, running: Running, rows: int) -> bool:
         """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
-        seats = self._limits.max_num_seqs
+        seats = self._seats
         if len(running) < seats:
             return True
         return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
 
     def _order(self, step: Step) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        only_firsts = len(step.running) >= self._limits.max_num_seqs
+        only_firsts = len(step.running) >= self._seats
         return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
@@ -156,7 +151,7 @@ class Admission:
             return True
         if step.growth is None:
             step.growth = self._lengths.growth_of(step.running)
-        block = self._limits.block_tokens
+        block = self._memory.block_tokens
         own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
         return self._memory.fits(request, blocks, step.growth + max(0, own)) or self._memory.fits(
             request, blocks, self._lengths.peak_growth(step.running, request)
@@ -182,36 +177,36 @@ class Admission:
         return True
 
 
+@dataclass(eq=False, slots=True)
 class Step:
     """One step's admission: the running requests, and the adapters that may join them.
+
+    _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
+    growth: pages that `running` is expected to grow by; None until they are counted.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
     """
 
-    def __init__(
-        self,
-        limits: SchedulerLimits,
-        store: AdapterStore,
-        running: Running,
-        late: set[Adapter],
-        now: float,
-        doubt_until: float,
-    ) -> None:
-        """late: adapters whose requests start only once they have been read; until `doubt_until` that holds for all."""
-        self.running = running
-        self.overdue_before = now - limits.max_overtake_seconds
-        self.growth: int | None = None
-        """Pages that `running` is expected to grow by; None until they are counted."""
-        self._store = store
-        self._late = late
-        self._doubts = now < doubt_until
-        self._limits = limits
-        self._most_adapters = limits.max_adapters_per_step
-        self._adapters: set[Adapter] = set()
+    _limits: EngineConfig
+    _store: AdapterStore
+    running: Running
+    _late: set[Adapter]
+    _now: float
+    _doubt_until: float
+    growth: int | None = None
+    overdue_before: float = field(init=False)
+    _doubts: bool = field(init=False)
+    _most_adapters: int | None = field(init=False)
+    _adapters: set[Adapter] = field(default_factory=set)
+    _reserved: float = math.inf  # queue position of the first request that has a place reserved
+
+    def __post_init__(self) -> None:
+        self.overdue_before = self._now - self._limits.max_overtake_seconds
+        self._doubts = self._now < self._doubt_until
+        self._most_adapters = self._limits.max_adapters_per_step
         if self._most_adapters is not None:
-            self._adapters = {request.adapter for request in running if request.adapter is not None}
-        self._reserved = math.inf  # queue position of the first request that has a place reserved
+            self._adapters = {request.adapter for request in self.running if request.adapter is not None}
 
     @property
     def is_limited(self) -> bool:
@@ -248,10 +243,11 @@ class Step:
         self.running.append(request)
         if self.growth is not None:
             self.growth += lengths.growth(request)
-        if self._adapters is not None and request.adapter is not None:
+        if request.adapter is not None:
             self._adapters.add(request.adapter)
 
 
+@dataclass(eq=False)
 class SharedPrefills:
     """Holds back waiting requests while a running one, their leader, computes the same prompt.
 
@@ -259,16 +255,14 @@ class SharedPrefills:
     the leader ends, is aborted or is preempted, they are candidates again, and the first of them becomes the leader.
     """
 
-    def __init__(self, memory: RequestMemory, waiting: WaitingQueue, block_tokens: int) -> None:
-        self._memory = memory
-        self._waiting = waiting
-        self._block_tokens = block_tokens
-        self._leaders: dict[object, Request] = {}
-        self._followers: dict[Request, list[Request]] = {}
+    _memory: RequestMemory
+    _waiting: WaitingQueue
+    _leaders: dict[object, Request] = field(default_factory=dict)
+    _followers: dict[Request, list[Request]] = field(default_factory=dict)
 
     def wait(self, request: Request, num_blocks: int) -> bool:
         """Hold a request back if another is computing its prompt; `num_blocks` of it are cached already."""
-        if not self._leaders or self._shareable(request) <= num_blocks * self._block_tokens:
+        if not self._leaders or self._shareable(request) <= num_blocks * self._memory.block_tokens:
             return False
         leader = self._leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _same_prompt(leader, request):
@@ -298,7 +292,7 @@ class SharedPrefills:
 
     def _shareable(self, request: Request) -> int:
         """Return how many prompt tokens lie in full blocks that an equal prompt could start from."""
-        return (request.num_prompt_tokens - 1) // self._block_tokens * self._block_tokens
+        return (request.num_prompt_tokens - 1) // self._memory.block_tokens * self._memory.block_tokens
 
     def _key(self, request: Request) -> object:
         if request.prompt_hash is None:

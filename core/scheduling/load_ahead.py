@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from weakref import WeakSet
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
-from ..config import SchedulerLimits
+from ..config import EngineConfig
 from ..requests.request import Request
 from ..requests.types import ExecutorLost
 from .request_memory import RequestMemory
@@ -30,7 +31,7 @@ class LoadAhead:
     nothing here: its requests get the error when they are about to start.
     """
 
-    def __init__(self, limits: SchedulerLimits, store: AdapterStore, memory: RequestMemory) -> None:
+    def __init__(self, limits: EngineConfig, store: AdapterStore, memory: RequestMemory) -> None:
         self._limits = limits
         self._store = store
         self._memory = memory
@@ -101,21 +102,21 @@ class LoadAhead:
                 wanted += adapter.num_pages if adapter.is_idle else 0
 
 
+@dataclass(frozen=True, slots=True)
 class LoadPolicy:
     """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
 
     The prefill waits for each layer when it reaches it, and with it every other request of the step. So the rest of the
     read must not take much longer than the prefill itself, unless nothing else is running.
+
+    max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are discarded.
+    0: no request starts before its adapter has been read.
     """
 
-    def __init__(self, store: AdapterStore, costs: RestoreCosts, block_tokens: int, max_stall: float) -> None:
-        """max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are
-        discarded. 0: no request starts before its adapter has been read.
-        """
-        self._store = store
-        self._costs = costs
-        self._block_tokens = block_tokens
-        self._max_stall = max_stall
+    store: AdapterStore
+    costs: RestoreCosts
+    block_tokens: int
+    max_stall: float
 
     def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
         """True if a request for `adapter` may start now.
@@ -124,10 +125,10 @@ class LoadPolicy:
         """
         if adapter.pages:
             return True
-        tier = self._store.tier(adapter)
+        tier = self.store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is not Tier.DISK  # a failed one may: starting it reports the error
-        if self._max_stall == 0:
+        if self.max_stall == 0:
             return False
-        prefill = self._costs.prefix_page * num_tokens / self._block_tokens
-        return alone or self._store.loads.seconds_left(adapter) <= prefill + self._max_stall
+        prefill = self.costs.prefix_page * num_tokens / self.block_tokens
+        return alone or self.store.loads.seconds_left(adapter) <= prefill + self.max_stall

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore, Reclaimer
 from ...memory.pages.block_table import BlockTable
@@ -10,27 +12,20 @@ from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
 from ..requests.request import Request
 
 
+@dataclass(eq=False)
 class RequestMemory:
-    """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order."""
+    """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    def __init__(
-        self,
-        pool: PagePool,
-        store: AdapterStore,
-        prefix: PrefixCache,
-        reclaimer: Reclaimer,
-        block_tokens: int,
-        use_prefix_cache: bool,
-        share_prefix_cache: bool = False,
-    ) -> None:
-        """share_prefix_cache: also between tenants."""
-        self._pool = pool
-        self._store = store
-        self._prefix = prefix
-        self._reclaimer = reclaimer
-        self._block_tokens = block_tokens
-        self.use_prefix_cache = use_prefix_cache
-        self._share_prefix_cache = share_prefix_cache
+    share_prefix_cache: also between tenants.
+    """
+
+    _pool: PagePool
+    _store: AdapterStore
+    _prefix: PrefixCache
+    _reclaimer: Reclaimer
+    block_tokens: int
+    use_prefix_cache: bool
+    share_prefix_cache: bool
 
     @property
     def num_available_pages(self) -> int:
@@ -45,14 +40,14 @@ class RequestMemory:
 
     def scope(self, request: Request) -> tuple[str, str]:
         """Return the key within which blocks are shared: the request's tenant and its salt."""
-        return ("" if self._share_prefix_cache else request.tenant, request.cache_salt)
+        return ("" if self.share_prefix_cache else request.tenant, request.cache_salt)
 
     def fits(self, request: Request, blocks: list[Block], spare: int = 0) -> bool:
         """True if there are pages for all known tokens and for the adapter, and `spare` more.
 
         blocks: the request's cached prefix.
         """
-        wanted = -(-request.num_tokens // self._block_tokens) - len(blocks) + spare
+        wanted = -(-request.num_tokens // self.block_tokens) - len(blocks) + spare
         available = self.num_available_pages
         if blocks:
             available -= self._prefix.unused(blocks)
@@ -70,7 +65,7 @@ class RequestMemory:
         An adapter may still be being read: its layers arrive during the prefill.
         Raises what loading the adapter raises; then nothing is held.
         """
-        table = BlockTable(self._pool, self._prefix, self._block_tokens, self._prefix.take(blocks, request.num_tokens))
+        table = BlockTable(self._pool, self._prefix, self.block_tokens, self._prefix.take(blocks, request.num_tokens))
         adapter = request.adapter
         if adapter is not None:
             try:
@@ -81,7 +76,7 @@ class RequestMemory:
                 table.free()
                 raise
         request.block_table = table
-        request.num_computed_tokens = request.room = len(blocks) * self._block_tokens
+        request.num_computed_tokens = request.room = len(blocks) * self.block_tokens
         request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
@@ -96,11 +91,11 @@ class RequestMemory:
         """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""
         short = num_tokens - request.room
         if short > 0:
-            missing = -(-short // self._block_tokens)
+            missing = -(-short // self.block_tokens)
             if missing > self._pool.num_free and not self._reclaimer.make_room(missing):
                 return False
             request.block_table.add_pages(missing)
-            request.room += missing * self._block_tokens
+            request.room += missing * self.block_tokens
         return True
 
     def grow_each(self, requests: list[Request]) -> bool:
@@ -108,7 +103,7 @@ class RequestMemory:
 
         False, and nothing done, if there are not enough for all.
         """
-        count, block = len(requests), self._block_tokens
+        count, block = len(requests), self.block_tokens
         if count > self._pool.num_free and not self._reclaimer.make_room(count):
             return False
         for request, page in zip(requests, self._pool.allocate(count, PageKind.KV), strict=True):
@@ -118,7 +113,7 @@ class RequestMemory:
 
     def remember(self, request: Request) -> None:
         """Insert the blocks that the request has completed into the prefix cache."""
-        step = self._block_tokens
+        step = self.block_tokens
         while request.caching and request.num_known_blocks < request.num_computed_tokens // step:
             index = request.num_known_blocks
             tokens = request.token_ids[index * step : (index + 1) * step]

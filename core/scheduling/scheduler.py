@@ -12,7 +12,7 @@ from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
-from ..config import SchedulerLimits
+from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from ..requests.types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
@@ -36,27 +36,27 @@ class Scheduler:
 
     def __init__(
         self,
-        limits: SchedulerLimits,
+        limits: EngineConfig,
         store: AdapterStore,
         memory: RequestMemory,
         loads: LoadPolicy,
-        buckets: DecodeBuckets,
         clock: Callable[[], float],
         policies: Policies | None = None,
     ) -> None:
         self._limits = limits
+        self._max_tokens = limits.max_num_batched_tokens  # every step asks; a pydantic model takes its time
         self._store = store
         self._memory = memory
-        self._buckets = buckets
+        self._buckets = DecodeBuckets(limits.max_num_seqs)
         self._ahead = LoadAhead(limits, store, memory)
         self._policies = policies or Policies()
-        self._waiting = WaitingQueue()
-        self._lengths = OutputLengths(limits.block_tokens)
+        self.waiting = WaitingQueue()
+        self._lengths = OutputLengths(memory.block_tokens)
         self._admission = self.admission_type(
-            limits, self._waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
+            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
         )
         self._requests: dict[str, Request] = {}
-        self._running = Running()
+        self.running = Running()
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
@@ -65,24 +65,6 @@ class Scheduler:
         self.last_step: StepInfo | None = None
         self.num_generated_tokens = 0
         self.num_preemptions = 0
-
-    @property
-    def num_waiting(self) -> int:
-        return len(self._waiting)
-
-    @property
-    def num_running(self) -> int:
-        return len(self._running)
-
-    @property
-    def running_adapters(self) -> set[str]:
-        """Names of adapters that running requests use."""
-        return {request.adapter_name for request in self._running if request.adapter_name is not None}
-
-    @property
-    def waiting_adapters(self) -> set[str]:
-        """Names of adapters that waiting requests will use."""
-        return {request.adapter_name for request in self._waiting if request.adapter_name is not None}
 
     def has_work(self) -> bool:
         return bool(self._requests or self._failed)
@@ -96,26 +78,18 @@ class Scheduler:
 
     def check_room(self, tenant: str) -> None:
         """Raise Overloaded when the queue has no room for one more request of `tenant`."""
-        self._room.check(self._waiting, tenant)
+        self._room.check(self.waiting, tenant)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
-        params, limits = request.params, self._limits
-        request.max_length = limits.max_model_len
-        if params.max_tokens is not None:
-            request.max_length = min(request.num_prompt_tokens + params.max_tokens, limits.max_model_len)
-        if not params.ignore_eos:
-            request.end_ids = limits.eos_token_ids
-        if params.stop_token_ids:
-            request.end_ids = request.end_ids.union(params.stop_token_ids)
         self._requests[request.id] = request
-        if request.tenant not in self._waiting.tenants:
+        if request.tenant not in self.waiting.tenants:
             self._policies.queue.arrive(request.tenant)
-        self._waiting.append(request)
+        self.waiting.append(request)
         if request.adapter is not None:
             self._store.hold(request.adapter)
-            if len(self._waiting) <= limits.lookahead:
-                self._ahead.read(self._waiting)
+            if len(self.waiting) <= self._limits.lookahead:
+                self._ahead.read(self.waiting)
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""
@@ -129,25 +103,25 @@ class Scheduler:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
-        if self._waiting or self._admission.late:
+        if self.waiting or self._admission.late:
             self._admission.settle()
-        sharing = self._shares.choose(self._running, self._waiting) if self._running.calls else None
+        sharing = self._shares.choose(self.running, self.waiting) if self.running.calls else None
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         if not all_decode:
-            counts, preempted = self._schedule_running(self._running if sharing is None else sharing)
-        if self._waiting:
-            rows = len(self._running) if all_decode else len(counts)
+            counts, preempted = self._schedule_running(self.running if sharing is None else sharing)
+        if self.waiting:
+            rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
-            counts |= self._schedule_waiting(self._limits.max_num_batched_tokens - used, rows, preempted)
-        last = self._running.plan if all_decode else None
+            counts |= self._schedule_waiting(self._max_tokens - used, rows, preempted)
+        last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
-        groups = self._running.by_adapter() if all_decode else group_by_adapter(counts)
+        groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
             return None
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
-        self._running.plan = plan if all_decode and not counts else None
+        self.running.plan = plan if all_decode and not counts else None
         if plan.bucket is None and any(request.row is None and not request.call for request in counts):
             self._shares.forget()
         return plan
@@ -185,7 +159,7 @@ class Scheduler:
     def _settle_loads(self) -> None:
         """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
-            for request in [request for request in self._running if request.adapter is adapter]:
+            for request in [request for request in self.running if request.adapter is adapter]:
                 self._finish(request, FinishReason.ERROR)
                 reason, failure = load_error(request, error)
                 self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
@@ -206,8 +180,8 @@ class Scheduler:
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
-        for request, error in self._ahead.hopeless(self._waiting):
-            self._waiting.remove(request)
+        for request, error in self._ahead.hopeless(self.waiting):
+            self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
 
     def _grow_decodes(self) -> bool:
@@ -215,8 +189,8 @@ class Scheduler:
 
         False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
-        running = self._running
-        if len(running) > self._limits.max_num_batched_tokens:
+        running = self.running
+        if len(running) > self._max_tokens:
             return False
         if running.plan is None and not self._all_decode():
             return False
@@ -225,14 +199,14 @@ class Scheduler:
 
     def _all_decode(self) -> bool:
         """True if no running request must prefill."""
-        return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self._running if r.row is None])
+        return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
 
     def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], bool]:
         """Return the token counts of the running requests that share the step, and True if any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        budget, running = self._limits.max_num_batched_tokens, self._running
+        budget, running = self._max_tokens, self.running
         chosen: dict[Request, int] = {}
         preempted = False
         for request in sorted(sharing, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
@@ -247,7 +221,7 @@ class Scheduler:
                     continue
                 preempted = True
                 victim = self._policies.victim.choose(running)
-                self._preempt(victim)
+                self.preempt(victim)
                 budget += chosen.pop(victim, 0)
                 if victim is request:
                     break
@@ -261,14 +235,14 @@ class Scheduler:
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
         if not preempted:
-            admitted = self._admission.admit(self._running, budget, rows)
+            admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-        self._ahead.read(request for request in self._waiting if not self._is_awaited(request))
+        self._ahead.read(request for request in self.waiting if not self._is_awaited(request))
         if self._limits.prefetch:
-            self._ahead.load(self._waiting)
+            self._ahead.load(self.waiting)
         return admitted
 
-    def _preempt(self, request: Request) -> None:
+    def preempt(self, request: Request) -> None:
         """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
 
         Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
@@ -278,12 +252,12 @@ class Scheduler:
 
     def _send_back(self, request: Request, state: RequestState) -> None:
         """Free all that a running request holds and put it at the head of the queue."""
-        self._running.remove(request)
+        self.running.remove(request)
         self._give_back(request)
         request.state = state
         request.num_computed_tokens = 0
         request.prompt_logprobs.clear()
-        self._waiting.append_first(request)
+        self.waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
         """Send requests whose adapter did not arrive in time back to the queue until it is complete.
@@ -292,7 +266,7 @@ class Scheduler:
         """
         slots = {row.slot for row in plan.rows if row.request_id in result.unready}
         late = {plan.adapters[slot] for slot in slots}
-        for request in [request for request in reversed(self._running) if request.adapter in late]:
+        for request in [request for request in reversed(self.running) if request.adapter in late]:
             self._send_back(request, RequestState.LATE)
         for adapter in late:
             self._admission.note_late(adapter)
@@ -318,7 +292,7 @@ class Scheduler:
     def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
         """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
         computed = request.num_computed_tokens = row.start + len(row.tokens)
-        if request.caching and computed >= (request.num_known_blocks + 1) * self._limits.block_tokens:
+        if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
         if not row.samples:
             return None
@@ -353,13 +327,13 @@ class Scheduler:
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         if request.is_running:
-            self._running.remove(request)
+            self.running.remove(request)
             self._give_back(request)
             self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
-            self._waiting.remove(request)
+            self.waiting.remove(request)
         request.finish_reason, request.state = reason, RequestState.DONE
         self._forget(request)
 

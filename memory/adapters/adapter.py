@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -44,31 +44,30 @@ class Tier(StrEnum):
     FAILED = "failed"
 
 
+@dataclass(slots=True, eq=False, repr=False, weakref_slot=True)
 class Adapter:
     """One version of one adapter. `pages` is empty unless it is resident.
 
     requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
-    transfer: the way of its bytes into the pages, until they are all there.
+    transfer: the way of its bytes into the pages, until they are all there. load_seconds: of its latest way from host
+    memory to the pages.
     """
 
-    __slots__ = (
-        "__weakref__", "is_idle", "layout", "load_seconds", "manifest", "name", "pages", "rank", "references",
-        "requests", "transfer", "uses", "version",
-    )  # fmt: skip
+    name: str
+    version: int
+    manifest: AdapterManifest
+    layout: AdapterLayout
+    pages: list[int] = field(default_factory=list)
+    transfer: Transfer | None = None
+    is_idle: bool = False
+    references: int = 0
+    requests: int = 0
+    uses: int = 0
+    load_seconds: float | None = None
+    rank: int = field(init=False)  # asked for in every step
 
-    def __init__(self, name: str, version: int, manifest: AdapterManifest, layout: AdapterLayout) -> None:
-        self.name = name
-        self.version = version
-        self.manifest = manifest
-        self.layout = layout
-        self.pages: list[int] = []
-        self.transfer: Transfer | None = None
-        self.is_idle = False
-        self.references = 0
-        self.requests = 0
-        self.uses = 0
-        self.load_seconds: float | None = None  # its latest way from host memory to the pages
-        self.rank = manifest.rank  # asked for in every step
+    def __post_init__(self) -> None:
+        self.rank = self.manifest.rank
 
     @property
     def num_pages(self) -> int:

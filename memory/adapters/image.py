@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..files.error import AdapterChanged, AdapterFormatError
+from ..files.error import AdapterFormatError
 from ..files.format import AdapterManifest, tensor_shapes
-from ..files.identity import STALE, open_unchanged
+from ..files.identity import open_unchanged
 from ..files.tensor_file import ITEM_BYTES, TensorPlaces, digest_of
 from ..pages.adapter_layout import AdapterLayout, AdapterPart, PartLayout
 from ..pages.layout import MODULES, ModuleDims
@@ -22,7 +22,7 @@ from ..pages.layout import MODULES, ModuleDims
 if TYPE_CHECKING:
     import torch
 
-    from ..files.tensor_file import TensorFile, TensorInfo
+    from ..files.format import AdapterWeights
     from ..host.buffers import Buffers
     from ..host.image import HostImage
 
@@ -174,12 +174,12 @@ def read_image(
         with closing(done):  # here and now: whoever drops an open one would wait for the disk
             for num_ready in done:
                 if num_ready == layout.num_layers and not file.is_unchanged():
-                    raise AdapterChanged(f"{file.path}: {STALE}")
+                    raise file.changed()
                 image.publish(num_ready)
 
 
 def _read_by_rows(
-    file: TensorFile,
+    file: AdapterWeights,
     places: TensorPlaces,
     jobs: RowJobs,
     take: Callable[[], list[_PartReader]],
@@ -191,7 +191,7 @@ def _read_by_rows(
         for layers in jobs.layers:
             fault = rows.next(parts[0].data)
             if layers.start == 0 and _is_other_header(rows, places, fault):
-                raise AdapterChanged(f"{file.path}: {STALE}")
+                raise file.changed()
             if fault is not None:
                 deque(_read_by_torch(parts, layers), maxlen=0)  # says what is wrong
             yield layers.stop
@@ -215,17 +215,15 @@ def _is_other_header(rows: RowsInFile, places: TensorPlaces, fault: object | Non
         return False
 
 
+@dataclass(eq=False)
 class _PartReader:
     """Reads a part's slabs, layer by layer, by way of torch. data: `[elems]`, the adapter's run."""
 
-    def __init__(
-        self, file: TensorFile, part: AdapterPart, place: PartLayout, data: torch.Tensor, dims: ModuleDims
-    ) -> None:
-        self._file = file
-        self._part = part
-        self._place = place
-        self.data = data
-        self.dims = dims
+    _file: AdapterWeights
+    _part: AdapterPart
+    _place: PartLayout
+    data: torch.Tensor
+    dims: ModuleDims
 
     def read(self, layer: int) -> None:
         """By way of buffers small enough for the caches, so that every byte is read and written once."""
@@ -254,18 +252,13 @@ class _PartReader:
         return torch.empty(part.rank * widest * 4, dtype=torch.uint8), rows
 
 
-def _info(file: TensorFile, name: str, shape: tuple[int, int]) -> TensorInfo:
-    info = file.tensors.get(name)
-    if info is None or info.shape != shape:
-        raise AdapterChanged(f"{file.path}: {STALE}")
-    return info
-
-
-def _read(file: TensorFile, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
+def _read(file: AdapterWeights, name: str, shape: tuple[int, int], buffer: torch.Tensor) -> torch.Tensor:
     """One tensor in the file's element type, as a view of `buffer`."""
     import torch
 
-    info = _info(file, name, shape)
+    info = file.tensor(name)
+    if info.shape != shape:
+        raise file.changed()
     data = buffer[: info.num_bytes]
     file.read_into(data.numpy().data, info.offset)
     dtype = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}[info.dtype]
@@ -283,7 +276,7 @@ def _all_finite(values: torch.Tensor) -> bool:
 
 
 def _not_finite(
-    file: TensorFile, part: AdapterPart, layer: int, dims: ModuleDims, dtype: torch.dtype, buffer: torch.Tensor
+    file: AdapterWeights, part: AdapterPart, layer: int, dims: ModuleDims, dtype: torch.dtype, buffer: torch.Tensor
 ) -> AdapterFormatError:
     """Find the tensor at fault among a layer's."""
     for module in part.targets:
@@ -294,4 +287,4 @@ def _not_finite(
                 return AdapterFormatError(f"{at} NaN or infinity; the training diverged or the file is corrupt")
             if not _all_finite(tensor.to(dtype)):
                 return AdapterFormatError(f"{at} a value beyond the range of {dtype}; serve the model in a wider dtype")
-    return AdapterChanged(f"{file.path}: {STALE}")
+    return file.changed()

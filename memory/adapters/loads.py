@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..host.image import HostImage
 from ..host.images import HostImages
@@ -26,28 +26,20 @@ class _Load:
     left: list[int] | None = None
 
 
+@dataclass(eq=False)
 class AdapterLoads:
     """Reads versions of adapters into host images, which stay as long as there is room for them, and fills pages.
 
     under_way: loads that have pages but not yet all of their bytes, and cancelled ones until nothing writes any more.
     """
 
-    def __init__(
-        self,
-        pool: PagePool,
-        backend: AdapterBackend,
-        images: HostImages[Adapter],
-        costs: RestoreCosts,
-        page_bytes: int,
-        clock: Callable[[], float],
-    ) -> None:
-        self._pool = pool
-        self._backend = backend
-        self._images = images
-        self._costs = costs
-        self._page_bytes = page_bytes
-        self._clock = clock
-        self.under_way: dict[Transfer, _Load] = {}
+    _pool: PagePool
+    _backend: AdapterBackend
+    _images: HostImages[Adapter]
+    _costs: RestoreCosts
+    _page_bytes: int
+    _clock: Callable[[], float]
+    under_way: dict[Transfer, _Load] = field(default_factory=dict)
 
     # -- from the disk into host memory
 

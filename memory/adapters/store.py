@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..files.format import AdapterFormatError, AdapterManifest
@@ -117,6 +118,10 @@ class AdapterStore:
 
     def __len__(self) -> int:
         return len(self._current)
+
+    def versions(self) -> Iterator[Adapter]:
+        """All versions that are registered, or that requests still hold."""
+        return itertools.chain(self._current.values(), self._retired)
 
     def names(self) -> list[str]:
         return sorted(self._current)
@@ -270,7 +275,7 @@ class AdapterStore:
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
         """Pages that the store holds, for `PagePool.check_integrity`."""
-        for adapter in itertools.chain(self._current.values(), self._retired):
+        for adapter in self.versions():
             yield PageKind.ADAPTER, adapter.pages
         yield from self.loads.holders()
 
@@ -319,36 +324,36 @@ class AdapterStore:
         self.on_gone(adapter.version)
 
 
+@dataclass(frozen=True, slots=True)
 class Reclaimer:
     """Evicts idle adapters and unused prefix blocks by one order."""
 
-    def __init__(self, pool: PagePool, order: EvictionOrder, store: AdapterStore, prefix: PrefixCache) -> None:
-        self._pool = pool
-        self._order = order
-        self._store = store
-        self._prefix = prefix
+    pool: PagePool
+    order: EvictionOrder
+    store: AdapterStore
+    prefix: PrefixCache
 
     @property
     def available(self) -> int:
         """Pages that are free or that `make_room` can free."""
-        return self._pool.num_unused + self._store.num_idle_pages
+        return self.pool.num_unused + self.store.num_idle_pages
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
-        if self._pool.num_free >= num_pages:
+        if self.pool.num_free >= num_pages:
             return True
         if self.available < num_pages:
             return False
-        while self._pool.num_free < num_pages:
-            item = self._order.pop()
+        while self.pool.num_free < num_pages:
+            item = self.order.pop()
             if isinstance(item, Adapter):
-                self._store.evict(item)
+                self.store.evict(item)
             elif isinstance(item, Block):
-                self._prefix.evict(item)
+                self.prefix.evict(item)
         return True
 
     def reclaim_all(self) -> int:
         """Evict everything that nobody uses; returns the pages freed."""
-        free = self._pool.num_free
+        free = self.pool.num_free
         self.make_room(self.available)
-        return self._pool.num_free - free
+        return self.pool.num_free - free

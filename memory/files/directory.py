@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from .error import AdapterFormatError, AdapterUnreadable, shown
+from .error import AdapterFormatError, shown, unreadable
 
 MAX_PATH_BYTES = 4096
 
@@ -36,7 +36,7 @@ class AdapterDirectory:
         except NotADirectoryError as error:
             raise AdapterFormatError(f"{path}: {self._why_no_directory(error)}") from None
         except (OSError, ValueError) as error:
-            raise AdapterUnreadable(f"{shown(str(path))}: cannot be read: {_reason(error)}") from error
+            raise unreadable(shown(str(path)), error) from error
         try:
             self._check_place(self._fd, path)
         except BaseException:
@@ -65,7 +65,7 @@ class AdapterDirectory:
         except OSError as error:
             if error.errno == errno.ENOENT and not self.has(name):
                 raise AdapterFormatError(f"{file}: not found; {kind} is needed") from None
-            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+            raise unreadable(file, error) from error
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise AdapterFormatError(f"{file}: not a regular file; {kind} is needed")
@@ -78,7 +78,7 @@ class AdapterDirectory:
                     os.close(looked_at)
         except OSError as error:
             _close(fd)
-            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+            raise unreadable(file, error) from error
         except BaseException:
             _close(fd)
             raise
@@ -93,7 +93,7 @@ class AdapterDirectory:
             while len(data) <= limit and (part := os.read(fd, limit + 1 - len(data))):
                 data += part
         except OSError as error:
-            raise AdapterUnreadable(f"{file}: cannot be read: {_reason(error)}") from error
+            raise unreadable(file, error) from error
         finally:
             os.close(fd)
         if len(data) > limit:
@@ -112,7 +112,7 @@ class AdapterDirectory:
         try:
             os.stat(error.filename)
         except OSError as stat_error:
-            return f"cannot be read: {_reason(stat_error)}"
+            return f"cannot be read: {stat_error.strerror}"
         return "not a directory; a PEFT adapter directory is needed"
 
 
@@ -130,7 +130,3 @@ def _is_below(path: str, root: str) -> bool:
 def _close(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)

@@ -40,6 +40,11 @@ class AdapterUnreadable(AdapterFormatError):
     failure = LoadFailure.UNREADABLE
 
 
+def unreadable(path: object, error: Exception) -> AdapterUnreadable:
+    """The error for what the system says of a file."""
+    return AdapterUnreadable(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}")
+
+
 class NoRoom(AdapterFormatError):
     """Pinned adapters leave too few pages for this one."""
 

@@ -18,7 +18,7 @@ from ..pages.adapter_layout import AdapterPart
 from ..pages.layout import MODULES, ModuleDims
 from .config import CONFIG_FILE, AdapterConfig
 from .directory import AdapterDirectory
-from .error import AdapterFormatError, shown
+from .error import AdapterChanged, AdapterFormatError, shown
 from .module_names import ModuleNames
 from .tensor_file import FileIdentity, TensorFile, TensorInfo, TensorPlaces, digest_of
 
@@ -28,7 +28,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 
 _PREFIX = "base_model.model."
-_BLOCKS = dict.fromkeys(MODULES, "self_attn") | dict.fromkeys(("gate_proj", "up_proj", "down_proj"), "mlp")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 _LAYER = re.compile(r"\.layers\.([0-9]{1,6})\.")
 
@@ -93,8 +92,8 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = _parts(targets)
-            places = _shared_places(_places(file, parts, dims))
-            return AdapterManifest(path, _shared_parts(parts), file.size, file.mtime_ns, places, file.identity, stem)
+            parts, places = _shared(parts, _places(file, parts, dims))
+            return AdapterManifest(path, parts, file.size, file.mtime_ns, places, file.identity, stem)
 
 
 class AdapterWeights(TensorFile):
@@ -111,6 +110,18 @@ class AdapterWeights(TensorFile):
             found = ", ".join(sorted(self._stems))
             raise AdapterFormatError(f"{self.path}: has layers in {found}; save it from one model")
         return next(iter(self._stems), STEM)
+
+    def tensor(self, name: str) -> TensorInfo:
+        """A tensor that was there when the adapter was registered; AdapterChanged if it is not now."""
+        info = self.tensors.get(name)
+        if info is None:
+            raise self.changed()
+        return info
+
+    def changed(self) -> AdapterChanged:
+        """The error for a file that is not what was registered."""
+        stale = "it changed on disk since the adapter was registered; register the adapter again"
+        return AdapterChanged(f"{self.path}: {stale}")
 
     def _plain(self, name: str) -> str:
         found = _WRAPPED.match(name)
@@ -212,15 +223,9 @@ def _places(file: TensorFile, parts: tuple[AdapterPart, ...], dims: ModuleDims) 
 
 
 @lru_cache(1024)
-def _shared_parts(parts: tuple[AdapterPart, ...]) -> tuple[AdapterPart, ...]:
-    """Equal ones as one object: most of thousands of adapters have the shapes of another."""
-    return parts
-
-
-@lru_cache(1024)
-def _shared_places(places: TensorPlaces) -> TensorPlaces:
-    """Equal ones as one object: most of thousands of adapters were saved in the same way."""
-    return places
+def _shared(parts: tuple[AdapterPart, ...], places: TensorPlaces) -> tuple[tuple[AdapterPart, ...], TensorPlaces]:
+    """Equal ones as one object: most of thousands of adapters have the shapes of another and were saved alike."""
+    return parts, places
 
 
 def _check_names(

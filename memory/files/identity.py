@@ -9,11 +9,8 @@ from dataclasses import replace
 import numpy as np
 
 from ..pages.layout import MODULES
-from .error import AdapterChanged
 from .format import AdapterManifest, AdapterWeights, open_weights, tensor_names
 from .tensor_file import ITEM_BYTES, TensorInfo, digest_of
-
-STALE = "it changed on disk since the adapter was registered; register the adapter again"
 
 _CHUNK_BYTES = 1 << 20
 _GLANCE_BYTES = 4096
@@ -31,7 +28,7 @@ def open_unchanged(manifest: AdapterManifest) -> AdapterWeights:
         if same_size_and_time and manifest.identity in (None, file.identity):
             return file
         if manifest.content_hash is None or not _is_copy(file, manifest):
-            raise AdapterChanged(f"{file.path}: {STALE}")
+            raise file.changed()
     except BaseException:
         file.__exit__()
         raise
@@ -54,7 +51,7 @@ def with_content(manifest: AdapterManifest) -> AdapterManifest:
         reader = _Reader(file)
         content_hash, has_effect = reader.hash(manifest), reader.has_effect(manifest)
         if not file.is_unchanged():
-            raise AdapterChanged(f"{file.path}: {STALE}")
+            raise file.changed()
         return replace(manifest, content_hash=content_hash, no_effect=not has_effect)
 
 
@@ -78,7 +75,7 @@ class _Reader:
     def has_effect(self, manifest: AdapterManifest) -> bool:
         """True if any target changes anything: neither its scale is zero nor all of its A or of its B."""
         return any(
-            all(self._has_values(self._info(name)) for name in tensor_names(layer, module))
+            all(self._has_values(self._file.tensor(name)) for name in tensor_names(layer, module))
             for part in manifest.parts
             if part.scale != 0
             for layer in part.layers
@@ -94,19 +91,13 @@ class _Reader:
         }
         digest = hashlib.sha256(b"chorus adapter 1\n")
         for (layer, index), part in sorted(targets.items(), key=lambda item: item[0]):
-            a, b = (self._info(name) for name in tensor_names(layer, MODULES[index]))
+            a, b = (self._file.tensor(name) for name in tensor_names(layer, MODULES[index]))
             head = f"{layer} {MODULES[index]} {part.rank} {part.scale.hex()} {a.dtype}{a.shape} {b.dtype}{b.shape}\n"
             digest.update(head.encode())
             for info in (a, b):
                 for chunk in self._chunks(info):
                     digest.update(chunk)
         return digest.hexdigest()
-
-    def _info(self, name: str) -> TensorInfo:
-        info = self._file.tensors.get(name)
-        if info is None:
-            raise AdapterChanged(f"{self._file.path}: {STALE}")
-        return info
 
     def _has_values(self, info: TensorInfo) -> bool:
         """True if any value is not zero; most tensors tell by their first ones."""

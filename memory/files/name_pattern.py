@@ -119,14 +119,6 @@ class NamePattern:
 # -- the parts
 
 
-def _literal(character: str) -> _Part:
-    def run(walk: _Walk, places: int) -> int:
-        walk.steps.take()
-        return walk.move(places, walk.names.character(character))
-
-    return run
-
-
 def _word(text: str) -> _Part:
     """Literals one after another: most of what a pattern is."""
 
@@ -243,7 +235,7 @@ _ANCHORS: dict[str, _Part] = {
     "\\B": _where(lambda names: names.everywhere & ~names.word_boundaries),
 }
 _ANY = _Class(".")
-_NUMBER = [_literal("."), _repeat(_Class("[0-9]"), 1, None), _literal("."), _repeat(_ANY, 0, None)]
+_NUMBER = [_word("."), _repeat(_Class("[0-9]"), 1, None), _word("."), _repeat(_ANY, 0, None)]
 
 
 # -- the parser
@@ -341,11 +333,11 @@ class _Parser:
                 return _Class(escape), True
             if len(escape) < 2 or escape[1].isalnum():
                 raise PatternError(f"{shown(escape)} at position {self._at - 2} is not served")
-            return _literal(escape[1]), True
+            return _word(escape[1]), True
         self._at += 1
         if character in _ANCHORS:
             return _ANCHORS[character], False
-        return (_ANY if character == "." else _literal(character)), True
+        return (_ANY if character == "." else _word(character)), True
 
     def _group(self) -> tuple[_Part, bool]:
         start = self._at

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeGuard
 
 from . import strict_json
-from .error import AdapterFormatError, AdapterUnreadable, shown
+from .error import AdapterFormatError, shown, unreadable
 
 #: Twice what 200 layers with seven targets need, and little enough that no other thread waits while it is parsed.
 MAX_HEADER_BYTES = 1 << 20
@@ -64,7 +64,7 @@ class TensorFile:
             self.size, self.mtime_ns, self.identity = self._state()
         except OSError as error:
             os.close(fd)
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
 
     def __enter__(self) -> Self:
         return self
@@ -82,14 +82,14 @@ class TensorFile:
                     raise self._refuse("ends before its last tensor; it was cut while it was read. Register it again")
                 done += count
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
 
     def is_unchanged(self) -> bool:
         """True if the file still is what was opened, judged by its size and times of change."""
         try:
             return self._state() == (self.size, self.mtime_ns, self.identity)
         except OSError as error:
-            raise self._unreadable(error) from error
+            raise unreadable(self.path, error) from error
 
     def _state(self) -> tuple[int, int, FileIdentity]:
         status = os.fstat(self.fd)
@@ -175,9 +175,6 @@ class TensorFile:
 
     def _refuse(self, why: str) -> AdapterFormatError:
         return AdapterFormatError(f"{self.path}: {why}")
-
-    def _unreadable(self, error: Exception) -> AdapterUnreadable:
-        return AdapterUnreadable(f"{self.path}: cannot be read: {getattr(error, 'strerror', None) or error}")
 
 
 def _is_counts(value: Any) -> TypeGuard[list[int]]:

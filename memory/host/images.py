@@ -75,7 +75,7 @@ class HostImages(Generic[Key]):
     ) -> None:
         self.capacity_bytes = capacity_bytes
         self.num_bytes = 0
-        self._reads = reads
+        self.reads = reads
         self._clock = clock
         self._stall_seconds = stall_seconds
         self._entries: OrderedDict[Key, _Entry] = OrderedDict()
@@ -126,7 +126,7 @@ class HostImages(Generic[Key]):
                     image.data = None  # it may have been given up before it was there
 
         try:
-            future = self._reads.submit(run)
+            future = self.reads.submit(run)
         except Exception as error:
             self._fail(image, label, error)
             future = _ended()
@@ -262,14 +262,14 @@ class HostImages(Generic[Key]):
 
     def wait(self, timeout: float) -> None:
         """Sleep until a read under way ends, at most `timeout` seconds."""
-        self._reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
+        self.reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
 
     def close(self) -> None:
         """Stop reading. Waits for no read that hangs."""
         for entry, _ in self._under_way.values():
             if not entry.future.cancel():
                 entry.image.fail(ReadGivenUp("the engine is closed"))
-        self._reads.shutdown()
+        self.reads.shutdown()
         for entries in (self._entries, self._under_way, self._given_up, self._failed):
             entries.clear()
         self.num_bytes = 0
@@ -282,7 +282,7 @@ class HostImages(Generic[Key]):
 
     def _set_aside(self, entry: _Entry) -> bool:
         """Let others be read beside a read; those that have not begun may do so now, and count anew from here."""
-        could = self._reads.set_aside(entry.future)
+        could = self.reads.set_aside(entry.future)
         if could:
             self._last_moved = self._clock()
         return could

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..files.error import AdapterFormatError, LoadFailure
@@ -215,6 +216,7 @@ class ReadStalled(AdapterFormatError):
     failure = LoadFailure.TIMEOUT
 
 
+@dataclass(slots=True, eq=False)
 class ReadWatch:
     """Follows a read's progress; whoever owns it tells it the time.
 
@@ -223,15 +225,17 @@ class ReadWatch:
     While it waits for a thread nothing counts.
     """
 
-    __slots__ = ("_future", "_image", "_num_ready", "began", "last_moved", "patience")
+    _future: Future
+    _image: HostImage
+    _num_bytes: int
+    _stall_seconds: float
+    last_moved: float
+    began: float | None = None
+    _num_ready: int = 0
 
-    def __init__(self, future: Future, image: HostImage, num_bytes: int, stall_seconds: float, now: float) -> None:
-        self._future = future
-        self._image = image
-        self._num_ready = 0
-        self.began: float | None = None
-        self.last_moved = now
-        self.patience = stall_seconds + min(num_bytes, _GROUP_BYTES) / _LEAST_BYTES_PER_SECOND
+    @property
+    def patience(self) -> float:
+        return self._stall_seconds + min(self._num_bytes, _GROUP_BYTES) / _LEAST_BYTES_PER_SECOND
 
     def look(self, now: float) -> bool:
         """Take note of how far it is; whether anything came since the last look."""

@@ -17,6 +17,14 @@ MODULES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 ModuleDims = Mapping[str, tuple[int, int]]
 
 
+def module_dims(hidden: int, ffn: int, q_size: int, kv_size: int) -> ModuleDims:
+    """Dimensions of every projection that an adapter may target."""
+    return {
+        "q_proj": (hidden, q_size), "k_proj": (hidden, kv_size), "v_proj": (hidden, kv_size),
+        "o_proj": (q_size, hidden), "gate_proj": (hidden, ffn), "up_proj": (hidden, ffn), "down_proj": (ffn, hidden),
+    }  # fmt: skip
+
+
 @dataclass(frozen=True, slots=True)
 class PageLayout:
     """One page as KV cache: `[num_layers, 2, block_tokens, kv_heads, head_dim]` page-outermost (Punica §5.4)."""

@@ -47,6 +47,8 @@ class PrefixCache:
 
     A request that knows of a block holds the block's ancestors too, so an unused block has only unused descendants, and
     every CACHED page can be had by evicting leaves one after another.
+
+    by_page: the known blocks.
     """
 
     def __init__(self, pool: PagePool, order: EvictionOrder, costs: RestoreCosts, block_tokens: int) -> None:
@@ -55,12 +57,12 @@ class PrefixCache:
         self._costs = costs
         self._block_tokens = block_tokens
         self._roots: dict[int, dict[Hashable, Root]] = {}
-        self._by_page: dict[int, Block] = {}
+        self.by_page: dict[int, Block] = {}
         self.num_hit_tokens = 0
         self.num_query_tokens = 0
 
     def __len__(self) -> int:
-        return len(self._by_page)
+        return len(self.by_page)
 
     def match(self, version: int, tokens: Sequence[int], scope: Hashable = None) -> list[Block]:
         """The longest known run of full blocks that `tokens` begin with, leaving at least one token to compute.
@@ -100,8 +102,8 @@ class PrefixCache:
     def release(self, pages: Sequence[int]) -> None:
         """Give back a request's pages, known blocks or not."""
         self._pool.release(reversed(pages))
-        for page in pages if self._by_page else ():
-            block = self._by_page.get(page)
+        for page in pages if self.by_page else ():
+            block = self.by_page.get(page)
             if block is not None:
                 self._offer(block)
 
@@ -122,7 +124,7 @@ class PrefixCache:
         if key in parent.children:
             return None
         block = parent.children[key] = Block(parent, key, page)
-        self._by_page[page] = block
+        self.by_page[page] = block
         self._pool.keep(page)
         return block
 
@@ -161,7 +163,7 @@ class PrefixCache:
             del self._roots[root.version]
 
     def _forget(self, block: Block) -> None:
-        del self._by_page[block.page]
+        del self.by_page[block.page]
         self._pool.forget(block.page)
 
     def _offer(self, block: Block) -> None:

@@ -31,7 +31,7 @@ import torch
 
 from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
-from .cuda_driver import CudaDriver
+from .cuda_driver import CupyDriver
 from .cuda_transfer import CopyGroup, CopyPlan, CudaTransfer
 from .transfer import check_image, check_pages
 
@@ -47,7 +47,7 @@ class CudaCopies:
     group of its own, and no layer is cut.
     """
 
-    def __init__(self, pages: torch.Tensor, driver: CudaDriver, group_bytes: int = GROUP_BYTES) -> None:
+    def __init__(self, pages: torch.Tensor, driver: CupyDriver, group_bytes: int = GROUP_BYTES) -> None:
         self._pages = pages
         self._num_pages, self._page_elems = pages.shape
         self._itemsize = pages.itemsize

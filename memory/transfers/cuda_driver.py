@@ -2,45 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 _NOT_READY = 600  # cudaErrorNotReady
-
-
-class CudaDriver(Protocol):
-    """A stream is its handle; an event is whatever `new_event` gives."""
-
-    def new_stream(self) -> int:
-        """A stream for copies that never waits for the default stream."""
-        ...
-
-    def compute_stream(self) -> int:
-        """The stream that the calling thread launches compute on."""
-        ...
-
-    def new_event(self) -> Any: ...
-
-    def record(self, event: Any, stream: int) -> None:
-        """Let `event` fire when all that `stream` was given so far is complete."""
-        ...
-
-    def wait_event(self, stream: int, event: Any) -> None:
-        """Let what `stream` is given from now on begin after `event`. The host does not wait."""
-        ...
-
-    def query(self, event: Any) -> bool:
-        """True if `event` has fired. Raises when the device is in error, for then it never would."""
-        ...
-
-    def synchronize(self, event: Any) -> None:
-        """Let the host wait for `event`."""
-        ...
-
-    def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
-        """Copy between a host and a device address."""
-        ...
 
 
 class MissingCupy(ImportError):
@@ -62,7 +28,8 @@ def cupy_module() -> Any:
 class CupyDriver:
     """CUDA by CuPy, beside torch: both use the device's primary context, so handles of one mean the same to the other.
 
-    index: the device's. Every call may come from a thread whose current device is another one, such as a reader's.
+    index: the device's. A stream is its handle, an event whatever `new_event` gives. Every call may come from a thread
+    whose current device is another one, such as a reader's.
     """
 
     def __init__(self, index: int) -> None:
@@ -72,12 +39,14 @@ class CupyDriver:
         self._streams: list[Any] = []  # a handle is good while its stream lives
 
     def new_stream(self) -> int:
+        """A stream for copies that never waits for the default stream."""
         with self._device():
             # The default priority is the lowest there is. Copies don't compete with kernels for cores anyway.
             self._streams.append(self._cuda.Stream(non_blocking=True))
         return self._streams[-1].ptr
 
     def compute_stream(self) -> int:
+        """The stream that the calling thread launches compute on."""
         # 0 is torch's default stream; its other name means the same whatever CuPy takes for its own default
         return torch.cuda.current_stream(self._index).cuda_stream or self._runtime.streamLegacy
 
@@ -86,23 +55,28 @@ class CupyDriver:
             return self._cuda.Event(disable_timing=True)
 
     def record(self, event: Any, stream: int) -> None:
+        """Let `event` fire when all that `stream` was given so far is complete."""
         with self._device():
             self._runtime.eventRecord(event.ptr, stream)
 
     def wait_event(self, stream: int, event: Any) -> None:
+        """Let what `stream` is given from now on begin after `event`. The host does not wait."""
         with self._device():
             self._runtime.streamWaitEvent(stream, event.ptr)
 
     def query(self, event: Any) -> bool:
+        """True if `event` has fired. Raises when the device is in error, for then it never would."""
         status = self._runtime.eventQuery(event.ptr)
         if status not in (0, _NOT_READY):
             raise self._runtime.CUDARuntimeError(status)
         return status == 0
 
     def synchronize(self, event: Any) -> None:
+        """Let the host wait for `event`."""
         self._runtime.eventSynchronize(event.ptr)
 
     def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
+        """Copy between a host and a device address."""
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         with self._device():
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)

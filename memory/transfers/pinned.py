@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -65,18 +65,6 @@ UNIT_BYTES = 4096
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-class PinnedMemory(Protocol):
-    """Source of pinned memory."""
-
-    def allocate(self, num_bytes: int) -> Any:
-        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more."""
-        ...
-
-    def trim(self) -> None:
-        """Give buffers that are no longer referenced back to the system."""
-        ...
-
-
 class CupyPinnedMemory:
     """CuPy's pool, which hands out powers of two.
 
@@ -90,6 +78,7 @@ class CupyPinnedMemory:
         self._pool = self._cuda.PinnedMemoryPool(allocator) if allocator else self._cuda.PinnedMemoryPool()
 
     def allocate(self, num_bytes: int) -> Any:
+        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more."""
         try:
             with self._device():
                 return self._pool.malloc(num_bytes)
@@ -99,6 +88,7 @@ class CupyPinnedMemory:
             raise MemoryError(str(error)) from error
 
     def trim(self) -> None:
+        """Give buffers that are no longer referenced back to the system."""
         with self._device():
             self._pool.free_all_blocks()
 
@@ -114,6 +104,9 @@ class TorchPinnedMemory:
 
     def trim(self) -> None:
         """Torch keeps its blocks for itself."""
+
+
+PinnedMemory = CupyPinnedMemory | TorchPinnedMemory
 
 
 @dataclass(slots=True)

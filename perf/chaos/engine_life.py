@@ -150,9 +150,9 @@ class EngineLife:
             guilty.add(self.rng.choice(list(self.active)))
 
     def _preempt(self) -> None:
-        scheduler = self.engine._scheduler
-        if scheduler.num_running:
-            scheduler._preempt(self.rng.choice(list(scheduler._running)))
+        scheduler = self.engine.scheduler
+        if len(scheduler.running):
+            scheduler.preempt(self.rng.choice(list(scheduler.running)))
 
     def _reclaim(self) -> None:
         if self.rng.random() < 0.3:

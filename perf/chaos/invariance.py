@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ...core.model.weights import LayerWeights
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
@@ -100,7 +101,7 @@ def build(rng: random.Random, dtype: torch.dtype) -> World:
         return vector(width, biased, 0.0)
 
     layers = [
-        native.NativeLayer(
+        LayerWeights(
             input_norm=vector(hidden), post_attention_norm=vector(hidden),
             qkv=native.pack(weights(q + 2 * kv, hidden, scale=hidden**-0.5)),
             o=native.pack(weights(hidden, q, scale=q**-0.5)),

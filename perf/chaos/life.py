@@ -113,7 +113,7 @@ class Life(EngineLife):
         self.broken: set[Path] = set()
         self.has_hung = False
         self.engine = Engine.from_config(self._draw_config())
-        self.executor = self.engine._executor = Faulty(self.engine._executor)  # type: ignore[assignment]
+        self.executor = self.engine.executor = Faulty(self.engine.executor)  # type: ignore[assignment]
         self._draw = random.Random(self.rng.random())  # for the threads that read
         hold_up(self.engine, self._begin_read)
         for name in self.names:

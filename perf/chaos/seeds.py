@@ -61,7 +61,7 @@ class Life(EngineLife):
         adapters = CheckedAdapters(self.disk, reads, self.world, memory, rng)
         self.executor = CheckedExecutor(config, adapters, self.world, memory)
         self.engine = Engine(config, self.executor, self.world, reads)
-        self.executor.pool = self.engine._pool
+        self.executor.pool = self.engine.pool
         for name in self.names[: rng.randint(1, len(self.names))]:
             self._register(name, self._new_directory())
 

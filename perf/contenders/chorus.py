@@ -39,7 +39,7 @@ class Contender:
                 **self._job.options,
             )
         )
-        model = type(self._engine.executor._model).__name__
+        model = type(self._engine.executor.decoder).__name__
         return {"version": __version__, "engine": f"{model} from {Path(package).parent}"}
 
     @property

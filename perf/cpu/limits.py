@@ -37,7 +37,7 @@ class Limits:
         self._threads = threads
         self._seconds = seconds
         self._rows, self._products, self._dtype = rows, products, getattr(torch, dtype)
-        self._buffer = hugepages.empty((buffer_bytes,), torch.uint8).zero_()
+        self._buffer = hugepages.zeros((buffer_bytes,), torch.uint8).zero_()
         self._streamed_bytes = min(_STREAMED_BYTES, 2 * buffer_bytes)
         self._libc = ctypes.CDLL(None)
         self._libc.memchr.argtypes = [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]

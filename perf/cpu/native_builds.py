@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from ...core.model.weights import LayerWeights
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
@@ -66,7 +67,7 @@ class Bench:
         arena = (0.1 * torch.randn(next(self.first_page), self.layout.page_elems, generator=generator)).to(dtype)
         norm = torch.ones(g.hidden)
         widths = ((q + 2 * kv, g.hidden), (g.hidden, q), (2 * g.ffn, g.hidden), (g.hidden, g.ffn))
-        layers = [native.NativeLayer(norm, norm, *(weight(*shape) for shape in widths)) for _ in range(g.layers)]
+        layers = [LayerWeights(norm, norm, *(weight(*shape) for shape in widths)) for _ in range(g.layers)]
         cos, sin = rotary_table(1e4 ** (-torch.arange(0, g.head_dim, 2) / g.head_dim), g.positions)
         embed = torch.randn(g.vocab, g.hidden, generator=generator).to(dtype)
         self.model = native.NativeModel(

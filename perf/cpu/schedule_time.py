@@ -59,15 +59,15 @@ def schedule_times(
 
 def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -> list[float]:
     engine, executor = _busy_engine(state, load, samples)
-    scheduler = engine._scheduler
+    scheduler = engine.scheduler
     took = []
     for _ in range(samples):
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
         scheduler.update(plan, executor.execute(plan))
-        if len(plan.rows) != load.running or scheduler.num_waiting != load.waiting:
-            raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {scheduler.num_waiting} requests wait")
+        if len(plan.rows) != load.running or len(scheduler.waiting) != load.waiting:
+            raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
     engine.close()
     return took
 
@@ -92,13 +92,13 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
         engine.store.register(f"a{index}", _path(index))
     for index in range(load.running):
         engine.add_request(_request(index, index % load.adapters, _PROMPT, samples))
-    while engine._scheduler.num_running < load.running:
+    while len(engine.scheduler.running) < load.running:
         engine.step()
     reads.stopped = state == "reads"
     if reads.stopped:
-        engine._costs.disk_adapter_page = 1.0  # too long for a prefill to cover
+        engine.costs.disk_adapter_page = 1.0  # too long for a prefill to cover
     fresh = load.adapters - load.running
-    available = engine._reclaimer.available
+    available = engine.reclaimer.available
     for index in range(load.waiting):
         adapter = load.running + index % fresh if fresh > 0 and state != "pages" else index % load.running
         prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT

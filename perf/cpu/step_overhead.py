@@ -32,11 +32,11 @@ class StepTimer:
 
     def __enter__(self) -> StepTimer:
         engine = self._engine
-        model = engine._executor._model
+        model = engine.executor.decoder
         self._wrap(engine, "step")
-        self._wrap(engine._scheduler, "schedule")
-        self._wrap(engine._scheduler, "update")
-        self._wrap(engine._executor, "execute")
+        self._wrap(engine.scheduler, "schedule")
+        self._wrap(engine.scheduler, "update")
+        self._wrap(engine.executor, "execute")
         self._wrap(model, "forward")
         if decoder := getattr(model, "_decoder", None):
             self._wrap_native(decoder)

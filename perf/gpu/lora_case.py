@@ -11,9 +11,9 @@ from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv import sgmv as sgmv_torch
-from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost
 from ...ops.sgmv_schedule import Schedule
 from ...ops.sgmv_tables import SgmvTables
+from ..kernels.cost import Cost, expand_cost, shrink_cost
 from .sizes import ModelSize
 
 #: Scale of the weights; B's are as A's.

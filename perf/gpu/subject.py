@@ -244,16 +244,16 @@ class Subject:
 
     @property
     def executor(self) -> Any:
-        return self.engine._executor
+        return self.engine.executor
 
     @property
     def _steps(self) -> Any:
         """Object that captures steps: the executor itself, or its steps."""
-        return getattr(self.executor, "_steps", self.executor)
+        return getattr(self.executor, "steps", self.executor)
 
     @property
     def _graphs(self) -> GraphRunner:
-        return self._steps._graphs
+        return self._steps.graphs
 
     def _expect(self, name: str, tier: Tier) -> Adapter:
         store = self.engine.store

@@ -9,11 +9,11 @@ from importlib import import_module
 from multiprocessing import get_context
 from typing import Any
 
-from ...ops import elementwise_cost, elementwise_schedule
+from ...ops import elementwise_schedule
 from ...ops.sgmv import AdapterRows, Segments
-from ...ops.sgmv_cost import Cost, expand_cost, shrink_cost
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES
+from .cost import Cost, expand_cost, norm_cost, rotary_cost, shrink_cost, silu_cost
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS: Mapping[str, tuple[int, Sequence[tuple[int, int, int]]]] = {
@@ -143,11 +143,11 @@ class ElementwiseVariant:
     def cost(self) -> Cost:
         itemsize = ITEMSIZE[self.dtype]
         if self.group == "silu":
-            return elementwise_cost.silu_cost(self.tokens, FFN, itemsize)
+            return silu_cost(self.tokens, FFN, itemsize)
         if self.group in ROTARY:
             heads, kv_heads, head_dim, norm = ROTARY[self.group]
-            return elementwise_cost.rotary_cost(self.tokens, heads, kv_heads, head_dim, itemsize, norm)
-        return elementwise_cost.norm_cost(self.tokens, HIDDEN, itemsize, self.group == "add")
+            return rotary_cost(self.tokens, heads, kv_heads, head_dim, itemsize, norm)
+        return norm_cost(self.tokens, HIDDEN, itemsize, self.group == "add")
 
 
 KernelVariant = Variant | ElementwiseVariant
@@ -208,7 +208,7 @@ def elementwise_variants() -> Iterator[ElementwiseVariant]:
 
 
 def compile_variant(job: tuple[KernelVariant, str]) -> Line:
-    from ...ops.offline_triton import compile_kernel
+    from .compiled_triton import compile_kernel
 
     variant, arch = job
     compiled = compile_kernel(

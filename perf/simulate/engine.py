@@ -19,17 +19,17 @@ class SimEngine(Engine):
     """Takes `SimRequest`s only; one step of it may be many that are alike."""
 
     scheduler_type = SimScheduler
-    _scheduler: SimScheduler
+    scheduler: SimScheduler
 
     @property
     def num_cold_starts(self) -> int:
         """Requests so far whose adapter was not all there when they could begin."""
-        return self._scheduler.num_cold_starts
+        return self.scheduler.num_cold_starts
 
     @property
     def num_available_pages(self) -> int:
         """Pages that are free, or that nobody uses."""
-        return self._reclaimer.available
+        return self.reclaimer.available
 
 
 def simulated_engine(

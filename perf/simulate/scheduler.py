@@ -150,7 +150,7 @@ class SimScheduler(Scheduler):
 
     def _grow_decodes(self) -> bool:
         all_decode = super()._grow_decodes()
-        self._num_decoding = len(self._running) if all_decode and self._all_drew else 0
+        self._num_decoding = len(self.running) if all_decode and self._all_drew else 0
         self._all_drew = False  # until the step's result is known, should it ever be
         return all_decode
 
@@ -162,23 +162,23 @@ class SimScheduler(Scheduler):
         """
         if self._store.loads.under_way:
             return plan
-        most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self._running]))
+        most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf
-        if most > 1 and self._waiting:
-            shut_until = self._admission.stays_shut_until(self._running)
+        if most > 1 and self.waiting:
+            shut_until = self._admission.stays_shut_until(self.running)
             if shut_until is None or self._may_load_ahead():
                 return plan
             until = shut_until
         if most > 1:
-            wanted = self._waiting.adapters()
-            most = most_steps(self._memory, self._limits.block_tokens, self._running, most, wanted)
+            wanted = self.waiting.adapters()
+            most = most_steps(self._memory, self._memory.block_tokens, self.running, most, wanted)
         if most == 1:
             return plan
         return RepeatedPlan(plan.step_id, plan.rows, plan.adapters, plan.bucket, repeat=most, until=until)
 
     def _may_load_ahead(self) -> bool:
         """True if a waiting request's adapter may soon be there to be loaded ahead."""
-        window = itertools.islice(self._waiting, self._limits.prefetch)
+        window = itertools.islice(self.waiting, self._limits.prefetch)
         adapters = {request.adapter for request in window if request.adapter is not None}
         there = (Tier.HOST, Tier.FAILED)
         return any(not adapter.pages and self._store.tier(adapter) not in there for adapter in adapters)
@@ -206,7 +206,7 @@ class SimScheduler(Scheduler):
                 num_going += output.finish_reason is None
                 self._tell(request, output, outputs)
         self.num_generated_tokens += num_quiet
-        self._all_drew = num_quiet + num_going == len(self._running)
+        self._all_drew = num_quiet + num_going == len(self.running)
         if unready:
             self._send_back_late(plan, result)
         return outputs
@@ -220,7 +220,7 @@ class SimScheduler(Scheduler):
             request.token_ids += tokens
             row.start += steps
             requests.append(request)
-        catch_up(self._memory, self._limits.block_tokens, requests, steps)
+        catch_up(self._memory, self._memory.block_tokens, requests, steps)
         self.num_steps += steps
         self.num_generated_tokens += steps * len(rows)
 

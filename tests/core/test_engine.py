@@ -192,7 +192,7 @@ def test_books_that_do_not_match_cost_nobody_an_answer(gqa, drive):
     """The step that makes the engine idle gives its outputs; whoever drives it asks for the check after that."""
     driver = drive(gqa)
     driver.add("last", None, [5] * 9, max_tokens=1)
-    driver.engine._pool.allocate(1, PageKind.KV)  # nobody's
+    driver.engine.pool.allocate(1, PageKind.KV)  # nobody's
     (output,) = driver.engine.step()
     assert output.token_ids == (gqa.greedy(None, [5] * 9, 1)[0],)
     with pytest.raises(IntegrityError):
@@ -626,7 +626,7 @@ def test_reload_never_serves_the_old_ones_cached_prefix(gqa, drive, tmp_path, ho
         assert answers["running"].tokens == want_old
     warm = driver.run("warm", "voice", prompt, max_tokens=16)
     assert (warm.tokens, warm.num_cached_tokens) == (want_new, 64)
-    assert set(driver.engine._prefix._roots) == {store.get("voice").version}
+    assert {root.version for root in driver.engine.prefix.roots()} == {store.get("voice").version}
     base = driver.run("base", None, prompt, max_tokens=1)
     assert base.num_cached_tokens == 0, "the base model was served an adapter's KV"
 
@@ -729,7 +729,7 @@ def test_books_that_do_not_match_cost_nobody_the_last_output(gqa, drive):
     request = Request("a", [5] * 8, SamplingParams(2, temperature=0, ignore_eos=True))
     driver.engine.add_request(request)
     driver.engine.step()
-    driver.engine._pool.allocate(1, PageKind.KV)  # nobody's
+    driver.engine.pool.allocate(1, PageKind.KV)  # nobody's
     outputs = driver.engine.step()
     assert [output.finish_reason for output in outputs] == [FinishReason.LENGTH]
     with pytest.raises(IntegrityError, match="1 references but 0 holders"):

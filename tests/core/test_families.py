@@ -169,7 +169,7 @@ def test_every_architecture_is_covered():
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
     driver = drive(it, cpu_kernels=kernels, max_num_seqs=8, max_num_batched_tokens=24, max_model_len=128)
-    assert isinstance(driver.executor.inner._model, NativeDecoderModel if kernels == "native" else DecoderModel)
+    assert isinstance(driver.executor.inner.decoder, NativeDecoderModel if kernels == "native" else DecoderModel)
     rng = random.Random(family)
     want = {}
     for index in range(12):
@@ -199,8 +199,8 @@ def test_comparisons_mean_something(tiny, family):
 def logits_of(executor: CpuExecutor, prompts: list[list[int]]) -> torch.Tensor:
     """Logits `[prompts, vocab]` of each prompt's last token, all in one step."""
     seen: list[torch.Tensor] = []
-    forward = executor._model.forward
-    executor._model.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
+    forward = executor.decoder.forward
+    executor.decoder.forward = lambda batch: seen.append(forward(batch)) or seen[-1]
     engine = Engine(EngineConfig(model="."), executor)
     for index, prompt in enumerate(prompts):
         engine.add_request(Request(str(index), prompt, SamplingParams(1, temperature=0, logprobs=0)))
@@ -234,7 +234,7 @@ def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
 def test_float16_takes_the_torch_path(tmp_path, prompts, family):
     save_family(family, tmp_path, initializer_range=0.1)
     executor = executor_of(tmp_path, dtype="float16")
-    assert isinstance(executor._model, DecoderModel)
+    assert isinstance(executor.decoder, DecoderModel)
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < 5e-3

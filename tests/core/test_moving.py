@@ -8,7 +8,7 @@ import json
 import pytest
 
 from chorus.core.executors.cpu import CpuExecutor
-from chorus.core.requests.types import StepPlan
+from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.identity import with_content
 
@@ -40,10 +40,10 @@ def test_a_plan_that_went_over_the_wire_gives_the_same_tokens(gqa, drive):
     class Remote:
         def execute(self, plan):
             modes.add(plan.mode)
-            sent = json.loads(json.dumps(plan.to_wire()))
-            received = StepPlan.from_wire(sent, find)
+            sent = json.loads(json.dumps(plan_to_wire(plan)))
+            received = plan_from_wire(sent, find)
             assert received == plan
-            assert received.to_wire() == sent
+            assert plan_to_wire(received) == sent
             return inner.execute(received)
 
         def close(self):
@@ -62,22 +62,22 @@ def test_adapters_of_a_plan_are_told_by_what_they_hold_once_that_is_known(gqa, d
     adapters = [driver.engine.store.get(name) for name in ("r1-all", "r2-qv")]
     adapters[0].manifest = with_content(adapters[0].manifest)
     driver.drain()
-    sent = json.loads(json.dumps(driver.plans[0].to_wire()))
+    sent = json.loads(json.dumps(plan_to_wire(driver.plans[0])))
     hashes = {entry["name"]: entry["content_hash"] for entry in sent["adapters"]}
     assert len(hashes["r1-all"]) == 64
     assert hashes["r2-qv"] is None
     known = {adapter.manifest.content_hash: adapter for adapter in adapters}
-    received = StepPlan.from_wire(sent, lambda entry: known[entry["content_hash"]])
+    received = plan_from_wire(sent, lambda entry: known[entry["content_hash"]])
     assert received.adapters == driver.plans[0].adapters
 
 
 def test_a_plan_of_another_wire_version_is_refused(gqa, drive):
     driver = drive(gqa)
     driver.run("a", None, [5], max_tokens=1)
-    data = driver.plans[0].to_wire()
+    data = plan_to_wire(driver.plans[0])
     assert data["mode"] == "base"
     with pytest.raises(ValueError, match="wire version 99"):
-        StepPlan.from_wire({**data, "v": 99}, lambda entry: None)
+        plan_from_wire({**data, "v": 99}, lambda entry: None)
 
 
 CASES = list(

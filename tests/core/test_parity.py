@@ -263,12 +263,12 @@ def test_conversations_go_on_from_their_answers(subject, drive):
 def test_preemption_at_any_step(subject, drive, families, config, seed):
     adapters = {name: subject("gqa").adapters[name] for name in FEW if name}
     driver = drive(subject("gqa"), adapters=adapters, **config)
-    rng, scheduler = random.Random(seed), driver.engine._scheduler
+    rng, scheduler = random.Random(seed), driver.engine.scheduler
 
     def preempt():
-        for request in list(scheduler._running):
+        for request in list(scheduler.running):
             if rng.random() < 0.12:
-                scheduler._preempt(request)
+                scheduler.preempt(request)
 
     arrive(driver, families, seed, preempt)
     assert driver.engine.stats().num_preemptions > 20
@@ -330,9 +330,9 @@ def test_threads_read_beside_random_preemption_and_eviction(subject, drive, fami
     def disturb():
         if rng.random() < 0.2:
             engine.reclaim_idle()
-        for request in list(engine._scheduler._running):
+        for request in list(engine.scheduler.running):
             if rng.random() < 0.05:
-                engine._scheduler._preempt(request)
+                engine.scheduler.preempt(request)
 
     arrive(driver, families, 5, disturb)
     assert engine.stats().num_preemptions > 0

@@ -47,7 +47,7 @@ from chorus.memory.host.images import InlineReads, Reads
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.memory.pages.pool import PageKind, PagePool
-from chorus.memory.pages.prefix import BASE_VERSION
+from chorus.memory.pages.prefix import BASE_VERSION, PrefixCache
 
 from ..memory.fakes import FakeTransfer
 
@@ -205,6 +205,7 @@ class CheckingExecutor:
         self.glitches = 0
         self.whole: StepPlan | None = None  # the latest one that is not a row of a failed step that runs alone
         self.pool: PagePool
+        self.prefix: PrefixCache
         self.on_plan: Callable[[StepPlan], None]
         self._last_step = 0
         self._expected = expected
@@ -272,7 +273,7 @@ class CheckingExecutor:
                 assert page not in owner, f"page {page} of {row.request_id} is also {owner[page]}'s"
                 if index >= first_written:
                     assert self.pool.references(page) == 1, f"{row.request_id} writes page {page}, which is shared"
-                    assert not self.pool._kept[page], f"{row.request_id} writes page {page}, whose block is cached"
+                    assert page not in self.prefix.by_page, f"{row.request_id} writes the cached page {page}"
                     owner[page] = row.request_id
         for row in plan.rows:
             for page in row.pages:
@@ -417,8 +418,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
         self.engine.store.images.wait = self._wait
-        self.scheduler = self.engine._scheduler
-        self.executor.pool = self.engine._pool
+        self.scheduler = self.engine.scheduler
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
@@ -500,7 +501,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.engine.add_request(request)
         except Overloaded as error:
             assert refusal is None
-            assert self.scheduler.num_waiting >= self.config.max_waiting // 2
+            assert len(self.scheduler.waiting) >= self.config.max_waiting // 2
             assert 1 <= error.retry_after <= 60
             reached["overloaded"] += 1
             return
@@ -538,11 +539,11 @@ class EngineMachine(RuleBasedStateMachine):
         if not self.requests[request_id].reason:
             self.aborted.add(request_id)
 
-    @precondition(lambda self: self.scheduler._running)
+    @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def preempt(self, data):
-        request = data.draw(st.sampled_from(self.scheduler._running))
-        self.scheduler._preempt(request)
+        request = data.draw(st.sampled_from(self.scheduler.running))
+        self.scheduler.preempt(request)
         self.requests[request.id].preempted = True
 
     @rule(seconds=st.sampled_from([0.01, 0.2, 5.0]))
@@ -572,7 +573,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
 
     def _step(self):
-        self.running_before = {request.id for request in self.scheduler._running}
+        self.running_before = {request.id for request in self.scheduler.running}
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
@@ -594,22 +595,22 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _note_preemptions(self):
         """Requests that were sent back go on before all others, even one that began in this very step."""
-        for request in self.scheduler._waiting:
+        for request in self.scheduler.waiting:
             if request.state in (RequestState.SWAPPED, RequestState.LATE):
                 reached["preempted"] += 1
                 self.requests[request.id].preempted = True
 
     def _check_order(self, plan):
         """No request starts while an older one still waits that has been overtaken for long enough."""
-        started = [r for r in self.scheduler._running if r.id not in self.running_before]
+        started = [r for r in self.scheduler.running if r.id not in self.running_before]
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
-        using = {r.adapter for r in self.scheduler._running} - {None}
-        beyond_seats = len(self.scheduler._running) > self.config.max_num_seqs
+        using = {r.adapter for r in self.scheduler.running} - {None}
+        beyond_seats = len(self.scheduler.running) > self.config.max_num_seqs
         reached["begun beyond the seats"] += beyond_seats and bool(first)
         plan = self.executor.whole
         in_step = {row.request_id for row in plan.rows}
-        sitting_out = [r for r in self.scheduler._running if r.id not in in_step]
+        sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
         if plan.num_tokens < self.config.max_num_batched_tokens:
             assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
@@ -617,16 +618,16 @@ class EngineMachine(RuleBasedStateMachine):
         overdue = []
         for request in started:
             reached[f"state {request.state}"] += 1
-        for waiting in self.scheduler._waiting:
+        for waiting in self.scheduler.waiting:
             if waiting.arrival_time >= self.overdue_before or waiting.id in self.running_before:
                 continue
             adapter = waiting.adapter
             if adapter is not None and adapter not in self.here_before:
                 reached["overdue, its adapter not here"] += any(arrival > waiting.arrival_time for arrival in fresh)
                 continue
-            if waiting not in self.scheduler._waiting.tenants.get(waiting.tenant, {}).get(adapter, ()):
+            if waiting not in self.scheduler.waiting.tenants.get(waiting.tenant, {}).get(adapter, ()):
                 continue  # held back until its prompt has been computed for another
-            if beyond_seats and (waiting.is_further or waiting.call in self.scheduler._running.calls):
+            if beyond_seats and (waiting.is_further or waiting.call in self.scheduler.running.calls):
                 continue  # it needs a seat, which a call that comes anew does not
             overdue.append(waiting)
         # One that waits for one adapter fewer in the step has all later ones with an adapter wait behind it.
@@ -637,11 +638,11 @@ class EngineMachine(RuleBasedStateMachine):
             for other in first:
                 if other.tenant == waiting.tenant and not (behind and other.adapter is None):
                     assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
-        oldest = min((r.arrival_time for r in self.scheduler._waiting), default=float("inf"))
+        oldest = min((r.arrival_time for r in self.scheduler.waiting), default=float("inf"))
         reached["overtaken"] += any(arrival > oldest for arrival in fresh)
         for request in started:
             reached["prefix hit"] += request.num_cached_tokens > 0
-            others = [w for w in self.scheduler._waiting if w.tenant != request.tenant]
+            others = [w for w in self.scheduler.waiting if w.tenant != request.tenant]
             reached["a tenant's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
@@ -779,7 +780,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _adapters(self):
         """All versions that the store knows."""
-        return {*self.engine.store._current.values(), *self.engine.store._retired}
+        return set(self.engine.store.versions())
 
     # -- failing steps
 
@@ -805,7 +806,7 @@ class EngineMachine(RuleBasedStateMachine):
     def books_add_up(self):
         self.engine.check_integrity()
         stats = self.engine.stats()
-        running, seats = self.scheduler._running, self.config.max_num_seqs
+        running, seats = self.scheduler.running, self.config.max_num_seqs
         assert running.num_calls <= seats
         assert all(len(members) <= seats for members in running.calls.values())
         assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
@@ -816,9 +817,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_kv_pages == 0 or stats.num_running > 0
         for request_id in self._active():
             request = self.requests[request_id].request
-            runs = request in self.scheduler._running
+            runs = request in self.scheduler.running
             assert request.is_running == hasattr(request, "block_table") == runs
-            assert runs != (request in self.scheduler._waiting)
+            assert runs != (request in self.scheduler.waiting)
             assert request.state is not RequestState.LOADING or request.adapter is not None
             reached[f"state {request.state}"] += 1
         idle = [a for a in self._adapters() if a.pages and not a.references and a.transfer is None]
@@ -832,8 +833,9 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def cached_blocks_hold_what_they_say(self):
         """Every known block's page holds the KV of its adapter version and tokens, and only live versions have any."""
-        prefix, pool = self.engine._prefix, self.engine._pool
-        assert set(prefix._roots) <= {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
+        prefix, pool = self.engine.prefix, self.engine.pool
+        live = {BASE_VERSION, *(adapter.version for adapter in self._adapters())}
+        assert {root.version for root in prefix.roots()} <= live
         pages = set()
         for root in prefix.roots():
             version = root.version
@@ -848,7 +850,7 @@ class EngineMachine(RuleBasedStateMachine):
                 pages.add(block.page)
                 stack += [(child, tokens + child.tokens) for child in block.children.values()]
                 evictable = pool.kind(block.page) is PageKind.CACHED and not block.children
-                assert (block in self.engine.store._order) == evictable
+                assert (block in self.engine.reclaimer.order) == evictable
         assert len(prefix) == len(pages)
         assert pool.count(PageKind.CACHED) == sum(pool.kind(page) is PageKind.CACHED for page in pages)
 
@@ -890,7 +892,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.unregister(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
-        assert len(self.engine._prefix) == self.engine.store.images.num_bytes == 0
+        assert len(self.engine.prefix) == self.engine.store.images.num_bytes == 0
         assert not self._adapters()
         self.engine.check_integrity()
 

@@ -79,7 +79,7 @@ def start(gqa, drive, monkeypatch):
     def make(**config):
         driver = drive(gqa, reads=ThreadReads(1), clock=time.monotonic, **config)
         gates.append(Gate(driver))
-        driver.engine._costs.disk_adapter_page = 0.0
+        driver.engine.costs.disk_adapter_page = 0.0
         driver.add("base", None, [5] * 9, max_tokens=40)
         driver.step()
         return driver, gates[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from chorus.graphs.device import HostDevice
+from .host_device import HostDevice
 
 
 class LateDevice(HostDevice):

@@ -139,7 +139,7 @@ def resident_weights(engine: Any, name: str) -> dict[tuple[int, str], tuple[torc
     from chorus.memory.pages.layout import MODULES
 
     adapter = engine.store.get(name)
-    run = engine._executor._arena.pages[adapter.pages].view(-1)
+    run = engine.executor.arena.pages[adapter.pages].view(-1)
     found = {}
     for part, place in zip(adapter.manifest.parts, adapter.layout.parts, strict=True):
         slabs = place.slabs

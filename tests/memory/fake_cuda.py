@@ -27,7 +27,7 @@ class Copy:
 
 
 class FakeDriver:
-    """A CudaDriver. Whatever a stream is given waits in its queue until `run`, `finish` or `synchronize`."""
+    """A CupyDriver. Whatever a stream is given waits in its queue until `run`, `finish` or `synchronize`."""
 
     def __init__(self) -> None:
         self.queues: dict[int, deque[Any]] = {}
@@ -36,7 +36,7 @@ class FakeDriver:
         self.copies_before_failure = -1
         self.on_copy: Callable[[Copy], None] = lambda copy: None
 
-    # -- CudaDriver
+    # -- CupyDriver
 
     def new_stream(self) -> int:
         self.queues[len(self.queues)] = deque()

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import torch
 
-from chorus.ops.attention_ref import paged_attention_ref
+from .attention_ref import paged_attention_ref
 
 
 class Stream:

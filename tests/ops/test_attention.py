@@ -10,8 +10,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.attention import PagedAttention
-from chorus.ops.attention_ref import paged_attention_ref
 from chorus.ops.elementwise import write_kv
+
+from .attention_ref import paged_attention_ref
 
 DUMMY = 0
 

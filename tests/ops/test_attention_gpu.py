@@ -7,8 +7,8 @@ import torch
 
 from chorus.ops.attention import PagedAttention
 from chorus.ops.attention_backend import choose_attention
-from chorus.ops.attention_ref import paged_attention_ref
 
+from .attention_ref import paged_attention_ref
 from .test_attention import Step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]

@@ -12,8 +12,8 @@ import torch
 
 from chorus.ops import attention_flashinfer
 from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.attention_ref import paged_attention_ref
 
+from .attention_ref import paged_attention_ref
 from .test_attention import DUMMY, Step
 
 flashinfer = pytest.importorskip("flashinfer")

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from chorus.ops.attention import PagedAttention
-from chorus.ops.attention_ref import paged_attention_ref
+
+from .attention_ref import paged_attention_ref
 
 HEADS, KV_HEADS, HEAD_DIM, BLOCK, PAGES = 4, 2, 8, 4, 12
 

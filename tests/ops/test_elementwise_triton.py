@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -187,13 +188,13 @@ launches = st.builds(
 
 def interpret() -> None:
     """Run in a process of its own."""
-    from chorus.ops.offline_triton import _rounded, mend_bf16
+    from .bf16_interpreter import mend_bf16, rounded
 
     values = torch.randn(4000) * 10.0 ** torch.randint(-38, 38, (4000,)).float()
     values = torch.cat((values, torch.tensor([0.0, -0.0, np.inf, -np.inf, 1.00390625, 1.01171875, 3.4e38])))
-    bits = _rounded(values.numpy()).astype(np.int32)
+    bits = rounded(values.numpy()).astype(np.int32)
     assert np.array_equal(bits, values.bfloat16().view(torch.int16).numpy().astype(np.int32) & 0xFFFF)
-    assert np.isnan(torch.from_numpy(_rounded(np.float32([np.nan])).view(np.int16)).view(torch.bfloat16).float()).all()
+    assert np.isnan(torch.from_numpy(rounded(np.float32([np.nan])).view(np.int16)).view(torch.bfloat16).float()).all()
     mend_bf16()
 
     @settings(max_examples=80, deadline=None, derandomize=True, database=None, suppress_health_check=list(HealthCheck))
@@ -211,6 +212,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         env={**plain, "OMP_NUM_THREADS": "1", **environment},
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
         check=False,
@@ -218,7 +220,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_values_equal_the_torch_path():
-    result = run(__file__, TRITON_INTERPRET="1")
+    result = run("-m", "tests.ops.test_elementwise_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -41,13 +41,13 @@ class Rows:
             max_num_seqs=8,
         )  # fmt: skip
         self._executor = CpuExecutor(config)
-        self._pages = self._executor._arena.pages
+        self._pages = self._executor.arena.pages
         self._pages.fill_(float("nan"))
         self._free = list(range(1, PAGES))
         self.generator = torch.Generator().manual_seed(1)
 
     def adapter(self, rank: int, modules: tuple[str, ...]) -> AdapterRows:
-        config, layout = self._executor.config, self._executor._arena.layout
+        config, layout = self._executor.config, self._executor.arena.layout
         part = AdapterPart(rank, 0.5, tuple(range(LAYERS)), modules)
         placed = AdapterLayout.build([part], config.module_dims, LAYERS, layout.page_elems, 16 // self._pages.itemsize)
         pages = [self._free.pop() for _ in range(placed.num_pages)]
@@ -74,13 +74,13 @@ class Rows:
             pages += [row.pages[position // BLOCK] for position in range(begin, end)]
         width = max(len(row.pages) for row, _, _ in parts)
         tables = torch.tensor([row.pages + [0] * (width - len(row.pages)) for row, _, _ in parts])
-        attention = self._executor._model.new_attention()
+        attention = self._executor.decoder.new_attention()
         attention.plan(indptr, tables, [end for _, _, end in parts])
         position = torch.tensor(positions)
         tokens = torch.cat([row.tokens[begin:end] for row, begin, end in parts])
         batch = StepBatch(tokens, position, torch.tensor(pages), position % BLOCK, attention, lora)
         with torch.inference_mode():
-            return list(self._executor._model.forward(batch).clone().split([end - begin for _, begin, end in parts]))
+            return list(self._executor.decoder.forward(batch).clone().split([end - begin for _, begin, end in parts]))
 
     def close(self) -> None:
         self._executor.close()
@@ -152,7 +152,7 @@ def test_what_a_later_token_holds_does_not_reach_an_earlier_one(tmp_path, shape,
     row.tokens[row.tokens == bad] = bad + 1
     (clean,) = rows.step([(row, 0, 123)])
     assert clean.isfinite().all()
-    rows._executor._model._decoder._model.embed[bad] = float("nan")
+    rows._executor.decoder._decoder._model.embed[bad] = float("nan")
     for at in (1, 2, 3, 15, 16, 17, 50, 121, 122):
         row.tokens[at], kept = bad, row.tokens[at].item()
         (found,) = rows.step([(row, 0, 123)])

@@ -141,7 +141,6 @@ def test_nan_and_infinity_are_found_wherever_they_are(tmp_path, stored, out, bad
         pairs[1]["AB".index(side)].view(-1)[at] = bad
         _, fault = Layer(tmp_path / "weights", pairs).read(out)
         assert (fault.job, fault.side, fault.kind) == (1, side, "not finite")
-        assert str(fault) == f"{side} of job 1: holds NaN or infinity"
 
 
 @pytest.mark.parametrize(
@@ -174,7 +173,6 @@ def test_a_cut_file_and_an_unreadable_one(tmp_path):
     assert layer.read(torch.float32)[1].kind == "ends"
     fault = layer.read(torch.float32, os.O_WRONLY)[1]
     assert (fault.kind, fault.error) == ("unreadable", errno.EBADF)
-    assert os.strerror(errno.EBADF) in str(fault)
 
 
 def test_wrong_jobs_and_outputs_are_refused_before_anything_is_written(tmp_path):

@@ -28,7 +28,8 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
-from chorus.ops.sgmv_ref import sgmv_ref
+
+from .sgmv_ref import sgmv_ref
 
 F32_BOUND = 5e-6
 BF16_BOUND = 0.03
@@ -161,7 +162,7 @@ class Step:
     def logits(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> torch.Tensor:
         """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
         executor = self.base.executor(dtype, kernels, threads)
-        arena = executor._arena
+        arena = executor.arena
         assert arena.layout.page_elems == self.layout.page_elems
         arena.pages.fill_(float("nan"))
         for page, values in self.adapters.items():
@@ -170,7 +171,7 @@ class Step:
         lora.segments = self.segments
         for rows in self.segments.rows:
             rows._blocks.clear()
-        attention = executor._model.new_attention()
+        attention = executor.decoder.new_attention()
         indptr = [0, *accumulate(self.lengths)]
         width = max(len(table) for table in self.tables)
         attention.plan(indptr, torch.tensor([t + [0] * (width - len(t)) for t in self.tables]), self.lengths)
@@ -184,7 +185,7 @@ class Step:
         offset = positions % self.layout.block_tokens
         batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
         with torch.inference_mode():
-            return executor._model.forward(batch).clone()  # the next step overwrites them
+            return executor.decoder.forward(batch).clone()  # the next step overwrites them
 
 
 def random_step(seed: int, base: Base, lengths: list[int]) -> Step:

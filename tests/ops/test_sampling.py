@@ -25,14 +25,7 @@ GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
 
 def draw(logits, u, temperature=1.0, top_k=0, top_p=1.0):
     """One row of logits, a draw per element of u."""
-    rows = len(u)
-    return sample(
-        logits.expand(rows, -1),
-        torch.full((rows,), temperature),
-        torch.full((rows,), top_k),
-        torch.full((rows,), top_p),
-        torch.as_tensor(u, dtype=torch.float64),
-    )
+    return sample(logits.expand(len(u), -1), [Chances(temperature, float(at), top_k, top_p) for at in u])
 
 
 def kept_by_transformers(logits, temperature, top_k, top_p):
@@ -63,13 +56,7 @@ def test_shares_are_those_of_transformers(seed, temperature, top_k, top_p):
 @given(st.integers(0, 10_000), st.floats(0, 1, exclude_max=True))
 def test_greedy_is_the_largest_logit_whatever_the_draw(seed, u):
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(seed))
-    mixed = sample(
-        logits,
-        torch.tensor([0.0, 1.0, 0.0, 0.5]),
-        torch.tensor([0, 0, 3, 0]),
-        torch.tensor([1.0, 1.0, 0.5, 0.9]),
-        torch.full((4,), u, dtype=torch.float64),
-    )
+    mixed = sample(logits, [Chances(0.0, u), Chances(1.0, u), Chances(0.0, u, 3, 0.5), Chances(0.5, u, 0, 0.9)])
     assert mixed[[0, 2]].tolist() == logits.argmax(-1)[[0, 2]].tolist()
     for row, parameters in ((1, (1.0, 0, 1.0)), (3, (0.5, 0, 0.9))):
         assert mixed[row] == draw(logits[row], [u], *parameters)[0], "a row depends on its neighbours"
@@ -177,23 +164,15 @@ def test_min_p_shares_are_those_of_transformers(seed, temperature, min_p, top_k,
     if top_p < 1.0:
         scores = TopPLogitsWarper(top_p)(None, scores)
     share = scores.softmax(-1)[0]
-    drawn = sample(
-        logits.expand(len(GRID), -1),
-        torch.full((len(GRID),), temperature),
-        torch.full((len(GRID),), top_k),
-        torch.full((len(GRID),), top_p),
-        GRID,
-        torch.full((len(GRID),), min_p),
-    ).bincount(minlength=20) / len(GRID)
+    chances = [Chances(temperature, float(u), top_k, top_p, min_p) for u in GRID]
+    drawn = sample(logits.expand(len(GRID), -1), chances).bincount(minlength=20) / len(GRID)
     torch.testing.assert_close(drawn, share, rtol=0, atol=2 / len(GRID))
     assert not drawn[share == 0].any()
 
 
 def test_min_p_of_one_row_does_not_touch_another():
     logits = torch.tensor([1.0, 2.0, 1.9]).expand(2 * len(GRID), -1)
-    ones = torch.ones(2 * len(GRID))
-    min_p = torch.tensor([0.95, 0.0]).repeat_interleave(len(GRID))
-    tokens = sample(logits, ones, ones.long() * 0, ones, GRID.repeat(2), min_p)
+    tokens = sample(logits, [Chances(1.0, float(u), min_p=min_p) for min_p in (0.95, 0.0) for u in GRID])
     assert set(tokens[: len(GRID)].tolist()) == {1}
     assert tokens[len(GRID) :].tolist() == draw(logits[0], GRID).tolist()
 

@@ -11,7 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
-from chorus.ops.sgmv_ref import sgmv_ref
+
+from .sgmv_ref import sgmv_ref
 
 NUM_MODULES = 7
 LAYERS = 3

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from chorus.ops.sgmv import AdapterRows, Segments
-from chorus.ops.sgmv_cost import expand_cost, shrink_cost
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
 from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables
+from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
 def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1)):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import cycle
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,9 +21,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments
-from chorus.ops.sgmv_ref import sgmv_ref
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
 from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables
+
+from .sgmv_ref import sgmv_ref
 
 LAYERS = 3
 RANKS = (1, 16, 3, 64, 17, 2, 33, 256, 8, 5, 128, 15, 31, 7, 100, 255, 4, 32, 65, 127)
@@ -215,7 +217,7 @@ def steps(draw: st.DrawFn) -> Case:
 
 def interpret() -> None:
     """Run in a process of its own. Tables are kept from step to step, as replays of a captured launch keep them."""
-    from chorus.ops.offline_triton import mend_bf16
+    from .bf16_interpreter import mend_bf16
 
     mend_bf16()
     kept = {(name, dtype): make_tables() for name in schedules() for dtype in TOLERANCE}
@@ -238,6 +240,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-W", "ignore", *command],
         env={**plain, "OMP_NUM_THREADS": "1", **environment},
+        cwd=Path(__file__).parent.parent.parent,
         capture_output=True,
         text=True,
         check=False,
@@ -246,7 +249,7 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @needs_triton
 def test_values_equal_the_reference():
-    result = run(__file__, TRITON_INTERPRET="1")
+    result = run("-m", "tests.ops.test_sgmv_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

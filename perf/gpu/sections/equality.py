@@ -101,7 +101,7 @@ def _compare(name: str, captured: Trace, eager: Trace) -> None:
 
 def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
     """Compare all pages but the dummy, which padding rows write, and adapters'; returns how many are not empty."""
-    mine, theirs = (subject.executor._arena.pages for subject in (captured, eager))
+    mine, theirs = (subject.executor.arena.pages for subject in (captured, eager))
     kind = {4: torch.int32, 2: torch.int16}[mine.itemsize]
     same = (mine.view(kind) == theirs.view(kind)).all(dim=1)
     left_out = [PagePool.DUMMY, *captured.adapter_pages()]

@@ -124,9 +124,9 @@ def test_transfers_leave_the_adapters_in_the_arena(profiler, executor):
     profiler.place_adapters()
     transfers = profiler.measure_transfers(2)
     page = executor.layout.page_bytes
-    assert transfers.num_bytes == [adapter.num_pages * page for adapter in profiler._adapters]
+    assert transfers.num_bytes == [adapter.num_pages * page for adapter in profiler.adapters]
     assert all(seconds > 0 for seconds in transfers.read + transfers.place)
-    assert all(len(adapter.pages) == adapter.num_pages for adapter in profiler._adapters)
+    assert all(len(adapter.pages) == adapter.num_pages for adapter in profiler.adapters)
 
 
 def test_one_size_of_adapters_gives_a_rate_only():

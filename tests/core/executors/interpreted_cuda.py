@@ -132,7 +132,7 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     store, executor = driver.engine.store, driver.executor.inner
     check(driver, ask(driver, tiny, ("r1-qv", 2, 2), ("r1-qv", 3, 2)))
     assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA)]
-    places = [id(executor._steps.lora.tables), executor._steps.lora.tables.pages.data_ptr()]
+    places = [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
     store.register("r5-o-down", tiny.adapters["r5-o-down"])
     check(driver, ask(driver, tiny, ("r5-o-down", 4, 2), (None, 2, 2)))
     driver.engine.reclaim_idle()
@@ -144,15 +144,15 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     monkeypatch.setattr(sgmv_triton, "sgmv", None)
     check(driver, ask(driver, tiny, (None, 2, 2), (None, 3, 2)))
     assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA), (2, StepMode.BASE)]
-    assert places == [id(executor._steps.lora.tables), executor._steps.lora.tables.pages.data_ptr()]
+    assert places == [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
 
 
 def test_a_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny):
     """Two tokens of an adapter of several parts in the bucket of two; and the largest tables, which nobody fills."""
     driver = drive(adapters=["pattern"], max_lora_rank=256, max_num_seqs=1)
-    steps = driver.executor.inner._steps
+    steps = driver.executor.inner.steps
     parts = len(driver.engine.store.get("pattern").manifest.parts)
-    assert parts > steps._bucket_lora[1].num_tiles
+    assert parts > steps.bucket_lora[1].num_tiles
     check(driver, ask(driver, tiny, ("pattern", 2, 2)))
 
 
@@ -180,13 +180,13 @@ def test_steps_wait_for_their_own_adapters_alone(drive, tiny):
     base = driver.plans[-1]
     assert not base.adapters
     adapter, calls = decode.adapters[0], []
-    forward = driver.executor.inner._steps._model.forward
+    forward = driver.executor.inner.steps.decoder.forward
 
     def noted(batch, logits=None):
         calls.append(list(adapter.transfer.asked))
         return forward(batch, logits)
 
-    driver.executor.inner._steps._model.forward = noted
+    driver.executor.inner.steps.decoder.forward = noted
     for plan, before, after in ((ragged, [], [0, 1]), (decode, [0, 1], [0, 1]), (base, [], [])):
         adapter.transfer = ComingTransfer()
         assert not execute(plan).unready
@@ -249,17 +249,17 @@ def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
 
 def test_logits_that_are_not_finite_fail_their_row_alone(drive, tiny):
     driver = drive(adapters=[])
-    steps = driver.executor.inner._steps
-    forward = steps._model.forward
+    steps = driver.executor.inner.steps
+    forward = steps.decoder.forward
 
     def broken(batch, logits=None):
         forward(batch, logits)[0] = torch.nan
 
     want = ask(driver, tiny, (None, 2, 3), (None, 3, 3))
     driver.step()
-    steps._model.forward = broken
+    steps.decoder.forward = broken
     driver.step()
-    steps._model.forward = forward
+    steps.decoder.forward = forward
     answers = driver.drain()
     broken_one, other = want
     assert "not finite" in answers[broken_one].error
@@ -317,7 +317,7 @@ def test_the_arena_takes_what_there_is(tiny):
 def test_a_closed_executor_frees_its_arena_at_once(tiny):
     """By reference counts alone: on a GPU the next engine needs the memory before the collector runs."""
     executor = CudaExecutor(make_config(tiny), LateDevice())
-    arena = weakref.ref(executor._arena.pages)
+    arena = weakref.ref(executor.arena.pages)
     assert executor.captured
     gc.collect()
     gc.disable()

@@ -21,7 +21,7 @@ def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
     executor = CpuExecutor(settings)
     row = ScheduledRow("one", BASE_SLOT, [3], 0, [1], SamplingParams(temperature=0.0), 0, True, [3], 1)
     assert executor.execute(StepPlan(1, [row], [], bucket=1)).tokens.keys() == {"one"}
-    arena = weakref.ref(executor._arena.pages)
+    arena = weakref.ref(executor.arena.pages)
     gc.collect()
     gc.disable()
     try:

@@ -12,7 +12,8 @@ import pytest
 
 from chorus.core.executors.base import watched
 from chorus.core.requests.types import ExecutorLost
-from chorus.graphs.device import HostDevice
+
+from ...graphs.host_device import HostDevice
 
 HERE = Path(__file__).parent
 

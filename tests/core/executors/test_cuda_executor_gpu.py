@@ -123,7 +123,7 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive):
         assert [replace(row, seed=0) for row in plan.rows] == [replace(row, seed=0) for row in other.rows]
         if plan.bucket is not None:
             decoded += 1
-            mine, its = (driver.executor.inner._steps._logits[: len(plan.rows)] for driver in (captured, eager))
+            mine, its = (driver.executor.inner.steps.logits[: len(plan.rows)] for driver in (captured, eager))
             assert torch.equal(mine, its), f"step {plan.step_id}, bucket {plan.bucket}"
     assert decoded > 10
     assert captured.drain() == eager.drain()

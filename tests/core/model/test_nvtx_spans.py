@@ -14,6 +14,7 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model import decoder as model_module
 from chorus.core.model import nvtx_spans
 from chorus.core.model.batch import StepBatch
+from chorus.core.model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
 
 
 def test_off_by_default(monkeypatch):
@@ -57,8 +58,9 @@ class Lora:
     def wait(self, layer):
         self._log.append(f"wait.{layer}")
 
-    def __getattr__(self, name):
-        return lambda y, x, layer: self._log.append(f"{name}.{layer}")
+    def add(self, group, y, x, layer):
+        name = {QKV: "qkv", ATTN_O: "o", GATE_UP: "gate_up", DOWN: "down"}[group]
+        self._log.append(f"{name}.{layer}")
 
 
 @pytest.mark.parametrize("lora", [False, True])
@@ -74,7 +76,7 @@ def test_the_spans_of_a_step(subject, monkeypatch, lora):
         yield
 
     monkeypatch.setattr(model_module, "span", span)
-    decoder = executor._model
+    decoder = executor.decoder
     attention = decoder.new_attention()
     attention.plan([0, 2], torch.tensor([[1]]), [2])
     tokens = torch.tensor([3, 4])

@@ -248,7 +248,7 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
     clock, expected = Clock(), {}
     executor = CheckingExecutor(config, expected, clock)
     engine = Engine(config, executor, clock, InlineReads())
-    executor.pool, executor.on_plan = engine._pool, lambda plan: None
+    executor.pool, executor.prefix, executor.on_plan = engine.pool, engine.prefix, lambda plan: None
     for index in range(4):
         executor.adapters.num_pages[Path(f"{index}")] = 2
         engine.store.register(str(index), Path(f"{index}"))
@@ -274,7 +274,7 @@ def test_nobody_starves(popular, rare, max_num_seqs, max_adapters, max_overtake,
                 here.pop(name, None)
         for output in engine.step():
             expected[output.request_id].output += output.token_ids
-        for request in engine._scheduler._running:
+        for request in engine.scheduler.running:
             started.setdefault(request.id, scheduled)
         for name in expected:
             if expected[name].output:

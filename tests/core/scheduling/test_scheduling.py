@@ -52,7 +52,7 @@ class House:
         self.clock, self.expected, self.plans = Clock(), {}, []
         self.executor = CheckingExecutor(self.config, self.expected, self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, reads or InlineReads(), policies)
-        self.executor.pool = self.engine._pool
+        self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
         self.executor.on_plan = lambda plan: self.plans.append([(row.request_id, len(row.tokens)) for row in plan.rows])
         for name in adapters:
             self.executor.adapters.num_pages[Path(name)] = 2
@@ -320,7 +320,7 @@ class OldestFirst:
 
 def test_the_victim_is_a_policys_choice():
     house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(EvenShares(), OldestFirst()))
-    house.engine._scheduler._lengths.final_length = lambda request: 0  # admits too many
+    house.engine.scheduler._lengths.final_length = lambda request: 0  # admits too many
     house.add("old", prompt=[5] * 12, max_tokens=20)
     house.step()
     house.add("new", prompt=[6] * 12, max_tokens=20)

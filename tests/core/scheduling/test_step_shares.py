@@ -167,14 +167,14 @@ def test_a_neighbour_keeps_half_of_its_rate_beside_many_answers_of_one_call(fixe
     for _ in range(5):
         engine.step()
     engine.add_request(request("neighbour", 1000))
-    while not engine._scheduler.get("neighbour").num_output_tokens:
+    while not engine.scheduler.get("neighbour").num_output_tokens:
         engine.step()
     for _ in range(200):  # until it has been found what turns cost
         engine.step()
-    began, before = clock.now, engine._scheduler.get("neighbour").num_output_tokens
+    began, before = clock.now, engine.scheduler.get("neighbour").num_output_tokens
     for _ in range(500):
         engine.step()
-    rate = (engine._scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
+    rate = (engine.scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
     assert rate * (fixed + each) > 0.5
 
 
@@ -186,10 +186,10 @@ def test_prompts_of_a_larger_call_are_charged_to_it():
     engine.step()
     for index in range(1000):
         engine.add_request(request(f"many {index}", 1 + index % 3, call="many"))
-    began, before = clock.now, engine._scheduler.get("neighbour").num_output_tokens
+    began, before = clock.now, engine.scheduler.get("neighbour").num_output_tokens
     for _ in range(300):
         engine.step()
-    rate = (engine._scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
+    rate = (engine.scheduler.get("neighbour").num_output_tokens - before) / (clock.now - began)
     assert engine.stats().num_running > 1
     assert rate * (fixed + each) > 0.5
 
@@ -220,7 +220,7 @@ def test_a_call_that_comes_anew_has_one_place_beyond_the_seats():
             engine.add_request(request(f"{call} {index}", 50, call=call))
         for _ in range(4):
             engine.step()
-    running = engine._scheduler._running
+    running = engine.scheduler.running
     assert {call: len(members) for call, members in running.calls.items()} == {"one": 4, "two": 1}
 
 

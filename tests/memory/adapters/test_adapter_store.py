@@ -267,7 +267,7 @@ def test_failing_copy_holds_nothing(store, pool, backend):
 def slow(pool, backend):
     """A memory whose reads take until the test ends them, with room for 4 pages on the host."""
     memory = Memory(pool, backend, SlowReads(), host_bytes=4 * PAGE_BYTES)
-    memory.reads = memory.images._reads
+    memory.reads = memory.images.reads
     return memory
 
 

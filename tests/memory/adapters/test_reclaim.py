@@ -56,7 +56,7 @@ class Memory:
     def left(self):
         """Resident adapters and cached tokens."""
         adapters = {info.name for info in self.store.describe() if info.num_pages}
-        return adapters | {block.tokens[0] for block in self.prefix._by_page.values()}
+        return adapters | {block.tokens[0] for block in self.prefix.by_page.values()}
 
 
 def test_free_pages_are_used_before_anything_is_evicted():

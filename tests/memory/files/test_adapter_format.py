@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.memory.adapters.image import read_image
 from chorus.memory.files.format import AdapterFormatError, inspect_adapter
-from chorus.memory.host.buffers import HostBuffers
 from chorus.memory.host.image import HostImage
-from chorus.memory.pages.adapter_layout import AdapterLayout
 
-PAGE_ELEMS = 1024
-LAYERS = 3
-DIMS = {
-    "q_proj": (16, 16), "k_proj": (16, 8), "v_proj": (16, 8), "o_proj": (16, 16),
-    "gate_proj": (16, 24), "up_proj": (16, 24), "down_proj": (24, 16),
-}  # fmt: skip
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-Q0_A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
-Q0_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
+from .loading import CONFIG, DIMS, LAYERS, Q0_A, Q0_B, WEIGHTS, load, refusal
+
 UP2_B = "base_model.model.model.layers.2.mlp.up_proj.lora_B.weight"
-
-
-def load(path: Path, dtype: torch.dtype = torch.float32, page_elems: int = PAGE_ELEMS):
-    """Register and read, as the store does."""
-    manifest = inspect_adapter(path, DIMS, LAYERS)
-    layout = AdapterLayout.build(manifest.parts, DIMS, LAYERS, page_elems, dtype.itemsize)
-    image = HostImage()
-    read_image(manifest, layout, DIMS, page_elems, dtype, image, HostBuffers())
-    assert image.stream.num_ready == LAYERS
-    return manifest, layout, image.data
-
-
-def refusal(path: Path, dtype: torch.dtype = torch.float32) -> str:
-    with pytest.raises(AdapterFormatError) as caught:
-        load(path, dtype)
-    return str(caught.value)
 
 
 # -- what is read

@@ -10,11 +10,12 @@ import pytest
 from chorus.core.config import EngineConfig
 from chorus.core.executors import choice
 from chorus.core.executors.cuda import CudaExecutor
-from chorus.graphs.device import HostDevice
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.sections import equality
 from chorus.perf.gpu.sections.registry import section
 from chorus.perf.gpu.subject import MAX_RANK
+
+from ...graphs.host_device import HostDevice
 
 RATE = {"bytes_per_s": 1e9}
 

@@ -132,7 +132,7 @@ def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
         found = inner(subject, adapters, steps)
         seen.append(subject)
         if len(seen) == 2 and what == "kv":
-            page = subject.executor._arena.pages[-1].view(torch.int32)  # nobody's
+            page = subject.executor.arena.pages[-1].view(torch.int32)  # nobody's
             page[3] ^= 1
         elif len(seen) == 2:
             next(iter(found.tokens.values()))[-1] ^= 1

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .sgmv import Segments
+from chorus.ops.sgmv import Segments
 
 
 def sgmv_ref(

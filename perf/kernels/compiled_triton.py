@@ -1,7 +1,6 @@
-"""Triton kernels without a GPU: compiled for one that isn't there, or right in bf16 under the interpreter.
+"""Triton kernels compiled for a GPU that need not be there.
 
-A process does one or the other: kernels of a process that interprets cannot be compiled. Import this module lazily: it
-needs triton.
+A process that interprets kernels cannot compile them. Import this module lazily: it needs triton.
 """
 
 from __future__ import annotations
@@ -13,13 +12,10 @@ from dataclasses import dataclass
 from io import StringIO
 from typing import Any
 
-import numpy as np
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
 _MATRIX = re.compile(r"\b(wgmma\.mma_async\S*?\.m\d+n\d+k\d+|mma\.sync\S*?\.m\d+n\d+k\d+|tcgen05\.mma)")
 _WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\.cg")
@@ -80,35 +76,3 @@ def _usage(log: str) -> tuple[int, int]:
     if registers is None:
         raise RuntimeError(f"the assembler reported no registers: {log.strip()}")
     return int(registers[1]), sum(int(count) for count in re.findall(r"(\d+) bytes spill (?:stores|loads)", log))
-
-
-def mend_bf16() -> None:
-    """Make the interpreter right in bf16: `tl.dot`, which takes its bits for integers, and casts from float32, which
-    cut them off where a GPU rounds to nearest, ties to even.
-    """
-    plain_dot, plain_cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
-
-    def create_dot(self: Any, a: Any, b: Any, d: Any, input_precision: Any, max_num_imprecise_acc: Any) -> Any:
-        return plain_dot(self, _widened(a), _widened(b), d, input_precision, max_num_imprecise_acc)
-
-    def cast_impl(self: Any, src: Any, dst_type: Any) -> Any:
-        if src.dtype.scalar == tl.bfloat16 and dst_type.scalar == tl.float32:
-            return _widened(src)
-        if src.dtype.scalar == tl.float32 and dst_type.scalar == tl.bfloat16:
-            return TensorHandle(_rounded(src.data), tl.bfloat16)
-        return plain_cast(self, src, dst_type)
-
-    InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl = create_dot, cast_impl
-
-
-def _widened(handle: Any) -> Any:
-    if handle.dtype.scalar != tl.bfloat16:
-        return handle
-    return TensorHandle((handle.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
-
-
-def _rounded(values: np.ndarray) -> np.ndarray:
-    """bf16 bits of float32 values, any shape; NaN stays NaN."""
-    bits = np.ascontiguousarray(values, dtype=np.float32).view(np.uint32).astype(np.uint64)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-    return np.where(np.isnan(values), np.uint64(0x7FC0), rounded).astype(np.uint16).reshape(np.shape(values))

@@ -1,13 +1,13 @@
-"""Bytes and FLOPs of an SGMV launch, so that a measured time becomes a share of the roofline."""
+"""Bytes and FLOPs of kernel launches, every byte once, so that a measured time becomes a share of the roofline."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from .sgmv import Segments
+from ...ops.sgmv import Segments
 
-_F32 = 4
+_F32, _INT64 = 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,3 +56,26 @@ def expand_cost(
             moved += (rows.rank + 2 * tokens) * width * itemsize + splits * tokens * rows.rank * _F32
             flops += 2 * tokens * rows.rank * width
     return Cost(moved, flops)
+
+
+def norm_cost(tokens: int, width: int, itemsize: int, add: bool) -> Cost:
+    """bytes: x read and y written, with `add` the residual read and written too, and the weight.
+    flops: 4 per element (square, sum, scale, weight), 5 with `add`.
+    """
+    return Cost(((4 if add else 2) * tokens + 1) * width * itemsize, (5 if add else 4) * tokens * width)
+
+
+def silu_cost(tokens: int, ffn: int, itemsize: int) -> Cost:
+    """bytes: gate and up read, the product written. flops: 5 per element of it, an exponential and a division among
+    them.
+    """
+    return Cost(3 * tokens * ffn * itemsize, 5 * tokens * ffn)
+
+
+def rotary_cost(tokens: int, num_heads: int, kv_heads: int, head_dim: int, itemsize: int, norm: bool) -> Cost:
+    """bytes: q, k and v read and written, half a row of cos and of sin and three int64 a token; the norms' weights.
+    flops: 3 per element of q and k, 7 with norms.
+    """
+    rotated = (num_heads + kv_heads) * head_dim
+    moved = tokens * (2 * (rotated + kv_heads * head_dim) * itemsize + head_dim * itemsize + 3 * _INT64)
+    return Cost(moved + (2 * head_dim * itemsize if norm else 0), (7 if norm else 3) * tokens * rotated)
