@@ -20,11 +20,12 @@ def write(requests: Iterable[TraceRequest], file: IO[str]) -> int:
     Fields that have their default are left out.
     """
     count = 0
-    for count, request in enumerate(requests, 1):
+    for request in requests:
         record: dict[str, object] = dict(zip(_FIELDS, request[1:5], strict=True))
         defaults = TraceRequest._field_defaults.items()
         record |= {name: value for name, default in defaults if (value := getattr(request, name)) != default}
         file.write(json.dumps(record, separators=(",", ":")) + "\n")
+        count += 1
     return count
 
 
