@@ -10,9 +10,9 @@ import torch
 
 from ....memory.pages.pool import PagePool
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
+from .registry import rows_table
 
 _TOP = 5
 
@@ -39,7 +39,7 @@ def run(context: Context) -> dict[str, Any]:
     each = context.pick(2, 8, 16)
     adapters: dict[str, Any] = {}
     for rank in ranks:
-        adapters |= adapter_dirs(context.size, context.dtype_name, rank, each, context.work_dir)
+        adapters |= context.adapters(rank, each)
     largest = context.pick(4, 24, 64)
     size = {"max_seqs": largest, "max_batched": context.pick(64, 2048, 4096), "max_len": 64}
     found: dict[str, Any] = {"compared": f"tokens, log-probabilities of the {_TOP} likeliest, all KV", "cases": []}
@@ -115,13 +115,12 @@ def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table(f"(g) captured against eager: {values['compared']}", ["case", "rows", "steps", "equal bits"])
-    for row in values["cases"]:
-        table.add(row["case"], row["rows"], row["steps"], row["equal"])
-    startup = values["startup"]
-    built = Table("(g) engine start", ["seconds", "graphs", "capture s", "slowest s", "graphs MB"])
-    built.add(
-        startup["seconds"], startup["graphs"], startup["capture_seconds"], startup["slowest_capture_seconds"],
-        startup["graph_bytes"] / 1e6,
-    )  # fmt: skip
-    return [table, built]
+    cases = {"case": "case", "rows": "rows", "steps": "steps", "equal bits": "equal"}
+    start = {
+        "seconds": "seconds", "graphs": "graphs", "capture s": "capture_seconds",
+        "slowest s": "slowest_capture_seconds", "graphs MB": lambda row: row["graph_bytes"] / 1e6,
+    }  # fmt: skip
+    return [
+        rows_table(f"(g) captured against eager: {values['compared']}", cases, values["cases"]),
+        rows_table("(g) engine start", start, [values["startup"]]),
+    ]

@@ -6,7 +6,6 @@ from random import Random
 from typing import Any
 
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
@@ -18,7 +17,7 @@ def run(context: Context) -> dict[str, Any]:
     """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
     requests, seats = context.pick((4, 2), (64, 64), (256, 64))
     prompt, output = context.pick((8, 4), (128, 64), (256, 256))
-    adapters = adapter_dirs(context.size, context.dtype_name, RANK, requests, context.work_dir)
+    adapters = context.adapters(RANK, requests)
     names = list(adapters)
     found: dict[str, Any] = {
         "requests": requests,

@@ -30,7 +30,7 @@ def context(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "open_executor", open_executor)
     context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
     limits = {"copy": RATE, "read": RATE, "matmul": {"flops_per_s": 1e9}}
-    context.store.write_done("limits", 0.0, {"commit": {}}, limits)
+    context.store.write("limits", 0.0, {"commit": {}}, values=limits)
     yield context
     assert made
     assert all(config.max_lora_rank == MAX_RANK and config.load_format == "dummy" for config in made)

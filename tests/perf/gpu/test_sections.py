@@ -36,14 +36,14 @@ LIMITS = {
 def context(tmp_path_factory) -> Context:
     options = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("gpu"))])
     context = options.context()
-    context.store.write_done("limits", 0.0, describe("cpu"), LIMITS)
+    context.store.write("limits", 0.0, describe("cpu"), values=LIMITS)
     return context
 
 
 def run(context: Context, name: str) -> dict:
     """A section's values as they are read back from its file; its tables can be drawn."""
     values = section(name).run(context)
-    context.store.write_done(name, 0.0, describe("cpu"), values)
+    context.store.write(name, 0.0, describe("cpu"), values=values)
     values = context.store.values(name)
     tables = section(name).tables(values)
     assert tables
