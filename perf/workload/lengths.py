@@ -82,10 +82,11 @@ class LognormalTokens(Strict):
         low, high = -math.log(self.most) - 20 * self.sigma, math.log(self.most) + 20 * self.sigma
         for _ in range(80):
             middle = (low + high) / 2
-            low, high = (middle, high) if self._mean_at(middle) < self.mean else (low, middle)
+            low, high = (middle, high) if self.mean_at(middle) < self.mean else (low, middle)
         return low
 
-    def _mean_at(self, mu: float) -> float:
+    def mean_at(self, mu: float) -> float:
+        """E[min(X, most)] where the logarithm has the mean `mu`."""
         top = (math.log(self.most) - mu) / self.sigma
         below = math.exp(mu + self.sigma**2 / 2) * _normal_cdf(top - self.sigma)
         return below + self.most * (1 - _normal_cdf(top))

@@ -9,6 +9,7 @@ from ...report.table import Table
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
+from .registry import rows_table
 
 RANK = 16
 
@@ -57,14 +58,13 @@ def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table(
+    columns = {
+        "popularity": "popularity", "adapters": "adapters", "cold": "cold_tokens_per_s", "warm": "tokens_per_s",
+        "warm/base": "over_base",
+    }  # fmt: skip
+    base = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0, **values["base"]}
+    title = (
         f"(f) end to end, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
-        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}",
-        ["popularity", "adapters", "cold", "warm", "warm/base"],
+        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}"
     )
-    table.add("base", 0, None, values["base"]["tokens_per_s"], 1.0)
-    for row in values["rows"]:
-        table.add(
-            row["popularity"], row["adapters"], row["cold_tokens_per_s"], row["tokens_per_s"], row["over_base"]
-        )  # fmt: skip
-    return [table]
+    return [rows_table(title, columns, [base, *values["rows"]])]

@@ -126,19 +126,19 @@ def test_equality(context):
 
 @pytest.mark.parametrize("what", ["kv", "tokens"])
 def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
-    inner, seen = equality._trace, []
+    inner, seen = equality.trace, []
 
     def trace(subject, adapters, steps):
         found = inner(subject, adapters, steps)
         seen.append(subject)
         if len(seen) == 2 and what == "kv":
-            page = subject.executor._arena.pages[-1].view(torch.int32)  # nobody's
+            page = subject.arena_pages[-1].view(torch.int32)  # nobody's
             page[3] ^= 1
         elif len(seen) == 2:
             next(iter(found.tokens.values()))[-1] ^= 1
         return found
 
-    monkeypatch.setattr(equality, "_trace", trace)
+    monkeypatch.setattr(equality, "trace", trace)
     with pytest.raises(equality.Differs, match=r"1 of \d+ pages differ" if what == "kv" else r"tokens of q\d+ differ"):
         equality.run(context)
 

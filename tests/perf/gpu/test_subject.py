@@ -52,7 +52,7 @@ def test_a_replay_changes_nothing(subject):
     """The same request gives the same tokens, whether its steps are replayed in between or not."""
 
     def tokens(*, replayed: bool) -> list[int]:
-        subject._random.seed(7)
+        subject.reseed(7)
         (request,) = subject.decoding(["r4-002"], 6, 8)
         while not request.finished:
             if replayed:
