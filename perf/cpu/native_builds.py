@@ -130,12 +130,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=8.0, help="of each kind of step")
     parser.add_argument("--ranks", default="8,16,32,64,8,16,32,64")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--steps", default=",".join(STEPS).replace(", mixed", " mixed"), help="comma-separated")
-    for name, value in vars(Geometry()).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=value)
+    parser.add_argument("--steps", default=";".join(STEPS), help="apart by semicolons")
+    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
     args = parser.parse_args()
-    geometry = Geometry(**{name: getattr(args, name) for name in vars(Geometry())})
-    bench = Bench(geometry, [int(rank) for rank in args.ranks.split(",")], getattr(torch, args.dtype))
+    bench = Bench(args.geometry, [int(rank) for rank in args.ranks.split(",")], getattr(torch, args.dtype))
     ours = native.NativeDecoder(bench.model, args.threads)
     own_library, other_library = native.library, open_library(args.other)
     native.library = lambda: other_library
@@ -144,9 +142,8 @@ def main() -> int:
     ours.kept = other.kept = ()
     result = {}
     print(f"{'step':26}{'ms':>9}{'tokens/s':>10}{'other/ours':>12}{'quarters':>16}")
-    for name, (rows, count, before, mixed) in STEPS.items():
-        if name.replace(", mixed", " mixed") not in args.steps.split(","):
-            continue
+    for name in args.steps.split(";"):
+        rows, count, before, mixed = STEPS[name]
         step = bench.step(rows, count, before, mixed)
         own, ratios = race(lambda step=step: ours.forward(*step), lambda step=step: other.forward(*step), args.seconds)
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3

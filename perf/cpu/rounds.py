@@ -9,7 +9,7 @@ import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,9 +18,6 @@ from ..contenders.process import ContenderError, ContenderProcess
 
 #: Above this share of the machine's processor time in other hands, a sample does not count.
 FOREIGN_LIMIT = 0.05
-
-_QUIET_SPAN = 0.5
-
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 _IDLE = (3, 4)  # idle, iowait; everything else in the line is time that someone had, the hypervisor included
@@ -104,69 +101,34 @@ class Results:
         return median(tops.values()) / median(bottoms.values()) if tops and bottoms else None
 
 
-@dataclass(frozen=True)
-class Patience:
-    """Rules for measuring on a machine that others use too.
+def run_rounds(probes: Sequence[Probe], rounds: int, settle: float, progress: Callable[[str], None]) -> Results:
+    """One round that is dropped, then `rounds` that count. A probe that fails is not tried again.
 
     settle: seconds of rest before each sample, so that the threads of the one before have stopped spinning.
-    wait: seconds to wait, at most, until the machine is quiet. retries: how often a disturbed sample is taken again.
     """
-
-    settle: float = 0.5
-    wait: float = 0.0
-    retries: int = 0
-
-
-def run_rounds(probes: Sequence[Probe], rounds: int, patience: Patience, progress: Callable[[str], None]) -> Results:
-    """One round that is dropped, then `rounds` that count. A probe that fails is not tried again."""
     results = Results()
     for index in range(rounds + 1):
+        foreign = []
         for probe in probes:
             key = probe.contender, probe.name
             if key in results.errors:
                 continue
+            time.sleep(settle)
+            pids = (os.getpid(), probe.process.pid)
+            before = CpuSample.take(pids)
             try:
-                sample = _take(probe, index, patience if index else replace(patience, wait=0.0, retries=0))
+                values = probe.derive(probe.process.call(probe.method, **probe.arguments))
             except ContenderError as error:
                 results.errors[key] = str(error)
                 progress(f"{probe.contender} {probe.name} given up: {error}")
                 continue
+            sample = Sample(index, values, CpuSample.take(pids).foreign_share(before))
+            foreign.append(sample.foreign)
             if index:
                 results.samples.setdefault(key, []).append(sample)
-        progress(f"round {index} of {rounds}{_noise(results, index)}")
+        noisy = f"{sum(share > FOREIGN_LIMIT for share in foreign)} of {len(foreign)} samples disturbed"
+        progress(f"round {index} of {rounds}: {noisy}, at most {max(foreign, default=0.0):.0%} foreign")
     return results
-
-
-def _take(probe: Probe, index: int, patience: Patience) -> Sample:
-    """A quiet sample, or the least disturbed one of a few tries."""
-    samples: list[Sample] = []
-    while not samples or (not samples[-1].quiet and len(samples) <= patience.retries):
-        time.sleep(patience.settle)
-        _await_quiet(patience.wait)
-        pids = (os.getpid(), probe.process.pid)
-        before = CpuSample.take(pids)
-        values = probe.process.call(probe.method, **probe.arguments)
-        samples.append(Sample(index, probe.derive(values), CpuSample.take(pids).foreign_share(before)))
-    return min(samples, key=lambda sample: sample.foreign)
-
-
-def _await_quiet(seconds: float) -> None:
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        before = CpuSample.take((os.getpid(),))
-        time.sleep(_QUIET_SPAN)
-        if CpuSample.take((os.getpid(),)).foreign_share(before) <= FOREIGN_LIMIT:
-            return
-
-
-def _noise(results: Results, index: int) -> str:
-    foreign = [sample.foreign for sample in _all(results) if sample.round == index]
-    noisy = sum(share > FOREIGN_LIMIT for share in foreign)
-    return f": {noisy} of {len(foreign)} samples disturbed, at most {max(foreign):.0%} foreign" if foreign else ""
-
-
-def _all(results: Results) -> Iterable[Sample]:
-    return (sample for samples in results.samples.values() for sample in samples)
 
 
 @dataclass(frozen=True)

@@ -15,9 +15,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
-from .environment import describe, describe_host
+from .environment import describe
 from .options import Options
 from .report import REPORT, digest, report
 from .sections.registry import SECTIONS, section
@@ -42,7 +41,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     except OtherSettings as error:
         print(error, file=sys.stderr)
         return 2
-    environment = describe_host(options.device)
+    environment = describe(options.device, opened=False)
     deadline = clock() + options.budget
     for name in options.sections:
         if store.is_done(name):
@@ -74,18 +73,17 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     with log.open("w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, process_group=0)
         try:
-            code = process.wait(None if math.isinf(timeout) else timeout)
-            reason = f"the process ended with {code}"
+            reason = f"the process ended with {process.wait(None if math.isinf(timeout) else timeout)}"
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
             reason = f"not done after {timeout:.0f} s"
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
     seconds = time.monotonic() - began
     if store.load(name) is None:
-        store.write_failed(name, seconds, environment, f"{reason}\n{_tail(log)}")
+        said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
+        store.write(name, seconds, environment, error=f"{reason}\n{said}")
     _say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
 
 
@@ -93,7 +91,7 @@ def run_section(name: str, options: Options) -> bool:
     """Run a section in this process and write its file; whether it went well."""
     if options.device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported
-    environment = describe_host(options.device)
+    environment = describe(options.device, opened=False)
     store = options.store()
     began = time.perf_counter()
     try:
@@ -101,19 +99,15 @@ def run_section(name: str, options: Options) -> bool:
         environment = describe(options.device)
         values = section(name).run(context)
     except Exception:
-        store.write_failed(name, time.perf_counter() - began, environment, traceback.format_exc())
+        store.write(name, time.perf_counter() - began, environment, error=traceback.format_exc())
         traceback.print_exc()
         return False
-    store.write_done(name, time.perf_counter() - began, environment, values)
+    store.write(name, time.perf_counter() - began, environment, values=values)
     return True
 
 
 def worker_command(name: str, options: Options) -> list[str]:
-    return [sys.executable, "-m", __package__, *options.argv(), "--worker", name]
-
-
-def _tail(log: Path) -> str:
-    return log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
+    return [sys.executable, "-m", __package__, *options.given, "--worker", name]
 
 
 def _say(text: str) -> None:

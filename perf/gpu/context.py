@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from ..cpu import random_model
+from ..cpu.roofline import bound
+from ..cpu.workload import Workload
 from .sizes import ModelSize
 from .store import ResultStore
 from .timer import Timer
+
+
+class Floors(NamedTuple):
+    """The least seconds of a step at the measured limits. adapters: the part of `decode` that reading them takes."""
+
+    prefill: float
+    decode: float
+    adapters: float
+    prefill_flops: float
+    step_bytes: float
 
 
 @dataclass(frozen=True)
@@ -59,5 +74,59 @@ class Context:
         """Size of the last cache before memory; 0 where it is not known."""
         return torch.cuda.get_device_properties(0).L2_cache_size if self.device == "cuda" else 0
 
+    def adapters(self, rank: int, count: int) -> dict[str, Path]:
+        """`count` adapters of one rank on all projections, by name; made on first use.
+
+        Their files are hard links to the same random weights: read, held and loaded they are adapters of their own, and
+        the disk holds them once.
+        """
+        workload = Workload(self.size.geometry, ranks=(rank,), dtype=self.dtype_name)
+        (source,) = random_model.adapters(workload, self.work_dir).values()
+        named = self.work_dir / "named" / self.dtype_name
+        made = {name: named / name for name in (f"r{rank}-{index:03d}" for index in range(count))}
+        for directory in made.values():
+            directory.mkdir(parents=True, exist_ok=True)
+            for path in source.iterdir():
+                _link(path, directory / path.name)
+        return made
+
+    def floors(self, requests: int, tokens: int, ranks: tuple[int, ...] = ()) -> Floors:
+        """Of `requests` requests with `tokens` tokens each. ranks: of their adapters, in turn; none: the base model.
+
+        A decode step reads weights, KV and every adapter once, at the measured bandwidth; a prefill multiplies at the
+        measured rate, or reads the weights where that takes longer.
+        """
+        workload = Workload(
+            self.size.geometry, requests=requests, prompt_tokens=tokens, output_tokens=2, ranks=ranks or (1,),
+            dtype=self.dtype_name,
+        )  # fmt: skip
+        bandwidth, flops = self.bandwidth(), self.limits()["matmul"]["flops_per_s"]
+        base = bound(workload, "base", bandwidth, flops)
+        found = bound(workload, "mixed", bandwidth, flops) if ranks else base
+        return Floors(
+            found.prefill_seconds, found.step_bytes / bandwidth, (found.step_bytes - base.step_bytes) / bandwidth,
+            found.prefill_flops, found.step_bytes,
+        )  # fmt: skip
+
+    def stated_floors(self) -> dict[str, Any]:
+        """Inputs of the floors, for the result file."""
+        return {
+            "bandwidth_bytes_per_s": self.bandwidth(),
+            "matmul_flops_per_s": self.limits()["matmul"]["flops_per_s"],
+            "decode": "bytes of weights, KV and adapters, each once, at the bandwidth",
+            "prefill": "FLOP at the matmul rate, or the bytes of the weights where that takes longer",
+        }
+
     def say(self, text: str) -> None:
         print(text, file=sys.stderr, flush=True)
+
+
+def _link(source: Path, target: Path) -> None:
+    """Make `target` another name of `source`, or a copy where the file system has no links."""
+    if target.exists() and target.samefile(source):
+        return
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)

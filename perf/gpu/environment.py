@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import shutil
 import subprocess
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,17 +21,19 @@ _PACKAGES = (
 )  # fmt: skip
 
 
-def describe(device: str) -> dict[str, Any]:
-    """Device, driver, versions, commit and the time now. device: `cuda`, which is opened, or `cpu`."""
-    return {**describe_host(device), **({"device": _cuda_device()} if device == "cuda" else {})}
+def describe(device: str, *, opened: bool = True) -> dict[str, Any]:
+    """Device, driver, versions, commit and the time now.
 
-
-def describe_host(device: str) -> dict[str, Any]:
-    """As `describe`, of the device only what is known without opening it."""
+    device: `cuda` or `cpu`. opened: False tells of the device only what is known without opening it.
+    """
+    versions = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
     return {
-        "device": {"type": device, "name": device},
+        "device": _cuda_device() if opened and device == "cuda" else {"type": device, "name": device},
         "driver": driver_version() if device == "cuda" else None,
-        "versions": {"python": platform.python_version(), **_versions()},
+        "versions": versions,
         "commit": commit(),
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
     }
@@ -40,19 +41,16 @@ def describe_host(device: str) -> dict[str, Any]:
 
 def commit() -> dict[str, Any]:
     """The commit's hash, and whether tracked files differ from it; None where neither can be known."""
-    if found := _git("rev-parse", "HEAD"):
-        status = _git("status", "--porcelain", "--untracked-files=no")
+    if (_ROOT / ".git").exists() and (found := _output("git", "rev-parse", "HEAD")):
+        status = _output("git", "status", "--porcelain", "--untracked-files=no")
         return {"hash": found, "dirty": None if status is None else bool(status)}
     return {"hash": os.environ.get(COMMIT_VARIABLE) or None, "dirty": None}
 
 
 def driver_version() -> str | None:
-    """Device as nvidia-smi describes it; None where it is not installed."""
-    if (tool := shutil.which("nvidia-smi")) is None:
-        return None
-    command = [tool, "--query-gpu=driver_version", "--format=csv,noheader"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=30)
-    return done.stdout.splitlines()[0].strip() if done.returncode == 0 and done.stdout.strip() else None
+    """The driver's version as nvidia-smi tells it; None where it is not installed."""
+    found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return found.splitlines()[0].strip() if found else None
 
 
 def _cuda_device() -> dict[str, Any]:
@@ -66,17 +64,10 @@ def _cuda_device() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in _PACKAGES:
-        with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
-
-
-def _git(*arguments: str) -> str | None:
-    """Output of a git command in this tree; None without git, or where the tree is no repository of its own."""
-    if shutil.which("git") is None or not (_ROOT / ".git").exists():
+def _output(*command: str) -> str | None:
+    """Output of a command in this tree; None where it fails or is not installed."""
+    try:
+        done = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True, timeout=30)
+    except (OSError, subprocess.SubprocessError):
         return None
-    done = subprocess.run(["git", *arguments], cwd=_ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip() if done.returncode == 0 else None
+    return done.stdout.strip()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,49 +21,26 @@ QUICK_SECONDS, QUICK_SECTION_SECONDS = 480.0, 200.0
 _EPILOG = "Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.items()) + "."
 
 
-@dataclass(frozen=True)
-class Options:
-    """Options of the command line. worker: the one section that this process is to run."""
-
-    out: Path
-    quick: bool
-    device: str
-    model_size: str
-    work_dir: Path
-    seed: int
-    sections: tuple[str, ...]
-    redo: tuple[str, ...]
-    budget: float
-    section_timeout: float
-    archive: Path | None = None
-    worker: str | None = None
+class Options(argparse.Namespace):
+    """Options of the command line. given: the words of it. worker: the one section that this process is to run."""
 
     @classmethod
     def parse(cls, argv: list[str] | None) -> Options:
-        args = _parser().parse_args(argv)
-        out, unlimited = args.out.resolve(), math.inf
-        return cls(
-            out=out, quick=args.quick, device=args.device, seed=args.seed, worker=args.worker,
-            model_size=args.model_size or ("tiny" if args.device == "cpu" else "llama-3.1-8b"),
-            work_dir=(args.work_dir or out / "work").resolve(), sections=tuple(args.sections or SECTIONS),
-            redo=tuple(SECTIONS if "all" in args.redo else args.redo), archive=args.archive and args.archive.resolve(),
-            budget=args.budget or (QUICK_SECONDS if args.quick else unlimited),
-            section_timeout=args.section_timeout or (QUICK_SECTION_SECONDS if args.quick else unlimited),
-        )  # fmt: skip
-
-    def argv(self) -> list[str]:
-        """The command line of a worker."""
-        return [
-            "--quick" if self.quick else "--full", "--out", str(self.out), "--device", self.device,
-            "--model-size", self.model_size, "--work-dir", str(self.work_dir), "--seed", str(self.seed),
-        ]  # fmt: skip
+        given = sys.argv[1:] if argv is None else argv
+        options = _parser().parse_args(given, cls(given=given))
+        options.out = options.out.resolve()
+        options.work_dir = (options.work_dir or options.out / "work").resolve()
+        options.model_size = options.model_size or ("tiny" if options.device == "cpu" else "llama-3.1-8b")
+        options.redo = list(SECTIONS) if "all" in options.redo else options.redo
+        options.budget = options.budget or (QUICK_SECONDS if options.quick else math.inf)
+        options.section_timeout = options.section_timeout or (QUICK_SECTION_SECONDS if options.quick else math.inf)
+        return options
 
     @property
     def settings(self) -> dict[str, Any]:
         """Values that must be equal for results to belong together."""
-        return {
-            "run": "quick" if self.quick else "full", "device": self.device, "model": self.model_size, "seed": self.seed
-        }  # fmt: skip
+        run = "quick" if self.quick else "full"
+        return {"run": run, "device": self.device, "model": self.model_size, "seed": self.seed}
 
     def store(self) -> ResultStore:
         return ResultStore(self.out, self.settings)
@@ -78,9 +55,8 @@ class Options:
         if self.device == "cuda" and not torch.cuda.is_available():
             raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
         timer = CudaTimer(0.05 if self.quick else 0.3) if self.device == "cuda" else WallTimer(1)
-        return Context(
-            self.device, SIZES[self.model_size], self.quick, timer, self.store(), self.work_dir, self.seed
-        )  # fmt: skip
+        size = SIZES[self.model_size]
+        return Context(self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -96,13 +72,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of the result files")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run of the benchmark itself")
     add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
-    add("--sections", nargs="+", choices=tuple(SECTIONS), metavar="NAME", help="only these; default: all")
+    add("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS), metavar="NAME", help="only these")
     add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
     add("--section-timeout", type=float, metavar="SECONDS", help="for one; default: 200 with --quick, else no limit")
     add(
-        "--archive", type=Path, metavar="FILE",
+        "--archive", type=lambda text: Path(text).resolve(), metavar="FILE",
         help="a .tar.gz of all results and logs, written after every section; where it is there already it is unpacked "
         "first, so that a second call goes on from it",
     )  # fmt: skip

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import tarfile
-import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -53,19 +52,15 @@ class ResultStore:
 
     def values(self, section: str) -> dict[str, Any]:
         """Results of a finished section. LookupError when it has not been run or has failed."""
-        record = self.load(section)
-        if record is None or record["status"] != DONE:
+        if not self.is_done(section):
             raise LookupError(f"section {section} has no results in {self.directory}; run it first")
-        return record["values"]
+        return self.load(section)["values"]
 
-    def write_done(self, section: str, seconds: float, environment: Mapping[str, Any], values: Any) -> None:
-        record = {"section": section, "status": DONE, "seconds": round(seconds, 1), "settings": self.settings}
-        self._write(self.path(section), {**record, "environment": environment, "values": values})
-
-    def write_failed(self, section: str, seconds: float, environment: Mapping[str, Any], reason: str) -> None:
-        """reason: the traceback, or the end of what the process said."""
-        record = {"section": section, "status": FAILED, "seconds": round(seconds, 1), "settings": self.settings}
-        self._write(self.path(section), {**record, "environment": environment, "error": reason})
+    def write(self, section: str, seconds: float, environment: Mapping[str, Any], **outcome: Any) -> None:
+        """Write down how a section ended. outcome: its `values`, or the `error`, a traceback or what was said last."""
+        status = DONE if "values" in outcome else FAILED
+        record = {"section": section, "status": status, "seconds": round(seconds, 1), "settings": self.settings}
+        self._write(self.path(section), {**record, "environment": environment, **outcome})
 
     def forget(self, section: str) -> None:
         self.path(section).unlink(missing_ok=True)
@@ -76,22 +71,19 @@ class ResultStore:
         environment: used where no section has finished; otherwise the last of them says where it ran. one_commit:
         whether all came from one commit without local changes.
         """
-        found: dict[str, Any] = {"settings": self.settings, "environment": environment}
-        found |= {"sections": {}, "seconds": {}, "failed": {}, "missing": []}
-        commits = []
-        for section in sections:
-            record = self.load(section)
-            if record is None:
-                found["missing"].append(section)
-                continue
-            found["seconds"][section] = record["seconds"]
-            commits.append(record["environment"]["commit"])
-            if record["status"] == DONE:
-                found["sections"][section] = record["values"]
-                found["environment"] = record["environment"]
-            else:
-                found["failed"][section] = record["error"]
-        found["one_commit"] = bool(commits) and all(each == commits[0] for each in commits) and not commits[0]["dirty"]
+        records = {section: self.load(section) for section in sections}
+        known = {section: record for section, record in records.items() if record is not None}
+        done = {section: record for section, record in known.items() if record["status"] == DONE}
+        commits = [record["environment"]["commit"] for record in known.values()]
+        found: dict[str, Any] = {
+            "settings": self.settings,
+            "environment": [environment, *(record["environment"] for record in done.values())][-1],
+            "sections": {section: record["values"] for section, record in done.items()},
+            "seconds": {section: record["seconds"] for section, record in known.items()},
+            "failed": {section: record["error"] for section, record in known.items() if section not in done},
+            "missing": [section for section in records if section not in known],
+            "one_commit": bool(commits) and all(each == commits[0] for each in commits) and not commits[0]["dirty"],
+        }
         self._write(self.directory / RESULT, found)
         return found
 
@@ -113,17 +105,11 @@ class ResultStore:
                     tar.extract(member, self.directory, filter="data")
 
     def _write(self, path: Path, value: Any) -> None:
-        """Whole or not at all: a reader never sees half a file, and a killed run leaves none."""
+        """Whole or not at all: a reader never sees half a file."""
         text = json.dumps(_finite(value), indent=1)
-        handle, draft = tempfile.mkstemp(dir=self.directory, prefix=f".{path.name}-")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            os.chmod(draft, 0o644)
-            os.replace(draft, path)
-        except BaseException:
-            os.unlink(draft)
-            raise
+        draft = path.with_name(f".{path.name}-draft")
+        draft.write_text(text, encoding="utf-8")
+        os.replace(draft, path)
 
 
 def _finite(value: Any) -> Any:

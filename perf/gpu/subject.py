@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from random import Random
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
@@ -20,7 +19,7 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import RequestOutput
 from ...graphs.runner import DecodeBuckets, GraphRunner, StepMode
-from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.adapters.adapter import Tier
 from ...memory.host.images import InlineReads
 from .context import Context
 
@@ -81,7 +80,7 @@ class Subject:
     def __enter__(self) -> Subject:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *_: object) -> None:
         self.engine.close()
         del self.engine
         if self._context.device == "cuda":
@@ -112,6 +111,10 @@ class Subject:
         wanted = SamplingParams(max_tokens=output_tokens, temperature=0.0, ignore_eos=True, **params)
         return Request(f"q{self._serial}", prompt, wanted, adapter)
 
+    def reseed(self, seed: int) -> None:
+        """Draw the prompts that come from now on anew."""
+        self._random.seed(seed)
+
     def step(self) -> list[RequestOutput]:
         """One engine step. Raises RuntimeError when a request ends in an error."""
         outputs = self.engine.step()
@@ -119,6 +122,11 @@ class Subject:
             if output.error is not None:
                 raise RuntimeError(f"request {output.request_id}: {output.error}")
         return outputs
+
+    def _step_seconds(self) -> float:
+        began = self._clock()
+        self.step()
+        return self._clock() - began
 
     def finish(self) -> float:
         """Run until there is no work left; seconds."""
@@ -154,9 +162,7 @@ class Subject:
         """Seconds of each of `steps` decode steps; all of them have `rows` rows."""
         found = []
         for _ in range(steps):
-            began = self._clock()
-            self.step()
-            found.append(self._clock() - began)
+            found.append(self._step_seconds())
             info = self.engine.stats().last_step
             if info is None or info.num_tokens != rows:
                 raise Unsettled(f"a step had {info and info.num_tokens} tokens where {rows} rows should decode")
@@ -188,12 +194,10 @@ class Subject:
     def longest_step_until_first_token(self, prompt_tokens: int, adapter: str | None) -> float:
         """Seconds of the longest step until a request that joins those running has its first token."""
         request = self.add(prompt_tokens, 1, adapter)
-        longest = 0.0
+        seconds = [0.0]
         while not request.num_output_tokens:
-            began = self._clock()
-            self.step()
-            longest = max(longest, self._clock() - began)
-        return longest
+            seconds.append(self._step_seconds())
+        return max(seconds)
 
     def load(self, names: Sequence[str], prompt_tokens: int = 1) -> None:
         """Make adapters resident, by a request for each, one after another."""
@@ -247,6 +251,11 @@ class Subject:
         return self.engine.executor
 
     @property
+    def arena_pages(self) -> torch.Tensor:
+        """`[pages, elements]` of the device's arena."""
+        return self.executor.arena.pages
+
+    @property
     def _steps(self) -> Any:
         """Object that captures steps: the executor itself, or its steps."""
         return getattr(self.executor, "steps", self.executor)
@@ -255,10 +264,9 @@ class Subject:
     def _graphs(self) -> GraphRunner:
         return self._steps.graphs
 
-    def _expect(self, name: str, tier: Tier) -> Adapter:
+    def _expect(self, name: str, tier: Tier) -> None:
         store = self.engine.store
         adapter = store.get(name)
         store.poll()
         if store.tier(adapter) is not tier:
             raise Unsettled(f"{adapter} should be in tier {tier} but is in {store.tier(adapter)}")
-        return adapter

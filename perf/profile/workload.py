@@ -11,7 +11,6 @@ from typing import Any
 from ...memory.pages.layout import MODULES
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import decode
-from ..gpu.adapter_files import adapter_dirs
 from ..gpu.context import Context
 from ..gpu.lora_case import ArenaPages, Launch, LoraCase, layer_bytes, layer_launches, layers_for, num_pages
 from ..gpu.popularity import segment_lengths
@@ -54,11 +53,7 @@ def run(recipe: Recipe, context: Context) -> dict[str, Any]:
 
 def _decode(recipe: Recipe, context: Context) -> tuple[float, list[Launch], int]:
     lengths = segment_lengths(recipe.popularity, recipe.rows)
-    adapters = (
-        adapter_dirs(context.size, context.dtype_name, recipe.rank, len(lengths), context.work_dir)
-        if recipe.rank
-        else {}
-    )
+    adapters = context.adapters(recipe.rank, len(lengths)) if recipe.rank else {}
     names = [name for name, length in zip(adapters, lengths, strict=False) for _ in range(length)]
     with Subject(
         context, adapters, max_seqs=recipe.rows, max_batched=max(recipe.prompt_tokens, 2048),

@@ -32,8 +32,7 @@ class SimAdapters:
 
     def __init__(self, page: PageLayout) -> None:
         self._page = page
-        self._known: dict[str, tuple[AdapterManifest, AdapterLayout]] = {}
-        self._ranks: dict[str, int] = {}
+        self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
 
     def __len__(self) -> int:
@@ -50,26 +49,23 @@ class SimAdapters:
             pages = max(1, -(-num_bytes // self._page.page_bytes))
             layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
             shape = self._shapes[rank, num_bytes] = (part,), layout
-        parts, layout = shape
         path = Path(name)
-        self._known[name] = AdapterManifest(path, parts, num_bytes), layout
-        self._ranks[name] = rank
+        self._known[name] = AdapterManifest(path, shape[0], num_bytes), shape[1], rank
         return path
 
     def path(self, name: str) -> Path:
-        return self._find(name)[0].path
-
-    def rank(self, name: str) -> int:
-        rank = self._ranks.get(name)
-        return self._find(name)[0].rank if rank is None else rank
-
-    def layout(self, name: str) -> AdapterLayout:
-        return self._find(name)[1]
+        return self.manifest(name).path
 
     def manifest(self, name: str) -> AdapterManifest:
         return self._find(name)[0]
 
-    def _find(self, name: str) -> tuple[AdapterManifest, AdapterLayout]:
+    def layout(self, name: str) -> AdapterLayout:
+        return self._find(name)[1]
+
+    def rank(self, name: str) -> int:
+        return self._find(name)[2]
+
+    def _find(self, name: str) -> tuple[AdapterManifest, AdapterLayout, int]:
         try:
             return self._known[name]
         except KeyError:

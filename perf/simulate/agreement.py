@@ -11,11 +11,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import math
 import os
 import random
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -106,42 +106,38 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
     """
     prompts = {request.id: prompt_of(request, engine.model.vocab_size) for request in trace}
     records = Records()
-    open_: dict[str, tuple[Request, float, float]] = {}  # with arrival and first token, seconds since the start
-    waiting = iter(trace)
-    following = next(waiting, None)
+    open_: dict[str, tuple[Request, TraceRequest]] = {}
+    first_tokens: dict[str, float] = {}
+    coming = deque(trace)
     start = time.perf_counter()
     begin = time.monotonic()  # the engine's clock
-    while following is not None or open_:
-        now = time.perf_counter() - start
-        while following is not None and following.arrival <= now:
-            params = SamplingParams(max_tokens=following.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
-            request = Request(str(following.id), prompts[following.id], params, following.adapter)
+    while coming or open_:
+        before = time.perf_counter() - start
+        while coming and coming[0].arrival <= before:
+            asked = coming.popleft()
+            params = SamplingParams(max_tokens=asked.output_tokens, temperature=0.0, seed=0, ignore_eos=True)
+            request = Request(str(asked.id), prompts[asked.id], params, asked.adapter)
             engine.add_request(request)
-            open_[request.id] = request, following.arrival, math.nan
-            following = next(waiting, None)
+            open_[request.id] = request, asked
         if not open_:
-            time.sleep(max(0.0, following.arrival - now))
+            time.sleep(max(0.0, coming[0].arrival - before))
             continue
         spent = time.process_time()
         outputs = engine.step()
-        spent, before, now = time.process_time() - spent, now, time.perf_counter() - start
+        spent, now = time.process_time() - spent, time.perf_counter() - start
         if now - before - spent > HELD_UP_SECONDS:
             print(f"the system held the process up for {now - before - spent:.1f} s: run it again", file=sys.stderr)
         for output in outputs:
-            request, arrival, first = open_[output.request_id]
+            first = first_tokens.setdefault(output.request_id, now)
+            if output.error is None and output.finish_reason is None:
+                continue
+            request, asked = open_.pop(output.request_id)
             if output.error is not None:
                 records.num_failed += 1
-                del open_[output.request_id]
                 continue
-            if math.isnan(first):
-                first = now
-                open_[output.request_id] = request, arrival, now
-            if output.finish_reason is not None:
-                del open_[output.request_id]
-                queue = max(0.0, request.start_time - begin - arrival)
-                records.add(
-                    Served(arrival, first - arrival, now - arrival, queue, 0.0, request.num_output_tokens)
-                )  # fmt: skip
+            arrival = asked.arrival
+            queue, tokens = max(0.0, request.start_time - begin - arrival), request.num_output_tokens
+            records.add(Served(arrival, first - arrival, now - arrival, queue, 0.0, tokens))
     return records
 
 
@@ -211,45 +207,43 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m chorus.perf.simulate.agreement", description=__doc__.split("\n")[0]
     )
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "agreement"
-    parser.add_argument("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
-    parser.add_argument("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
-    parser.add_argument("--repeats", type=int, default=3, help="times to fit and to serve, by turns (default: 3)")
-    parser.add_argument("--requests", type=int, default=60, help="of each repeat (default: 60)")
-    parser.add_argument("--load", type=float, default=0.5, help="share of time to keep busy (default: 0.5)")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: all")
-    parser.add_argument("--max-num-seqs", type=int, default=16, help="(default: 16)")
-    parser.add_argument("--rounds", type=int, default=3, help="of the fit (default: 3)")
-    parser.add_argument("--limit", type=float, default=0.15, help="share that means may be off (default: 0.15)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--work-dir", type=Path, default=cache, help="for the random model (default: %(default)s)")
-    parser.add_argument("--json", action="store_true")
+    add = parser.add_argument
+    add("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
+    add("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
+    add("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
+    add("--repeats", type=int, default=3, help="times to fit and to serve, by turns (default: 3)")
+    add("--requests", type=int, default=60, help="of each repeat (default: 60)")
+    add("--load", type=float, default=0.5, help="share of time to keep busy (default: 0.5)")
+    add("--threads", type=int, help="CPU threads; default: all")
+    add("--rounds", type=int, default=3, help="of the fit (default: 3)")
+    add("--limit", type=float, default=0.15, help="share that means may be off (default: 0.15)")
+    add("--seed", type=int, default=0)
+    add("--work-dir", type=Path, default=cache, help="for the random model (default: %(default)s)")
+    add("--json", action="store_true")
     arguments = parser.parse_args(argv)
     if (arguments.model is None) != (arguments.adapters is None):
         parser.error("--model and --adapters go together; give both or neither")
     model, adapters = (arguments.model, arguments.adapters) if arguments.model else _random(arguments.work_dir)
     config = EngineConfig(
-        model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=arguments.max_num_seqs,
-        max_num_batched_tokens=256, memory_bytes=512 << 20,
+        model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=16, max_num_batched_tokens=256,
+        memory_bytes=512 << 20,
     )  # fmt: skip
-    profiles: list[Profile] = []
 
-    def refit() -> Profile:
+    def fit() -> Profile:
         print("fitting a profile", file=sys.stderr)
         profiles.append(measure_machine(config, rounds=arguments.rounds, batches=208).profile)
         return profiles[-1]
 
-    if arguments.profile is None:
-        refit()
-    else:
-        profiles.append(load_profile(arguments.profile))
+    profiles: list[Profile] = [load_profile(arguments.profile)] if arguments.profile else []
+    if not profiles:
+        fit()
     real, virtual = Records(), Records()
     for repeat in range(arguments.repeats):
         print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
         load = Load(arguments.requests, arguments.load, arguments.seed + repeat)
-        both = serve_both(config, profiles[-1], load, None if arguments.profile else refit)
-        for records, found in zip((real, virtual), both, strict=True):
-            records.extend(found)
+        both = serve_both(config, profiles[-1], load, None if arguments.profile else fit)
+        real.extend(both[0])
+        virtual.extend(both[1])
         table(compare(*both)).show(Console(stderr=True, width=120))
     found = compare(real, virtual)
     found["decode_r2"] = [profile.decode.fit.r2 for profile in profiles if profile.decode.fit is not None]

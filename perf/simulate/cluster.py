@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import deque
@@ -77,13 +78,9 @@ def simulate_clients(
     """
     source = iter(requests)
     events = _Events(replicas, route, prompt, _Clients(source, think, turns, seed))
-    for request in _take(source, clients):
+    for request in itertools.islice(source, clients):
         events.offer(request._replace(arrival=0.0))
     return events.finish()
-
-
-def _take(source: Iterator[TraceRequest], count: int) -> list[TraceRequest]:
-    return [request for _, request in zip(range(count), source, strict=False)]
 
 
 class _Clients:
@@ -98,7 +95,7 @@ class _Clients:
     def answered(self, now: float, ended: Sequence[tuple[str | None, int]]) -> Iterator[TraceRequest]:
         """The next requests of the clients whose last ones, for these adapters of these ranks, have ended."""
         sent = now + self._think
-        for request, (adapter, rank) in zip(_take(self._requests, len(ended)), ended, strict=False):
+        for request, (adapter, rank) in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
             if self._stay and self._random.random() < self._stay:
                 request = request._replace(adapter=adapter, rank=rank)
             yield request._replace(arrival=sent)

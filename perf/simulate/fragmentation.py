@@ -97,9 +97,9 @@ def run_fragmentation(pool: Pool) -> Outcome:
     is held that nobody asked for. The most adapters are the newest ones, which requests hold where they are, and those
     of the probe's size that fit beside them. All are means over the cycles.
     """
-    allocator: Any = (
-        Contiguous(pool.pool_bytes) if pool.allocator == "contiguous" else Paged(pool.pool_bytes, pool.page_bytes)
-    )
+    allocator: Any = Contiguous(pool.pool_bytes)
+    if pool.allocator == "pages":
+        allocator = Paged(pool.pool_bytes, pool.page_bytes)
     draw, use = random.Random(pool.seed), random.Random(pool.seed + 1)
     sizes, weights = zip(*pool.sizes, strict=True)
     resident: OrderedDict[int, tuple[object, int]] = OrderedDict()  # least recently used first
@@ -109,12 +109,10 @@ def run_fragmentation(pool: Pool) -> Outcome:
         used = list(resident)
         for key in use.sample(used, min(pool.in_use, len(used))):
             resident.move_to_end(key)
-        room = allocator.take(size)
         failed = False
-        while room is None:
+        while (room := allocator.take(size)) is None:
             failed |= allocator.free >= size
             allocator.give_back(resident.popitem(last=False)[1][0])
-            room = allocator.take(size)
         failures += failed
         resident[cycle] = room, size
         held = sum(each for _, each in resident.values())

@@ -85,10 +85,12 @@ def run_study(
     for run in runs:
         _complete(study, run)
     rows = [(row, _median([run[row.name] for run in runs])) for row in study.rows]
-    orders = _orders(study, {row.name: outcome.metrics for row, outcome in rows})
-    told_by_run = [_orders(study, {name: outcome.metrics for name, outcome in run.items()}) for run in runs]
-    held = [sum(order.holds for order in same) for same in zip(*told_by_run, strict=True)]
-    orders = [replace(order, held=count) for order, count in zip(orders, held, strict=True)]
+    in_all, *in_each = (
+        _orders(study, {name: outcome.metrics for name, outcome in run.items()})
+        for run in ({row.name: outcome for row, outcome in rows}, *runs)
+    )
+    held = [sum(order.holds for order in same) for same in zip(*in_each, strict=True)]
+    orders = [replace(order, held=count) for order, count in zip(in_all, held, strict=True)]
     return Results(study, quick, scale, seed, rows, orders)
 
 
@@ -126,26 +128,20 @@ def _run(study: Study, row: Row, setup: Setup | Pool) -> Outcome:
 
 
 def _orders(study: Study, outcomes: dict[str, dict[str, float]]) -> list[Order]:
-    found = [
-        _order(each.metric, each.order, list(itertools.pairwise(each.order)), each.source, outcomes)
-        for each in study.expect
+    claimed = [(each.metric, each.order, list(itertools.pairwise(each.order)), each.source) for each in study.expect]
+    for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
+        rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
+        rows.sort(key=lambda row: row.paper[metric])
+        pairs = [
+            (low.name, high.name)
+            for low, high in itertools.combinations(rows, 2)
+            if low.paper[metric] < high.paper[metric]
+        ]
+        if pairs:
+            claimed.append((metric, [row.name for row in rows], pairs, study.source))
+    return [
+        Order(
+            metric, rows, [pair for pair in pairs if not outcomes[pair[0]][metric] < outcomes[pair[1]][metric]], source
+        )
+        for metric, rows, pairs, source in claimed
     ]
-    for metric in study.metrics:
-        for group in dict.fromkeys(row.group for row in study.rows):
-            told = [
-                (row.paper[metric], row.name)
-                for row in study.rows
-                if row.group == group and isinstance(row.paper.get(metric), float)
-            ]
-            told.sort(key=lambda each: each[0])
-            pairs = [(low, high) for (least, low), (most, high) in itertools.combinations(told, 2) if least < most]
-            if pairs:
-                found.append(_order(metric, [name for _, name in told], pairs, study.source, outcomes))
-    return found
-
-
-def _order(
-    metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, outcomes: dict[str, dict[str, float]]
-) -> Order:
-    wrong = [(low, high) for low, high in pairs if not outcomes[low][metric] < outcomes[high][metric]]
-    return Order(metric, rows, wrong, source)

@@ -116,22 +116,13 @@ class _Adapters:
 
 
 def _policy(router: Router, profile: Profile, num_bytes: Callable[[str], int], seed: int) -> Policy:
-    costs = profile.costs()
-    match router.policy:
-        case "first":
-            return first
-        case "most_idle":
-            return MostIdle()
-        case "random":
-            return Random(seed)
-        case "first_fit":
-            return FirstFit()
-        case "consolidate":
-            return Consolidate()
-        case "rank_aware":
-            return RankAware(costs, router.slo or 0.0, router.mean_output_tokens or 0.0)
-        case "pending_time":
-            return PendingTime(costs, router.mean_output_tokens or 0.0, num_bytes)
+    costs, tokens = profile.costs(), router.mean_output_tokens or 0.0
+    makers: dict[str, Callable[[], Policy]] = {
+        "first": lambda: first, "most_idle": MostIdle, "first_fit": FirstFit, "consolidate": Consolidate,
+        "random": lambda: Random(seed), "rank_aware": lambda: RankAware(costs, router.slo or 0.0, tokens),
+        "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
+    }  # fmt: skip
+    return makers[router.policy]()
 
 
 def _outcome(

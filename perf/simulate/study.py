@@ -31,8 +31,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
 
+from ..workload.model import Strict
 from .metrics import METRICS
 
 
@@ -40,11 +41,7 @@ class StudyError(ValueError):
     """A study that can't be run; the text names the file, the field and the mend."""
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-
-class Router(_Strict):
+class Router(Strict):
     """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
     tokens.
     """
@@ -62,7 +59,7 @@ class Router(_Strict):
         return self
 
 
-class Setup(_Strict):
+class Setup(Strict):
     """Setup of one row's simulation.
 
     profile: name or path. terms: other values for terms of its cost models, as "link.per_byte". targets: projections
@@ -90,7 +87,7 @@ class Setup(_Strict):
     keep_idle: bool = True
 
 
-class Pool(_Strict):
+class Pool(Strict):
     """A pool of adapter memory under load: what a row of a fragmentation study simulates.
 
     allocator: "contiguous" gives the first hole that is large enough, "pages" fixed-size pages. sizes: bytes of an
@@ -111,7 +108,7 @@ class Pool(_Strict):
     seed: int = Field(default=0, ge=0)
 
 
-class Row(_Strict):
+class Row(Strict):
     """One line of the table. set: dotted fields in place of the setup's. paper: metric → number, or words.
 
     reference: name of the row that `…_increase` metrics are relative to.
@@ -124,7 +121,7 @@ class Row(_Strict):
     reference: str | None = None
 
 
-class Expectation(_Strict):
+class Expectation(Strict):
     """An order that is claimed without numbers: rows from the least value of the metric to the largest."""
 
     metric: str
@@ -132,7 +129,7 @@ class Expectation(_Strict):
     source: str
 
 
-class Study(_Strict):
+class Study(Strict):
     """A file, parsed. name: the file's. seeds: of how many runs, with seeds from 0 on, metrics are the medians; with
     one, the workload's own seed counts.
     """

@@ -12,10 +12,8 @@ import json
 import sys
 from collections import deque
 from collections.abc import Iterable
+from contextlib import nullcontext
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
 
 from .errors import WorkloadError
 from .request import TraceRequest
@@ -40,13 +38,9 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --window: is {arguments.window:g}; give a number of seconds above 0")
     summary = Summary(arguments.window)
     try:
-        requests, total = _open(arguments.spec, arguments.set)
-        watched = _with_bar(summary.watch(requests), total)
-        if arguments.write is None:
-            deque(watched, maxlen=0)
-        else:
-            with arguments.write.open("w", encoding="utf-8") as file:
-                jsonl.write(watched, file)
+        requests = summary.watch(_open(arguments.spec, arguments.set))
+        with arguments.write.open("w", encoding="utf-8") if arguments.write else nullcontext() as file:
+            jsonl.write(requests, file) if file else deque(requests, maxlen=0)
     except (WorkloadError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
@@ -55,34 +49,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _open(path: Path, settings: list[str]) -> tuple[Iterable[TraceRequest], float | None]:
-    """The requests, and seconds of arrivals to expect where that is known."""
+def _open(path: Path, settings: list[str]) -> Iterable[TraceRequest]:
     if path.suffix == ".jsonl":
         if settings:
             raise WorkloadError(f"--set {settings[0]}: {path} holds requests, not a specification; leave it out")
-        return jsonl.read(path), None
+        return jsonl.read(path)
     overrides = {}
     for setting in settings:
         name, equals, value = setting.partition("=")
         if not name or not equals:
             raise WorkloadError(f"--set {setting}: give FIELD=VALUE, like popularity.alpha=2")
         overrides[name] = value
-    spec = WorkloadSpec.load(path, overrides)
-    return spec, spec.duration
-
-
-def _with_bar(requests: Iterable[TraceRequest], seconds: float | None) -> Iterable[TraceRequest]:
-    """The same requests, with a bar of the time that they have reached, on a terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield from requests
-        return
-    with Progress(console=console, transient=True) as progress:
-        task = progress.add_task("requests", total=seconds)
-        for request in requests:
-            if request.id % 4096 == 0:
-                progress.update(task, completed=request.arrival)
-            yield request
+    return WorkloadSpec.load(path, overrides)
 
 
 if __name__ == "__main__":

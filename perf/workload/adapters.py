@@ -19,44 +19,47 @@ class FixedRank(Strict):
     kind: Literal["fixed"]
     rank: PositiveInt
 
-    def ranks(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
-        return np.full(len(index), self.rank, np.int32)
+    def places(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
+        return np.zeros(len(index), np.int64)
+
+    @property
+    def ranks(self) -> list[int]:
+        return [self.rank]
 
 
 class ChoiceRank(Strict):
     """A rank per adapter, drawn from `ranks` with `weights` (default: equal), whatever its popularity."""
 
     kind: Literal["choice"]
-    ranks_: list[PositiveInt] = Field(alias="ranks", min_length=1)
+    ranks: list[PositiveInt] = Field(min_length=1)
     weights: list[PositiveFloat] | None = None
 
     @model_validator(mode="after")
     def _as_many(self) -> ChoiceRank:
-        if self.weights is not None and len(self.weights) != len(self.ranks_):
-            raise ValueError(f"{len(self.weights)} weights for {len(self.ranks_)} ranks; give one for each")
+        if self.weights is not None and len(self.weights) != len(self.ranks):
+            raise ValueError(f"{len(self.weights)} weights for {len(self.ranks)} ranks; give one for each")
         return self
 
-    def ranks(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
-        weights = np.array(self.weights or [1.0] * len(self.ranks_))
+    def places(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
+        weights = np.array(self.weights or [1.0] * len(self.ranks))
         bounds = np.cumsum(weights / weights.sum())[:-1]
         # by hash, not from a table: a workload of ever new adapters stays flat in memory
-        drawn = np.searchsorted(bounds, hashed_uniform(seed, "ranks", index), side="right")
-        return np.array(self.ranks_, np.int32)[drawn]
+        return np.searchsorted(bounds, hashed_uniform(seed, "ranks", index), side="right")
 
 
 class PopularityRank(Strict):
     """Ranks in order of popularity: the most popular `count / len(ranks)` adapters have the first, and so on."""
 
     kind: Literal["popularity"]
-    ranks_: list[PositiveInt] = Field(alias="ranks", min_length=1)
+    ranks: list[PositiveInt] = Field(min_length=1)
 
-    def ranks(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
+    def places(self, index: np.ndarray, count: int | None, seed: int) -> np.ndarray:
         if count is None:
             raise WorkloadError(
                 "adapters.ranks: ranks by popularity need the number of adapters; set `adapters.count`, or use the "
                 "kind 'choice'"
             )
-        return np.array(self.ranks_, np.int32)[np.minimum(index * len(self.ranks_) // count, len(self.ranks_) - 1)]
+        return np.minimum(index * len(self.ranks) // count, len(self.ranks) - 1)
 
 
 Ranks = Annotated[FixedRank | ChoiceRank | PopularityRank, Field(discriminator="kind")]
@@ -91,5 +94,6 @@ class Adapters(Strict):
         if self.ranks is None:
             ranks = np.full(len(index), -1, np.int32)
         else:
-            ranks = self.ranks.ranks(np.maximum(index, 0), count, seed)
+            places = self.ranks.places(np.maximum(index, 0), count, seed)
+            ranks = np.array(self.ranks.ranks, np.int32)[places]
         return np.where(index == BASE, np.int32(0), ranks)

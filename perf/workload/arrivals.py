@@ -149,13 +149,13 @@ class Renewal(Strict):
                 return
 
 
-class PoissonArrivals(Renewal):
-    """Exponential gaps."""
+class PlainArrivals(Renewal):
+    """Exponential or equal gaps."""
 
-    process: Literal["poisson"]
+    process: Literal["poisson", "constant"]
 
     def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        return rng.standard_exponential(count)
+        return np.ones(count) if self.process == "constant" else rng.standard_exponential(count)
 
 
 class GammaArrivals(Renewal):
@@ -167,15 +167,6 @@ class GammaArrivals(Renewal):
     def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
         shape = self.cv**-2
         return rng.standard_gamma(shape, count) / shape
-
-
-class ConstantArrivals(Renewal):
-    """Equal gaps."""
-
-    process: Literal["constant"]
-
-    def gaps(self, rng: np.random.Generator, count: int) -> np.ndarray:
-        return np.ones(count)
 
 
 class ReplayArrivals(Strict):
@@ -201,25 +192,24 @@ class ReplayArrivals(Strict):
 
     def times(self, seed: int, duration: float) -> Iterator[np.ndarray]:
         """Chunks of arrival times, int64 nanoseconds, in order and before `duration` seconds."""
-        rng = stream(seed, "arrivals")
-        end = duration * NS
-        last: np.ndarray = np.empty(0, np.int64)
-        for times in self._rows(seed):
-            # a row's copies reach to the next row, so each chunk is made when the next one's first time is known
-            rows = np.concatenate((last, times))
+        rng, end = stream(seed, "arrivals"), duration * NS
+        for rows in self._rows(seed):
             made = self._copies(rows, rng)
-            last = rows[-1:]
             kept = made[: int(np.searchsorted(made, end, side="left"))]
             if len(kept):
                 yield kept
             if len(kept) < len(made):
                 return
-        final = self._copies(np.repeat(last, 2), rng)
-        kept = final[: int(np.searchsorted(final, end, side="left"))]
-        if len(kept):
-            yield kept
 
     def _rows(self, seed: int) -> Iterator[np.ndarray]:
+        """Chunks of the rows' times, each followed by the first of the next one: a row's copies reach to the next."""
+        last: np.ndarray = np.empty(0, np.int64)
+        for times in self._rounds(seed):
+            yield (rows := np.concatenate((last, times)))
+            last = rows[-1:]
+        yield np.repeat(last, 2)
+
+    def _rounds(self, seed: int) -> Iterator[np.ndarray]:
         start: float | None = None
         shift = 0
         while True:
@@ -251,6 +241,4 @@ class ReplayArrivals(Strict):
         return np.sort(np.repeat(first, counts) + (spread * np.repeat(gaps, counts)).astype(np.int64))
 
 
-Arrivals = Annotated[
-    PoissonArrivals | GammaArrivals | ConstantArrivals | ReplayArrivals, Field(discriminator="process")
-]
+Arrivals = Annotated[PlainArrivals | GammaArrivals | ReplayArrivals, Field(discriminator="process")]

@@ -82,13 +82,11 @@ class LognormalTokens(Strict):
         low, high = -math.log(self.most) - 20 * self.sigma, math.log(self.most) + 20 * self.sigma
         for _ in range(80):
             middle = (low + high) / 2
-            if self._mean_at(middle) < self.mean:
-                low = middle
-            else:
-                high = middle
+            low, high = (middle, high) if self.mean_at(middle) < self.mean else (low, middle)
         return low
 
-    def _mean_at(self, mu: float) -> float:
+    def mean_at(self, mu: float) -> float:
+        """E[min(X, most)] where the logarithm has the mean `mu`."""
         top = (math.log(self.most) - mu) / self.sigma
         below = math.exp(mu + self.sigma**2 / 2) * _normal_cdf(top - self.sigma)
         return below + self.most * (1 - _normal_cdf(top))
@@ -116,6 +114,19 @@ class QuantileTokens(Strict):
         shares, tokens = zip(*self.points, strict=True)
         return np.rint(np.interp(rng.random(n) * 100, shares, tokens)).astype(np.int64)
 
+
+def _cut_lognormal(mean: float, sigma: float) -> LognormalTokens:
+    return LognormalTokens(law="lognormal", mean=mean, sigma=sigma, most=2048)
+
+
+#: Laws of prompt and answer.
+_PUBLISHED = {
+    "sharegpt": (_cut_lognormal(161.31, 1.97), _cut_lognormal(337.99, 1.44)),
+    "alpaca": (_cut_lognormal(19.31, 0.565), _cut_lognormal(58.45, 0.997)),
+    "azure_code": tuple(
+        QuantileTokens(law="quantiles", points=[(row[0], row[column]) for row in _AZURE_CODE]) for column in (1, 2)
+    ),
+}
 
 Tokens = Annotated[ConstantTokens | UniformTokens | LognormalTokens | QuantileTokens, Field(discriminator="law")]
 
@@ -152,76 +163,40 @@ class Lengths(Strict):
         return np.clip(scaled, 1, most)
 
 
-class IndependentLengths(Lengths):
+class GivenLengths(Lengths):
     """Prompt and answer each by a law of its own."""
-
-    @abstractmethod
-    def laws(self) -> tuple[Tokens, Tokens]: ...
-
-    def _take(self, seed: int) -> Callable[[int], Taken]:
-        prompt, output = self.laws()
-        prompts, outputs = stream(seed, "prompt lengths"), stream(seed, "output lengths")
-        return lambda n: Taken(prompt.draw(prompts, n), output.draw(outputs, n))
-
-
-class GivenLengths(IndependentLengths):
-    """Laws of the specification's own."""
 
     kind: Literal["laws"]
     prompt: Tokens
     output: Tokens
 
-    def laws(self) -> tuple[Tokens, Tokens]:
-        return self.prompt, self.output
+    def _take(self, seed: int) -> Callable[[int], Taken]:
+        prompts, outputs = stream(seed, "prompt lengths"), stream(seed, "output lengths")
+        return lambda n: Taken(self.prompt.draw(prompts, n), self.output.draw(outputs, n))
 
 
-class ShareGPT(IndependentLengths):
-    """Like ShareGPT: lognormal, cut at the context of 2048 tokens.
+class PublishedLengths(Lengths):
+    """Lengths like those of a published data set, prompt and answer drawn independently.
 
-    Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig. 11a. Spread: dLoRA (§2, load imbalance across replicas)
-    reports that the longest prompt and answer are 636.7 and 163.9 times the average; of 10⁵ lognormal values the
-    largest is e^(4.265σ − σ²/2) times the mean, which gives σ = 1.97 and 1.44.
+    sharegpt: lognormal, cut at the context of 2048 tokens. Means 161.31 and 337.99: the vLLM paper (SOSP 2023), Fig.
+    11a. Spread: dLoRA (§2, load imbalance across replicas) reports that the longest prompt and answer are 636.7 and
+    163.9 times the average; of 10⁵ lognormal values the largest is e^(4.265σ − σ²/2) times the mean, which gives
+    σ = 1.97 and 1.44.
+
+    alpaca: lognormal, cut at 2048 tokens. Means 19.31 and 58.45: the same paper, Fig. 11b. Spread: σ = 0.565 and 0.997
+    are those of 6400 instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data
+    of the same kind.
+
+    azure_code: percentiles of Azure's code trace of 2023 (8,819 requests, CC-BY-4.0), for where the trace itself is not
+    at hand. To keep the trace's pairs use the kind "trace". The conversation trace has no such table here: its
+    percentiles are published as a figure only, so give the file.
     """
 
-    kind: Literal["sharegpt"]
+    kind: Literal["sharegpt", "alpaca", "azure_code"]
 
-    def laws(self) -> tuple[Tokens, Tokens]:
-        return (
-            LognormalTokens(law="lognormal", mean=161.31, sigma=1.97, most=2048),
-            LognormalTokens(law="lognormal", mean=337.99, sigma=1.44, most=2048),
-        )
-
-
-class Alpaca(IndependentLengths):
-    """Like Alpaca: lognormal, cut at 2048 tokens.
-
-    Means 19.31 and 58.45: the vLLM paper (SOSP 2023), Fig. 11b. Spread: σ = 0.565 and 0.997 are those of 6400
-    instructions and answers of Dolly under Llama 2's tokenizer (means 17.8 and 63.2), which is data of the same kind.
-    """
-
-    kind: Literal["alpaca"]
-
-    def laws(self) -> tuple[Tokens, Tokens]:
-        return (
-            LognormalTokens(law="lognormal", mean=19.31, sigma=0.565, most=2048),
-            LognormalTokens(law="lognormal", mean=58.45, sigma=0.997, most=2048),
-        )
-
-
-class AzureCode(IndependentLengths):
-    """Percentiles of Azure's code trace of 2023 (8,819 requests, CC-BY-4.0), for where the trace itself is not at hand.
-
-    Prompt and answer are drawn independently; to keep the trace's pairs use the kind "trace". The conversation trace
-    has no such table here: its percentiles are published as a figure only, so give the file.
-    """
-
-    kind: Literal["azure_code"]
-
-    def laws(self) -> tuple[Tokens, Tokens]:
-        return (
-            QuantileTokens(law="quantiles", points=[(share, prompt) for share, prompt, _ in _AZURE_CODE]),
-            QuantileTokens(law="quantiles", points=[(share, output) for share, _, output in _AZURE_CODE]),
-        )
+    def _take(self, seed: int) -> Callable[[int], Taken]:
+        prompt, output = _PUBLISHED[self.kind]
+        return GivenLengths(kind="laws", prompt=prompt, output=output)._take(seed)
 
 
 class TraceLengths(Lengths):
@@ -277,7 +252,7 @@ class TraceLengths(Lengths):
                 return
 
 
-AnyLengths = Annotated[GivenLengths | ShareGPT | Alpaca | AzureCode | TraceLengths, Field(discriminator="kind")]
+AnyLengths = Annotated[GivenLengths | PublishedLengths | TraceLengths, Field(discriminator="kind")]
 
 
 def _normal_cdf(x: float) -> float:

@@ -6,7 +6,6 @@ popular one. A law names the probability of each adapter, or goes by the request
 
 from __future__ import annotations
 
-import itertools
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
@@ -189,46 +188,36 @@ class FromTrace(Law):
 
     def choose(self, seed: int, count: int | None, expected: Callable[[], int]) -> Chosen:
         self.trace.needs("adapter", "popularity")
-        if self.skewness is not None:
-            return self._mapped(seed, count)
-        if count is not None:
+        if self.skewness is not None and count is None:
+            raise WorkloadError("popularity: skewness maps functions onto adapters; set `adapters.count`")
+        if self.skewness is None and count is not None:
             raise WorkloadError(
                 f"adapters.count is {count}, but popularity takes its adapters from a trace; leave it out, or set "
                 "popularity.skewness to map them"
             )
-        if self.mode == "replay":
-            return self._replayed(seed)
-        counts = self.trace.adapter_counts(seed)
-        table = [name for name, _ in counts if name is not None]
-        numbers = itertools.count()
-        index = np.array([BASE if name is None else next(numbers) for name, _ in counts])
-        take = _independent(np.array([number for _, number in counts], np.float64), stream(seed, "popularity"))
-        return Chosen(lambda n: index[take(n)], len(table), table.__getitem__ if self.names == "trace" else None)
-
-    def _mapped(self, seed: int, count: int | None) -> Chosen:
-        if count is None:
-            raise WorkloadError("popularity: skewness maps functions onto adapters; set `adapters.count`")
-        counts = [each for each in self.trace.adapter_counts(seed) if each[0] is not None]
-        adapter = {name: place // self.skewness % count for place, (name, _) in enumerate(counts)}
-        if self.mode == "replay":
-            return Chosen(_rechunk(self._indices(seed, lambda name: BASE if name is None else adapter[name])), count)
-        weights = np.bincount(list(adapter.values()), [number for _, number in counts], minlength=count)
-        return Chosen(_independent(weights, stream(seed, "popularity")), count)
-
-    def _replayed(self, seed: int) -> Chosen:
-        table: dict[str, int] = {}
         names: list[str] = []
+        index: dict[str | None, int] = {}
+        counts = self.trace.adapter_counts(seed) if self.mode == "counts" or self.skewness else []
+        if self.skewness:
+            counts = [each for each in counts if each[0] is not None]
+            index |= {name: place // self.skewness % count for place, (name, _) in enumerate(counts)}
+        index[None] = BASE
 
-        def index(name: str | None) -> int:
-            if name is None:
-                return BASE
-            if name not in table:
-                table[name] = len(names)
+        def number(name: str | None) -> int:
+            if name not in index:
+                index[name] = len(names)
                 names.append(name)
-            return table[name]
+            return index[name]
 
-        take = _rechunk(self._indices(seed, index))
-        return Chosen(take, None, names.__getitem__ if self.names == "trace" else None)
+        name = names.__getitem__ if self.names == "trace" and not self.skewness else None
+        if self.mode == "replay":
+            return Chosen(_rechunk(self._indices(seed, number)), count, name)
+        numbers = np.array([number(each) for each, _ in counts])
+        weights = np.array([requests for _, requests in counts], np.float64)
+        if self.skewness:
+            weights, numbers = np.bincount(numbers, weights, minlength=count), np.arange(count)
+        take = _independent(weights, stream(seed, "popularity"))
+        return Chosen(lambda n: numbers[take(n)], count or len(names), name)
 
     def _indices(self, seed: int, index: Callable[[str | None], int]) -> Iterator[np.ndarray]:
         while True:

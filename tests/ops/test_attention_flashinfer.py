@@ -335,8 +335,6 @@ def test_torch_where_a_module_is_missing_and_may_not_be_built(hopper, compiler, 
     assert backend.name == "torch"
     assert "no compiled prefill_fa3_torch.float16 and no prefill_fa2_torch.float16" in backend.reason
     assert "FLASHINFER_DISABLE_JIT is set" in backend.reason
-    with pytest.raises(ValueError, match="use 'auto' or 'torch'"):
-        choose(torch.float16, wanted="flashinfer")
     lone_heads = choose_attention(8, 8, 64, 16, torch.bfloat16, "cuda:0", max_rows=8, max_pages_per_row=64)
     assert "no compiled decode_torch.bfloat16," in lone_heads.reason
 

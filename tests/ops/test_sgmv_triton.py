@@ -1,4 +1,4 @@
-"""The Triton SGMV kernels without a GPU: values in Triton's interpreter against `ops.sgmv_ref`, over random steps and a
+"""The Triton SGMV kernels without a GPU: values in Triton's interpreter against `sgmv_ref`, over random steps and a
 seeded grid, and an offline compile; a process for each.
 """
 

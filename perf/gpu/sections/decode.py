@@ -11,10 +11,9 @@ import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
-from ..floors import floors, stated
 from ..subject import Subject
+from .registry import rows_table
 
 RANK = 16
 
@@ -26,11 +25,11 @@ def run(context: Context) -> dict[str, Any]:
     found: dict[str, Any] = {
         "timed": "engine steps by the host clock, median; they end with the tokens on the host. device: replays alone",
         "rank": RANK,
-        "floor": stated(context),
+        "floor": context.stated_floors(),
         "buckets": [],
     }
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
-    adapters = adapter_dirs(context.size, context.dtype_name, RANK, most, context.work_dir)
+    adapters = context.adapters(RANK, most)
     with Subject(context, adapters, **size) as subject:
         try:
             with Subject(context, {}, **size) as plain:
@@ -86,7 +85,7 @@ def _steps(context: Context, subject: Subject, adapters: Sequence[str | None]) -
 
 
 def _row(context: Context, bucket: int, base: _Base, lora: tuple[float, float]) -> dict[str, Any]:
-    floor = floors(context, bucket, _prompt(context), (RANK,) * bucket)
+    floor = context.floors(bucket, _prompt(context), (RANK,) * bucket)
     base_floor = floor.decode - floor.adapters
     step, device = lora
     return {
@@ -107,22 +106,16 @@ def _prompt(context: Context) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    steps = Table(
-        f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections",
-        ["bucket", "no LoRA", "base", "floor", "base/floor", "base/no LoRA", "LoRA", "adapters' floor", "LoRA/base",
-         "less floor"],
-    )  # fmt: skip
-    device = Table(
-        "(c) the same, replays alone", ["bucket", "base", "base/floor", "LoRA", "(LoRA less adapters' floor)/base"]
-    )
-    for row in values["buckets"]:
-        steps.add(
-            row["bucket"], row["plain_ms"], row["base_ms"], row["base_floor_ms"], row["base_over_floor"],
-            row["base_over_plain"], row["lora_ms"], row["adapters_floor_ms"], row["lora_over_base"],
-            row["lora_less_floor_over_base"],
-        )  # fmt: skip
-        device.add(
-            row["bucket"], row["base_device_ms"], row["base_device_over_floor"], row["lora_device_ms"],
-            row["lora_device_less_floor_over_base"],
-        )  # fmt: skip
-    return [steps, device]
+    rows = values["buckets"]
+    steps = {
+        "bucket": "bucket", "no LoRA": "plain_ms", "base": "base_ms", "floor": "base_floor_ms",
+        "base/floor": "base_over_floor", "base/no LoRA": "base_over_plain", "LoRA": "lora_ms",
+        "adapters' floor": "adapters_floor_ms", "LoRA/base": "lora_over_base",
+        "less floor": "lora_less_floor_over_base",
+    }  # fmt: skip
+    device = {
+        "bucket": "bucket", "base": "base_device_ms", "base/floor": "base_device_over_floor", "LoRA": "lora_device_ms",
+        "(LoRA less adapters' floor)/base": "lora_device_less_floor_over_base",
+    }  # fmt: skip
+    title = f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections"
+    return [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]

@@ -10,9 +10,9 @@ import torch
 
 from ....memory.pages.pool import PagePool
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
+from .registry import rows_table
 
 _TOP = 5
 
@@ -39,7 +39,7 @@ def run(context: Context) -> dict[str, Any]:
     each = context.pick(2, 8, 16)
     adapters: dict[str, Any] = {}
     for rank in ranks:
-        adapters |= adapter_dirs(context.size, context.dtype_name, rank, each, context.work_dir)
+        adapters |= context.adapters(rank, each)
     largest = context.pick(4, 24, 64)
     size = {"max_seqs": largest, "max_batched": context.pick(64, 2048, 4096), "max_len": 64}
     found: dict[str, Any] = {"compared": f"tokens, log-probabilities of the {_TOP} likeliest, all KV", "cases": []}
@@ -50,10 +50,10 @@ def run(context: Context) -> dict[str, Any]:
     ):
         for subject in (captured, eager):  # the same pages in both
             subject.load(list(adapters))
-        for name, chosen in _cases(list(adapters), largest):
+        for name, chosen in cases(list(adapters), largest):
             context.say(f"graph against eager: {name}")
             steps = context.pick(3, 12, 24)
-            one, other = _trace(captured, chosen, steps), _trace(eager, chosen, steps)
+            one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
             _compare(name, one, other)
             pages = _compare_arenas(name, captured, eager)
             found["cases"].append({"case": name, "rows": len(chosen), "steps": steps, "equal": True, "pages": pages})
@@ -61,7 +61,7 @@ def run(context: Context) -> dict[str, Any]:
     return found
 
 
-def _cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None]]]:
+def cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | None]]]:
     """Fuller and emptier buckets, then other adapters than before, more of them, mixed ranks, some rows and none."""
     one, some, last = names[:1], names[::3], names[-largest:]
     return [
@@ -76,7 +76,7 @@ def _cases(names: Sequence[str], largest: int) -> list[tuple[str, list[str | Non
     ]  # fmt: skip
 
 
-def _trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace:
+def trace(subject: Subject, adapters: Sequence[str | None], steps: int) -> Trace:
     trace = Trace()
     for name in adapters:
         request = subject.add(6, steps, name, logprobs=_TOP)
@@ -101,7 +101,7 @@ def _compare(name: str, captured: Trace, eager: Trace) -> None:
 
 def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
     """Compare all pages but the dummy, which padding rows write, and adapters'; returns how many are not empty."""
-    mine, theirs = (subject.executor.arena.pages for subject in (captured, eager))
+    mine, theirs = (subject.arena_pages for subject in (captured, eager))
     kind = {4: torch.int32, 2: torch.int16}[mine.itemsize]
     same = (mine.view(kind) == theirs.view(kind)).all(dim=1)
     left_out = [PagePool.DUMMY, *captured.adapter_pages()]
@@ -115,13 +115,12 @@ def _compare_arenas(name: str, captured: Subject, eager: Subject) -> int:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table(f"(g) captured against eager: {values['compared']}", ["case", "rows", "steps", "equal bits"])
-    for row in values["cases"]:
-        table.add(row["case"], row["rows"], row["steps"], row["equal"])
-    startup = values["startup"]
-    built = Table("(g) engine start", ["seconds", "graphs", "capture s", "slowest s", "graphs MB"])
-    built.add(
-        startup["seconds"], startup["graphs"], startup["capture_seconds"], startup["slowest_capture_seconds"],
-        startup["graph_bytes"] / 1e6,
-    )  # fmt: skip
-    return [table, built]
+    cases = {"case": "case", "rows": "rows", "steps": "steps", "equal bits": "equal"}
+    start = {
+        "seconds": "seconds", "graphs": "graphs", "capture s": "capture_seconds",
+        "slowest s": "slowest_capture_seconds", "graphs MB": lambda row: row["graph_bytes"] / 1e6,
+    }  # fmt: skip
+    return [
+        rows_table(f"(g) captured against eager: {values['compared']}", cases, values["cases"]),
+        rows_table("(g) engine start", start, [values["startup"]]),
+    ]

@@ -6,10 +6,10 @@ from random import Random
 from typing import Any
 
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
 from ..subject import Subject
+from .registry import rows_table
 
 RANK = 16
 
@@ -18,7 +18,7 @@ def run(context: Context) -> dict[str, Any]:
     """All requests come at once; cold: adapters are on disk only when they come, warm: those that fit are resident."""
     requests, seats = context.pick((4, 2), (64, 64), (256, 64))
     prompt, output = context.pick((8, 4), (128, 64), (256, 256))
-    adapters = adapter_dirs(context.size, context.dtype_name, RANK, requests, context.work_dir)
+    adapters = context.adapters(RANK, requests)
     names = list(adapters)
     found: dict[str, Any] = {
         "requests": requests,
@@ -58,14 +58,13 @@ def _run(subject: Subject, adapters: list[str | None], prompt: int, output: int)
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table(
+    columns = {
+        "popularity": "popularity", "adapters": "adapters", "cold": "cold_tokens_per_s", "warm": "tokens_per_s",
+        "warm/base": "over_base",
+    }  # fmt: skip
+    base = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0, **values["base"]}
+    title = (
         f"(f) end to end, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
-        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}",
-        ["popularity", "adapters", "cold", "warm", "warm/base"],
+        f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}"
     )
-    table.add("base", 0, None, values["base"]["tokens_per_s"], 1.0)
-    for row in values["rows"]:
-        table.add(
-            row["popularity"], row["adapters"], row["cold_tokens_per_s"], row["tokens_per_s"], row["over_base"]
-        )  # fmt: skip
-    return [table]
+    return [rows_table(title, columns, [base, *values["rows"]])]

@@ -6,10 +6,9 @@ from statistics import median
 from typing import Any
 
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
-from ..floors import floors, stated
 from ..subject import Subject
+from .registry import rows_table
 
 RANK = 16
 
@@ -18,11 +17,11 @@ def run(context: Context) -> dict[str, Any]:
     """Prompt tokens per second: the base model, and with an adapter on all projections."""
     lengths = context.pick((8, 32), (128, 512, 2048, 8192), (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384))
     repeats = context.pick(1, 3, 7)
-    adapters = adapter_dirs(context.size, context.dtype_name, RANK, 1, context.work_dir)
+    adapters = context.adapters(RANK, 1)
     (name,) = adapters
     found: dict[str, Any] = {
         "timed": "from a request's coming to its first token, by the host clock, median",
-        "floor": stated(context),
+        "floor": context.stated_floors(),
         "rows": [],
     }
     longest = max(lengths)
@@ -33,7 +32,7 @@ def run(context: Context) -> dict[str, Any]:
                 context.say(f"prefill of {tokens} tokens, {adapter or 'base'}")
                 subject.first_token_seconds(tokens, adapter)
                 seconds = median(subject.first_token_seconds(tokens, adapter) for _ in range(repeats))
-                floor = floors(context, 1, tokens, (RANK,) if adapter else ())
+                floor = context.floors(1, tokens, (RANK,) if adapter else ())
                 found["rows"].append(
                     {"tokens": tokens, "rank": RANK if adapter else 0, "ms": seconds * 1e3,
                      "tokens_per_s": tokens / seconds, "floor_ms": floor.prefill * 1e3, "flops": floor.prefill_flops,
@@ -43,8 +42,8 @@ def run(context: Context) -> dict[str, Any]:
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table("(d) prefill", ["tokens", "adapter", "ms", "tokens/s", "floor ms", "time/floor"])
-    for row in values["rows"]:
-        adapter = f"r{row['rank']}" if row["rank"] else "base"
-        table.add(row["tokens"], adapter, row["ms"], row["tokens_per_s"], row["floor_ms"], row["over_floor"])
-    return [table]
+    columns = {
+        "tokens": "tokens", "adapter": lambda row: f"r{row['rank']}" if row["rank"] else "base", "ms": "ms",
+        "tokens/s": "tokens_per_s", "floor ms": "floor_ms", "time/floor": "over_floor",
+    }  # fmt: skip
+    return [rows_table("(d) prefill", columns, values["rows"])]

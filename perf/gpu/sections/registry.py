@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
 from types import ModuleType
+from typing import Any
+
+from ...report.table import Table
 
 #: Name → what it measures. Each is a module here with `run(context)`, which gives plain values, and `tables(values)`.
 SECTIONS = {
@@ -16,6 +20,14 @@ SECTIONS = {
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
 }
+
+
+def rows_table(title: str, columns: Mapping[str, str | Callable[[Any], Any]], rows: Iterable[Any]) -> Table:
+    """A table of rows. columns: of each title the key of its cells, or a function of the row."""
+    table = Table(title, list(columns))
+    for row in rows:
+        table.add(*(row[cell] if isinstance(cell, str) else cell(row) for cell in columns.values()))
+    return table
 
 
 def section(name: str) -> ModuleType:

@@ -12,6 +12,7 @@ from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
 from ..popularity import POPULARITIES, segment_lengths
 from ..rivals import RIVALS, RivalAbsent
+from .registry import rows_table
 
 #: Adapters of a case by its name: all of one rank, or these in turn.
 RANKS = {"8": (8,), "16": (16,), "32": (32,), "64": (64,), "mixed": (8, 16, 32, 64)}
@@ -183,10 +184,13 @@ def tables(values: dict[str, Any]) -> list[Table]:
         if row["rivals"]:
             others = (row["rivals"].get(name, {}).get("us") for name in names)
             rivals.add(row["popularity"], row["ranks"], row["tokens"], row["us"], *others)
-    groups = Table("(b) SGMV by group, distinct adapters", ["group", "rank", "batch", "µs", "MB", "%"])
-    for row in values["groups"]:
-        groups.add(row["group"], row["ranks"], row["tokens"], row["us"], row["bytes"] / 1e6, 100 * row["share"])
-    prefill = Table("(b) SGMV of prefill", ["tokens", "segments", "rank", "µs", "floor µs", "% of floor"])
-    for row in values["prefill"]:
-        prefill.add(row["tokens"], row["segments"], row["rank"], row["us"], row["floor_us"], 100 * row["share"])
-    return [*found, rivals, groups, prefill]
+    groups = {
+        "group": "group", "rank": "ranks", "batch": "tokens", "µs": "us", "MB": lambda row: row["bytes"] / 1e6,
+        "%": lambda row: 100 * row["share"],
+    }  # fmt: skip
+    prefill = {
+        "tokens": "tokens", "segments": "segments", "rank": "rank", "µs": "us", "floor µs": "floor_us",
+        "% of floor": lambda row: 100 * row["share"],
+    }  # fmt: skip
+    by_group = rows_table("(b) SGMV by group, distinct adapters", groups, values["groups"])
+    return [*found, rivals, by_group, rows_table("(b) SGMV of prefill", prefill, values["prefill"])]

@@ -15,9 +15,11 @@ from xml.etree import ElementTree
 
 from ...report.table import Table
 from ..context import Context
+from .registry import rows_table
 
 _ROOT = Path(__file__).resolve().parents[3]
 _MARK = "pytest.mark." + "gpu"
+_SLOWEST = 5
 
 
 class TestsFailed(AssertionError):
@@ -55,7 +57,7 @@ def run(context: Context) -> dict[str, Any]:
     for file in chosen_files(context.smoke):
         for name, value in _run_file(file, context).items():
             found[name] += value
-    found["slowest"] = sorted(found["slowest"], key=itemgetter("seconds"), reverse=True)[:5]
+    found["slowest"] = sorted(found["slowest"], key=itemgetter("seconds"), reverse=True)[:_SLOWEST]
     if found["failed"] or found["skipped"] or not found["passed"]:
         names = "\n".join(found["not_passed"]) or "no test was found"
         raise TestsFailed(f"{_summary(found)}; not passed:\n{names}\nthe log has what pytest said")
@@ -77,33 +79,20 @@ def _run_file(file: str, context: Context) -> dict[str, Any]:
 
 def counts(root: ElementTree.Element) -> dict[str, Any]:
     """Counts of a JUnit report. Errors count as failures."""
-    passed = failed = skipped = 0
-    not_passed, slowest = [], []
+    found: dict[str, Any] = {"passed": 0, "failed": 0, "skipped": 0, "not_passed": [], "slowest": []}
     for case in root.iter("testcase"):
         name = f"{case.get('classname')}::{case.get('name')}"
         kinds = {child.tag for child in case}
-        if kinds & {"failure", "error"}:
-            failed += 1
-            not_passed.append(f"failed {name}")
-        elif "skipped" in kinds:
-            skipped += 1
-            not_passed.append(f"skipped {name}")
-        else:
-            passed += 1
-        slowest.append((float(case.get("time") or 0.0), name))
-    return {
-        "passed": passed,
-        "failed": failed,
-        "skipped": skipped,
-        "not_passed": not_passed,
-        "slowest": [{"test": name, "seconds": seconds} for seconds, name in sorted(slowest, reverse=True)[:5]],
-    }
+        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
+        found[outcome] += 1
+        found["not_passed"] += [f"{outcome} {name}"] * (outcome != "passed")
+        found["slowest"].append({"test": name, "seconds": float(case.get("time") or 0.0)})
+    found["slowest"] = sorted(found["slowest"], key=itemgetter("seconds"), reverse=True)[:_SLOWEST]
+    return found
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table("GPU tests", ["passed", "failed", "skipped"])
-    table.add(values["passed"], values["failed"], values["skipped"])
-    return [table]
+    return [rows_table("GPU tests", {name: name for name in ("passed", "failed", "skipped")}, [values])]
 
 
 def _summary(found: dict[str, Any]) -> str:

@@ -8,9 +8,9 @@ from statistics import median
 from typing import Any
 
 from ...report.table import Table
-from ..adapter_files import adapter_dirs
 from ..context import Context
 from ..subject import Subject
+from .registry import rows_table
 
 RANKS = (16, 64)
 
@@ -30,7 +30,7 @@ def run(context: Context) -> dict[str, Any]:
         "rows": [],
     }
     for rank in RANKS if not context.smoke else (8, 16):
-        adapters = adapter_dirs(context.size, context.dtype_name, rank, 1, context.work_dir)
+        adapters = context.adapters(rank, 1)
         (name,) = adapters
         longest = max(lengths)
         size = {
@@ -77,14 +77,10 @@ def _stall(subject: Subject, running: int, tokens: int, prepare: Callable[[str],
 
 
 def tables(values: dict[str, Any]) -> list[Table]:
-    table = Table(
-        f"(e) time to first token, ms; stall: longest step of {values['running']} running requests meanwhile",
-        ["rank", "prompt", "loading", "warm", "cold (host)", "cold/warm", "disk", "disk/warm", "stall warm",
-         "stall cold"],
-    )  # fmt: skip
-    for row in values["rows"]:
-        table.add(
-            row["rank"], row["prompt_tokens"], row["loading"], row["warm_ms"], row["cold_ms"], row["cold_over_warm"],
-            row["disk_ms"], row["disk_over_warm"], row["warm_stall_ms"], row["cold_stall_ms"],
-        )  # fmt: skip
-    return [table]
+    columns = {
+        "rank": "rank", "prompt": "prompt_tokens", "loading": "loading", "warm": "warm_ms", "cold (host)": "cold_ms",
+        "cold/warm": "cold_over_warm", "disk": "disk_ms", "disk/warm": "disk_over_warm",
+        "stall warm": "warm_stall_ms", "stall cold": "cold_stall_ms",
+    }  # fmt: skip
+    title = f"(e) time to first token, ms; stall: longest step of {values['running']} running requests meanwhile"
+    return [rows_table(title, columns, values["rows"])]

@@ -9,7 +9,7 @@ from typing import IO, Literal
 
 from ..request import TraceRequest
 from .source import Source, TraceRow
-from .text import Check, json_lines
+from .text import Rows
 
 _FIELDS = ("arrival", "adapter", "prompt_tokens", "output_tokens")
 
@@ -22,13 +22,8 @@ def write(requests: Iterable[TraceRequest], file: IO[str]) -> int:
     count = 0
     for request in requests:
         record: dict[str, object] = dict(zip(_FIELDS, request[1:5], strict=True))
-        if request.rank is not None:
-            record["rank"] = request.rank
-        if request.slo is not None:
-            record["slo"] = request.slo
-        if request.hash_ids:
-            record["hash_ids"] = request.hash_ids
-            record["hash_block_tokens"] = request.hash_block_tokens
+        defaults = TraceRequest._field_defaults.items()
+        record |= {name: value for name, default in defaults if (value := getattr(request, name)) != default}
         file.write(json.dumps(record, separators=(",", ":")) + "\n")
         count += 1
     return count
@@ -51,19 +46,16 @@ class Jsonl(Source):
 
 
 def _rows(path: Path) -> Iterator[TraceRow]:
-    check = Check(path)
-    for line, found in json_lines(path, _FIELDS):
+    file = Rows(path)
+    for found in file.json(*_FIELDS):
         if unknown := found.keys() - set(TraceRow._fields):
             name = min(unknown)
-            raise check.error(line, name, found[name], f"no such field; known are {', '.join(TraceRow._fields)}")
-        arrival = check.number(line, "arrival", found["arrival"], 0.0)
-        check.in_order(line, "arrival", arrival, arrival)
-        rank = found.get("rank")
-        ids = check.ids(line, "hash_ids", found.get("hash_ids", []))
+            raise file.error(name, found[name], f"no such field; known are {', '.join(TraceRow._fields)}")
+        arrival, rank = file.number("arrival", found["arrival"], 0.0), found.get("rank")
+        ids = file.ids("hash_ids", found.get("hash_ids", []))
         yield TraceRow(
-            arrival, check.name(line, "adapter", found["adapter"]),
-            check.tokens(line, "prompt_tokens", found["prompt_tokens"]),
-            check.tokens(line, "output_tokens", found["output_tokens"]),
-            None if rank is None else check.tokens(line, "rank", rank, 0), check.name(line, "slo", found.get("slo")),
-            ids, check.tokens(line, "hash_block_tokens", found.get("hash_block_tokens")) if ids else 0,
+            file.in_order("arrival", arrival, arrival), file.name("adapter", found["adapter"]),
+            *(file.tokens(name, found[name]) for name in _FIELDS[2:]),
+            None if rank is None else file.tokens("rank", rank, 0), file.name("slo", found.get("slo")),
+            ids, file.tokens("hash_block_tokens", found.get("hash_block_tokens")) if ids else 0,
         )  # fmt: skip

@@ -15,7 +15,7 @@ from datetime import datetime
 from typing import Literal
 
 from .source import Source, TraceRow
-from .text import Check, csv_fields, json_lines
+from .text import Rows
 
 #: Prompt tokens that a hash id of Mooncake's stands for.
 BLOCK_TOKENS = 512
@@ -31,9 +31,9 @@ class AzureLLM(Source):
     provides = frozenset({"arrival", "prompt_tokens", "output_tokens"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        check = Check(self.path)
+        file = Rows(self.path)
         start: datetime | None = None
-        for line, (when, prompt, output) in csv_fields(self.path, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
+        for when, prompt, output in file.csv("TIMESTAMP", "ContextTokens", "GeneratedTokens"):
             try:
                 # 100 ns of resolution, and an offset in the traces of 2024: more than Python's own parser takes
                 stamp, _, fraction = when.partition("+")[0].partition(".")
@@ -41,14 +41,10 @@ class AzureLLM(Source):
                 start = start or time
                 seconds = (time - start).total_seconds() + float(f"0.{fraction or 0}")
             except (ValueError, TypeError):
-                mend = "it must be a time like 2023-11-16 18:17:03.9799600"
-                raise check.error(line, "TIMESTAMP", when, mend) from None
-            check.in_order(line, "TIMESTAMP", when, seconds)
-            yield TraceRow(
-                seconds,
-                prompt_tokens=check.tokens(line, "ContextTokens", prompt),
-                output_tokens=check.tokens(line, "GeneratedTokens", output),
-            )
+                raise file.error("TIMESTAMP", when, "it must be a time like 2023-11-16 18:17:03.9799600") from None
+            seconds = file.in_order("TIMESTAMP", when, seconds)
+            lengths = file.tokens("ContextTokens", prompt), file.tokens("GeneratedTokens", output)
+            yield TraceRow(seconds, None, *lengths)
 
 
 class AzureFunctions(Source):
@@ -58,13 +54,13 @@ class AzureFunctions(Source):
     provides = frozenset({"arrival", "adapter"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        check = Check(self.path)
+        file = Rows(self.path)
         names: dict[str, str] = {}
-        for line, (function, end, took) in csv_fields(self.path, ("func", "end_timestamp", "duration")):
+        for function, end, took in file.csv("func", "end_timestamp", "duration"):
             if not function:
-                raise check.error(line, "func", function, "it must name the function")
-            seconds = check.number(line, "end_timestamp", end) - check.number(line, "duration", took, 0.0)
-            check.in_order(line, "end_timestamp - duration", seconds, seconds)
+                raise file.error("func", function, "it must name the function")
+            seconds = file.number("end_timestamp", end) - file.number("duration", took, 0.0)
+            file.in_order("end_timestamp - duration", seconds, seconds)
             yield TraceRow(seconds, names.setdefault(function, function[:_SHOWN]))
 
 
@@ -75,19 +71,17 @@ class Mooncake(Source):
     provides = frozenset({"arrival", "prompt_tokens", "output_tokens", "hash_ids"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        check = Check(self.path)
-        names = ("timestamp", "input_length", "output_length", "hash_ids")
-        for line, found in json_lines(self.path, names):
+        file, names = Rows(self.path), ("timestamp", "input_length", "output_length", "hash_ids")
+        for found in file.json(*names):
             stamp, prompt, output, ids = (found[name] for name in names)
-            seconds = check.number(line, "timestamp", stamp, 0.0) / 1000
-            check.in_order(line, "timestamp", stamp, seconds)
-            length = check.tokens(line, "input_length", prompt)
+            seconds = file.in_order("timestamp", stamp, file.number("timestamp", stamp, 0.0) / 1000)
+            length = file.tokens("input_length", prompt)
             blocks = -(-length // BLOCK_TOKENS)
-            ids = check.ids(line, "hash_ids", ids)
+            ids = file.ids("hash_ids", ids)
             if len(ids) != blocks:
                 mend = f"{length} tokens have {blocks} blocks of {BLOCK_TOKENS}; give one id for each"
-                raise check.error(line, "hash_ids", ids, mend)
-            tokens = check.tokens(line, "output_length", output)
+                raise file.error("hash_ids", ids, mend)
+            tokens = file.tokens("output_length", output)
             yield TraceRow(seconds, None, length, tokens, hash_ids=ids, hash_block_tokens=BLOCK_TOKENS)
 
 
@@ -101,10 +95,10 @@ class LoraSequence(Source):
     provides = frozenset({"adapter"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        check = Check(self.path)
-        for line, (row, ids) in csv_fields(self.path, ("row", "lora_ids")):
-            check.in_order(line, "row", row, check.tokens(line, "row", row, 0))
-            yield TraceRow(adapter=ids.split()[0] if ids.strip() else None)
+        file = Rows(self.path)
+        for row, ids in file.csv("row", "lora_ids"):
+            file.in_order("row", row, file.tokens("row", row, 0))
+            yield TraceRow(adapter=next(iter(ids.split()), None))
 
 
 class LoraRequests(Source):
@@ -114,10 +108,10 @@ class LoraRequests(Source):
     provides = frozenset({"arrival"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
-        check = Check(self.path)
-        for line, (when,) in csv_fields(self.path, ("gmt_create",)):
+        file = Rows(self.path)
+        for (when,) in file.csv("gmt_create"):
             try:
                 seconds = (datetime.fromisoformat(when) - _EPOCH).total_seconds()
             except (ValueError, TypeError):
-                raise check.error(line, "gmt_create", when, "it must be a time like 2024-11-15 16:57:50") from None
-            yield TraceRow(check.in_order(line, "gmt_create", when, seconds))
+                raise file.error("gmt_create", when, "it must be a time like 2024-11-15 16:57:50") from None
+            yield TraceRow(file.in_order("gmt_create", when, seconds))

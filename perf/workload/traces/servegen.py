@@ -9,7 +9,6 @@ distributions of input and output tokens. Requests are drawn from them; each cli
 from __future__ import annotations
 
 import ast
-import csv
 import io
 import itertools
 import json
@@ -28,7 +27,7 @@ from pydantic import NonNegativeFloat, PositiveFloat
 from ..errors import TraceError
 from ..seeds import stream
 from .source import Source, TraceRow
-from .text import Check
+from .text import Rows
 
 _MEMBER = re.compile(r"chunk-(\d+)-(trace\.csv|dataset\.json)")
 _LAWS = ("Gamma", "Weibull")
@@ -158,27 +157,25 @@ class ServeGen(Source):
 
 
 def _windows(path: Path, text: str) -> Iterator[Window]:
-    check = Check(path)
-    reader = csv.reader(io.StringIO(text))
-    for row in reader:
-        line = reader.line_num
+    file = Rows(path)
+    for row in file.table(io.StringIO(text)):
         if len(row) != 6:
-            raise TraceError(path, line, f"{len(row)} fields, not 6", "mend or drop the line")
-        start = check.in_order(line, "start", row[0], check.number(line, "start", row[0], 0.0))
-        rate = check.number(line, "rate", row[1], 0.0)
+            raise file.error("row", row, f"it has {len(row)} fields, not 6; mend or drop the line")
+        start = file.in_order("start", row[0], file.number("start", row[0], 0.0))
+        rate = file.number("rate", row[1], 0.0)
         if not row[3] or not rate:
             continue
         if row[3] not in _LAWS:
-            raise check.error(line, "pattern", row[3], f"it must be empty or one of {', '.join(_LAWS)}")
-        shape = check.number(line, "shape", row[4])
+            raise file.error("pattern", row[3], f"it must be empty or one of {', '.join(_LAWS)}")
+        shape = file.number("shape", row[4])
         if shape <= 0:
-            raise check.error(line, "shape", row[4], "it must be above 0")
+            raise file.error("shape", row[4], "it must be above 0")
         yield Window(start, rate, row[3], shape)
 
 
 def _tokens(path: Path, text: str) -> Iterator[tuple[float, tuple[Tokens, Tokens]]]:
     """The spans with distributions for both input and output."""
-    check = Check(path)
+    file = Rows(path)
     try:
         spans = json.loads(text)
     except json.JSONDecodeError as error:
@@ -205,7 +202,7 @@ def _tokens(path: Path, text: str) -> Iterator[tuple[float, tuple[Tokens, Tokens
                 # a request without tokens cannot be served
                 found.append(Tokens(np.maximum(values[order], 1), cumulated[:-1] / cumulated[-1]))
         if len(found) == 2:
-            yield check.number(1, "span", start, 0.0), (found[0], found[1])
+            yield file.number("span", start, 0.0), (found[0], found[1])
 
 
 def _merged(

@@ -1,4 +1,4 @@
-"""Lines, fields and numbers of trace files, with an error that says where and what."""
+"""Rows of trace files, and their fields as numbers and names, with errors that say where and what."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ import io
 import json
 import lzma
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from ..errors import TraceError
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_BROKEN = (csv.Error, UnicodeDecodeError, EOFError, OSError, lzma.LZMAError)
 
 
 def open_text(path: Path) -> IO[str]:
@@ -28,71 +29,78 @@ def open_text(path: Path) -> IO[str]:
         raise TraceError(path, None, f"the trace cannot be opened ({error.strerror})", "check the path") from None
 
 
-def csv_fields(path: Path, columns: tuple[str, ...]) -> Iterator[tuple[int, list[str]]]:
-    """(line, values of the named columns) of each row of a CSV file with a header; empty lines are left out."""
-    with open_text(path) as file:
-        reader = csv.reader(file)
-        try:
-            header = [name.strip() for name in next(reader, [])]
+class Rows:
+    """Rows of one file, in order; the checks are about fields of the row that was read last."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._line = 0
+        self._latest = -math.inf
+
+    def csv(self, *columns: str) -> Iterator[list[str]]:
+        """Values of the named columns of a CSV file with a header; empty lines are left out."""
+        with open_text(self._path) as file:
+            rows = self.table(file)
+            header = [name.strip() for name in next(rows, [])]
             if missing := [name for name in columns if name not in header]:
                 have = ", ".join(header) or "nothing"
                 raise TraceError(
-                    path, 1, f"no column {missing[0]!r} (the header has {have})", "give the file of that format"
+                    self._path, 1, f"no column {missing[0]!r} (the header has {have})", "give the file of that format"
                 )
             indices = [header.index(name) for name in columns]
-            width = len(header)
-            for row in reader:
-                if len(row) == width:
-                    yield reader.line_num, [row[index] for index in indices]
+            for row in rows:
+                if len(row) == len(header):
+                    yield [row[index] for index in indices]
                 elif row:
-                    raise TraceError(
-                        path, reader.line_num, f"{len(row)} fields, the header has {width}", "mend or drop the line"
-                    )
-        except (csv.Error, UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
-            raise TraceError(path, reader.line_num, f"not readable as CSV ({error})", "give an intact file") from None
+                    problem = f"{len(row)} fields, the header has {len(header)}"
+                    raise TraceError(self._path, self._line, problem, "mend or drop the line")
 
-
-def json_lines(path: Path, fields: tuple[str, ...]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line, object) of each line, which must have the named fields; empty lines are left out."""
-    with open_text(path) as file:
-        line = 0
+    def table(self, lines: Iterable[str]) -> Iterator[list[str]]:
+        """All fields of every line of a CSV file."""
+        reader = csv.reader(lines)
         try:
-            for line, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
-                found = json.loads(text)
-                if not isinstance(found, dict):
-                    raise TraceError(path, line, f"a {type(found).__name__}, not an object", "mend or drop the line")
-                if missing := [name for name in fields if name not in found]:
-                    have = ", ".join(found) or "nothing"
-                    raise TraceError(
-                        path, line, f"no field {missing[0]!r} (it has {have})", "give the file of that format"
-                    )
-                yield line, found
+            for row in reader:
+                self._line = reader.line_num
+                yield row
+        except _BROKEN as error:
+            problem = f"not readable as CSV ({error})"
+            raise TraceError(self._path, reader.line_num, problem, "give an intact file") from None
+
+    def json(self, *fields: str) -> Iterator[dict[str, Any]]:
+        """The object of each line, which must have the named fields; empty lines are left out."""
+        with open_text(self._path) as file:
+            try:
+                for self._line, text in enumerate(file, 1):
+                    if text.strip():
+                        yield self._object(text, fields)
+            except _BROKEN as error:
+                raise TraceError(self._path, self._line + 1, f"not readable ({error})", "give an intact file") from None
+
+    def _object(self, text: str, fields: tuple[str, ...]) -> dict[str, Any]:
+        try:
+            found = json.loads(text)
         except json.JSONDecodeError as error:
-            raise TraceError(path, line, f"not JSON ({error.msg}, column {error.colno})", "mend the line") from None
-        except (UnicodeDecodeError, EOFError, OSError, lzma.LZMAError) as error:
-            raise TraceError(path, line + 1, f"not readable ({error})", "give an intact file") from None
+            problem = f"not JSON ({error.msg}, column {error.colno})"
+            raise TraceError(self._path, self._line, problem, "mend the line") from None
+        if not isinstance(found, dict):
+            problem = f"a {type(found).__name__}, not an object"
+            raise TraceError(self._path, self._line, problem, "mend or drop the line")
+        if missing := [name for name in fields if name not in found]:
+            problem = f"no field {missing[0]!r} (it has {', '.join(found)})"
+            raise TraceError(self._path, self._line, problem, "give the file of that format")
+        return found
 
-
-class Check:
-    """Turns a trace's fields into numbers."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._latest = -math.inf
-
-    def tokens(self, line: int, field: str, value: Any, least: int = 1) -> int:
+    def tokens(self, field: str, value: Any, least: int = 1) -> int:
         """A whole number of at least `least`."""
         try:
             number = int(value)
             if number < least or (not isinstance(value, str) and number != value) or isinstance(value, bool):
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
-            raise self.error(line, field, value, f"it must be a whole number of at least {least}") from None
+            raise self.error(field, value, f"it must be a whole number of at least {least}") from None
         return number
 
-    def number(self, line: int, field: str, value: Any, least: float = -math.inf) -> float:
+    def number(self, field: str, value: Any, least: float = -math.inf) -> float:
         """A finite number of at least `least`."""
         try:
             number = float(value)
@@ -100,29 +108,29 @@ class Check:
                 raise ValueError
         except (TypeError, ValueError, OverflowError):
             bound = "" if least == -math.inf else f" of at least {least:g}"
-            raise self.error(line, field, value, f"it must be a finite number{bound}") from None
+            raise self.error(field, value, f"it must be a finite number{bound}") from None
         return number
 
-    def ids(self, line: int, field: str, value: Any) -> tuple[int, ...]:
+    def ids(self, field: str, value: Any) -> tuple[int, ...]:
         """A list of whole numbers, none negative."""
         if not isinstance(value, list) or any(type(each) is not int or each < 0 for each in value):
-            raise self.error(line, field, value, "it must be a list of whole numbers, none negative")
+            raise self.error(field, value, "it must be a list of whole numbers, none negative")
         return tuple(value)
 
-    def name(self, line: int, field: str, value: Any) -> str | None:
+    def name(self, field: str, value: Any) -> str | None:
         """A name, or null."""
         if value is not None and (not isinstance(value, str) or not value):
-            raise self.error(line, field, value, "it must be a name, or null")
+            raise self.error(field, value, "it must be a name, or null")
         return value
 
-    def in_order(self, line: int, field: str, value: Any, time: float) -> float:
+    def in_order(self, field: str, value: Any, time: float) -> float:
         """A time that is not before the one of the row before."""
         if time < self._latest:
-            raise self.error(line, field, value, "it is before the row above; sort the file by time of arrival")
+            raise self.error(field, value, "it is before the row above; sort the file by time of arrival")
         self._latest = time
         return time
 
-    def error(self, line: int, field: str, value: Any, mend: str) -> TraceError:
+    def error(self, field: str, value: Any, mend: str) -> TraceError:
         shown = repr(value)
         shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
-        return TraceError(self.path, line, f"{field} is {shown}", mend)
+        return TraceError(self._path, self._line or None, f"{field} is {shown}", mend)

@@ -31,7 +31,7 @@ def context(tmp_path, monkeypatch):
     monkeypatch.setattr(choice, "open_executor", open_executor)
     context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
     limits = {"copy": RATE, "read": RATE, "matmul": {"flops_per_s": 1e9}}
-    context.store.write_done("limits", 0.0, {"commit": {}}, limits)
+    context.store.write("limits", 0.0, {"commit": {}}, values=limits)
     yield context
     assert made
     assert all(config.max_lora_rank == MAX_RANK and config.load_format == "dummy" for config in made)
@@ -44,7 +44,7 @@ def test_decode(context):
 
 def test_equality(context, monkeypatch):
     """A few of its cases: the interpreter takes seconds for each."""
-    monkeypatch.setattr(equality, "_cases", lambda names, largest: [("mixed", [*names[::3], None]), ("base", [None])])
+    monkeypatch.setattr(equality, "cases", lambda names, largest: [("mixed", [*names[::3], None]), ("base", [None])])
     values = equality.run(context)
     assert all(case["equal"] and case["pages"] for case in values["cases"])
     assert values["startup"]["graphs"] >= 6, "both modes of buckets 1, 2 and 4"

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from chorus.perf.gpu import __main__ as command
-from chorus.perf.gpu.environment import describe_host
+from chorus.perf.gpu.environment import describe
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.sections.registry import SECTIONS
 from chorus.perf.gpu.store import RESULT, ResultStore
@@ -99,7 +99,7 @@ def test_redo_forgets(tmp_path, sections):
     store = ResultStore(tmp_path, settings)
     environment = {"commit": {"hash": None, "dirty": None}, "device": {}, "driver": None, "versions": {}, "date": ""}
     counts = {"passed": 1, "failed": 0, "skipped": 0}
-    store.write_done("tests", 1.0, environment, counts)
+    store.write("tests", 1.0, environment, values=counts)
     _, found = call(tmp_path, "--sections", "tests")
     assert found["sections"]["tests"] == counts
     _, found = call(tmp_path, "--sections", "tests", "--redo", "tests")
@@ -114,7 +114,7 @@ def test_results_of_another_kind_of_run_are_not_mixed(tmp_path, sections, capsys
 
 def test_a_worker_gets_the_same_options(tmp_path):
     options = Options.parse(["--full", "--device", "cpu", "--out", str(tmp_path), "--seed", "3"])
-    again = Options.parse(options.argv())
+    again = Options.parse(options.given)
     assert again.settings == options.settings
     assert (again.out, again.work_dir) == (options.out, options.work_dir)
 
@@ -135,7 +135,7 @@ def test_an_archive_holds_everything_and_is_gone_on_from(tmp_path, sections):
     record = {
         "section": "tests", "status": "done", "seconds": 1.0, "values": {"passed": 1, "failed": 0, "skipped": 0},
         "settings": Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).settings,
-        "environment": {**describe_host("cpu"), "commit": {"hash": "abc", "dirty": False}},
+        "environment": {**describe("cpu", opened=False), "commit": {"hash": "abc", "dirty": False}},
     }  # fmt: skip
     first, second = tmp_path / "first", tmp_path / "second"
     sections["tests"] = f"print('said'); {done.format(str(first / 'tests.json'), record)}"

@@ -36,7 +36,7 @@ def outputs(rival_type: type, case: LoraCase) -> list[torch.Tensor]:
 def definition(case: LoraCase) -> list[torch.Tensor]:
     """Both products, token by token, of each adapter's own rank."""
     torch.manual_seed(0)
-    weights = Loop(case)._weights
+    weights = Loop(case).weights
     found = [torch.zeros_like(group.y) for group in case.groups]
     owner = [index for index, length in enumerate(LENGTHS) for _ in range(length)]
     for layer in weights:

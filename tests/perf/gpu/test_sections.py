@@ -36,14 +36,14 @@ LIMITS = {
 def context(tmp_path_factory) -> Context:
     options = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("gpu"))])
     context = options.context()
-    context.store.write_done("limits", 0.0, describe("cpu"), LIMITS)
+    context.store.write("limits", 0.0, describe("cpu"), values=LIMITS)
     return context
 
 
 def run(context: Context, name: str) -> dict:
     """A section's values as they are read back from its file; its tables can be drawn."""
     values = section(name).run(context)
-    context.store.write_done(name, 0.0, describe("cpu"), values)
+    context.store.write(name, 0.0, describe("cpu"), values=values)
     values = context.store.values(name)
     tables = section(name).tables(values)
     assert tables
@@ -126,19 +126,19 @@ def test_equality(context):
 
 @pytest.mark.parametrize("what", ["kv", "tokens"])
 def test_equality_sees_a_wrong_bit(context, monkeypatch, what):
-    inner, seen = equality._trace, []
+    inner, seen = equality.trace, []
 
     def trace(subject, adapters, steps):
         found = inner(subject, adapters, steps)
         seen.append(subject)
         if len(seen) == 2 and what == "kv":
-            page = subject.executor.arena.pages[-1].view(torch.int32)  # nobody's
+            page = subject.arena_pages[-1].view(torch.int32)  # nobody's
             page[3] ^= 1
         elif len(seen) == 2:
             next(iter(found.tokens.values()))[-1] ^= 1
         return found
 
-    monkeypatch.setattr(equality, "_trace", trace)
+    monkeypatch.setattr(equality, "trace", trace)
     with pytest.raises(equality.Differs, match=r"1 of \d+ pages differ" if what == "kv" else r"tokens of q\d+ differ"):
         equality.run(context)
 

@@ -17,7 +17,7 @@ def test_a_section_is_done_once_written(tmp_path):
     store = ResultStore(tmp_path, {"run": "quick"})
     assert store.load("limits") is None
     assert not store.is_done("limits")
-    store.write_done("limits", 1.25, ENVIRONMENT, {"a": 1})
+    store.write("limits", 1.25, ENVIRONMENT, values={"a": 1})
     assert store.is_done("limits")
     assert ResultStore(tmp_path, {"run": "quick"}).values("limits") == {"a": 1}
     store.forget("limits")
@@ -26,14 +26,14 @@ def test_a_section_is_done_once_written(tmp_path):
 
 def test_a_failed_section_has_no_values(tmp_path):
     store = ResultStore(tmp_path, {})
-    store.write_failed("sgmv", 1.0, ENVIRONMENT, "Traceback\nBoom")
+    store.write("sgmv", 1.0, ENVIRONMENT, error="Traceback\nBoom")
     assert not store.is_done("sgmv")
     with pytest.raises(LookupError, match="section sgmv has no results"):
         store.values("sgmv")
 
 
 def test_results_of_other_settings_are_refused(tmp_path):
-    ResultStore(tmp_path, {"run": "quick"}).write_done("limits", 1.0, ENVIRONMENT, {})
+    ResultStore(tmp_path, {"run": "quick"}).write("limits", 1.0, ENVIRONMENT, values={})
     store = ResultStore(tmp_path, {"run": "full"})
     store.check(["sgmv"])
     with pytest.raises(OtherSettings, match=r"limits\.json was measured with run quick, this run has run full"):
@@ -42,23 +42,23 @@ def test_results_of_other_settings_are_refused(tmp_path):
 
 def test_a_file_is_whole_or_not_there(tmp_path):
     store = ResultStore(tmp_path, {})
-    store.write_done("limits", 1.0, ENVIRONMENT, {"a": 1})
+    store.write("limits", 1.0, ENVIRONMENT, values={"a": 1})
     with pytest.raises(TypeError):
-        store.write_done("limits", 1.0, ENVIRONMENT, {"a": object()})
+        store.write("limits", 1.0, ENVIRONMENT, values={"a": object()})
     assert store.values("limits") == {"a": 1}
     assert [path.name for path in tmp_path.iterdir()] == ["limits.json"]
 
 
 def test_numbers_that_json_has_no_words_for_become_null(tmp_path):
     store = ResultStore(tmp_path, {})
-    store.write_done("limits", 1.0, ENVIRONMENT, {"a": [math.nan, (math.inf, 1.5)]})
+    store.write("limits", 1.0, ENVIRONMENT, values={"a": [math.nan, (math.inf, 1.5)]})
     assert json.loads(store.path("limits").read_text("utf-8"))["values"] == {"a": [None, [None, 1.5]]}
 
 
 def test_all_in_one_file(tmp_path):
     store = ResultStore(tmp_path, {"run": "quick"})
-    store.write_done("limits", 1.0, ENVIRONMENT, {"a": 1})
-    store.write_failed("sgmv", 2.0, ENVIRONMENT, "Boom")
+    store.write("limits", 1.0, ENVIRONMENT, values={"a": 1})
+    store.write("sgmv", 2.0, ENVIRONMENT, error="Boom")
     found = store.combine(["limits", "sgmv", "decode"], {"commit": CLEAN, "device": {"name": "unopened"}})
     assert found["sections"] == {"limits": {"a": 1}}
     assert found["failed"] == {"sgmv": "Boom"}
@@ -71,6 +71,6 @@ def test_all_in_one_file(tmp_path):
 @pytest.mark.parametrize("other", [{"hash": "abd", "dirty": False}, {"hash": "abc", "dirty": True}])
 def test_sections_of_several_commits_are_told(tmp_path, other):
     store = ResultStore(tmp_path, {})
-    store.write_done("limits", 1.0, {**ENVIRONMENT, "commit": other}, {})
-    store.write_done("sgmv", 1.0, ENVIRONMENT, {})
+    store.write("limits", 1.0, {**ENVIRONMENT, "commit": other}, values={})
+    store.write("sgmv", 1.0, ENVIRONMENT, values={})
     assert not store.combine(["limits", "sgmv"], ENVIRONMENT)["one_commit"]

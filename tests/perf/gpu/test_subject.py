@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
-from chorus.perf.gpu.adapter_files import adapter_dirs
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.subject import Subject, Unsettled
 
@@ -15,7 +14,7 @@ from chorus.perf.gpu.subject import Subject, Unsettled
 @pytest.fixture(scope="module")
 def subject(tmp_path_factory):
     context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path_factory.mktemp("gpu"))]).context()
-    adapters = adapter_dirs(context.size, "float32", 4, 3, context.work_dir)
+    adapters = context.adapters(4, 3)
     with Subject(context, adapters, max_seqs=4, max_batched=16, max_len=48, inline_reads=True) as subject:
         yield subject
 
@@ -53,7 +52,7 @@ def test_a_replay_changes_nothing(subject):
     """The same request gives the same tokens, whether its steps are replayed in between or not."""
 
     def tokens(*, replayed: bool) -> list[int]:
-        subject._random.seed(7)
+        subject.reseed(7)
         (request,) = subject.decoding(["r4-002"], 6, 8)
         while not request.finished:
             if replayed:

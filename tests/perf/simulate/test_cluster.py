@@ -51,11 +51,11 @@ def test_all_requests_are_served_and_states_tell_the_truth(trace, policy, mix, s
 
     def look(time, seen):
         for replica in seen:
-            scheduler = replica.engine.scheduler
-            inside = len(scheduler.running) + len(scheduler.waiting)
+            stats = replica.engine.stats()
+            inside = stats.num_running + stats.num_waiting
             assert inside <= replica.state.num_requests
             assert sum(replica.state.ranks.values()) == replica.state.num_requests
-            assert replica.state.num_waiting >= len(scheduler.waiting)
+            assert replica.state.num_waiting >= stats.num_waiting
 
     now, requests = 0.0, []
     for number, (gap, output, adapter) in enumerate(trace):

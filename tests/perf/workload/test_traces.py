@@ -191,7 +191,7 @@ def test_wrong_servegen(tmp_path):
     folder = Path(trace["path"])
     cases = {
         "chunk-0-trace.csv": (
-            ("0,1,1,Gamma,1\n", r"chunk-0-trace\.csv:1: 5 fields, not 6"),
+            ("0,1,1,Gamma,1\n", r"chunk-0-trace\.csv:1: row is .*it has 5 fields, not 6"),
             ("0,1,1,Pareto,1,1\n", r"pattern is 'Pareto'; it must be empty or one of Gamma, Weibull"),
             ("0,1,1,Gamma,0,1\n", "shape is '0'; it must be above 0"),
             ("0,-1,1,Gamma,1,1\n", "rate is '-1'"),
