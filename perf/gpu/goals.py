@@ -13,7 +13,10 @@ SGMV_LEAST_BATCH = 32
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:
     """All marks; sections: the values of those that are done."""
-    steps = [row for row in sections.get("decode", {}).get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
+    decode = sections.get("decode", {})
+    steps = [row for row in decode.get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
+    if any(row["bucket"] <= LARGEST_BATCH for row in decode.get("unsettled", ())):
+        steps = []  # the worst is not known
     shares = [
         row
         for row in sections.get("sgmv", {}).get("cells", ())

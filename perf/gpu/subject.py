@@ -145,13 +145,21 @@ class Subject:
     # -- measurements
 
     def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[Request]:
-        """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them."""
-        requests = [self.add(prompt_tokens, steps + len(adapters) + 8, adapter) for adapter in adapters]
+        """Requests of these adapters, past their prefill, with `steps` decode steps ahead of them.
+
+        The adapters are loaded first: the requests of those that come late would decode when others have ended.
+        """
+        requests = [self.request(prompt_tokens, steps + len(adapters) + 8, adapter) for adapter in adapters]
+        store = self.engine.store
+        self.load([name for name in adapters if name is not None and store.tier(store.get(name)) is not Tier.DEVICE])
+        for request in requests:
+            self.engine.add_request(request)
         for _ in range(4 * len(requests) + 64):
             self.step()
             if all(request.num_output_tokens for request in requests):
                 break
         else:
+            self.clear(requests)
             raise Unsettled(f"{len(requests)} requests did not all get past their prefill")
         for _ in range(2):  # captures the bucket's graph, where that is done on first use
             self.step()

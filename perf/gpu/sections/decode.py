@@ -12,7 +12,7 @@ import torch
 from ....core.executors.cuda_memory import OutOfDeviceMemory
 from ...report.table import Table
 from ..context import Context
-from ..subject import Subject
+from ..subject import Subject, Unsettled
 from .registry import rows_table
 
 RANK = 16
@@ -27,6 +27,7 @@ def run(context: Context) -> dict[str, Any]:
         "rank": RANK,
         "floor": context.stated_floors(),
         "buckets": [],
+        "unsettled": [],
     }
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
     adapters = context.adapters(RANK, most)
@@ -39,8 +40,12 @@ def run(context: Context) -> dict[str, Any]:
             base = {bucket: _Base(*_steps(context, subject, [None] * bucket)) for bucket in buckets}
         for bucket in buckets:
             context.say(f"decode, {bucket} adapters")
-            lora = _steps(context, subject, list(adapters)[:bucket])
-            found["buckets"].append(_row(context, bucket, base[bucket], lora))
+            try:
+                lora = _steps(context, subject, list(adapters)[:bucket])
+            except Unsettled as error:  # the other rows are worth having
+                found["unsettled"].append({"bucket": bucket, "why": str(error)})
+            else:
+                found["buckets"].append(_row(context, bucket, base[bucket], lora))
         found["startup"] = subject.startup()
     return found
 
@@ -78,10 +83,11 @@ def _steps(context: Context, subject: Subject, adapters: Sequence[str | None]) -
     """Median seconds of a decode step, and of its replay alone."""
     count = context.pick(4, 24, 100)
     requests = subject.decoding(adapters, _prompt(context), count)
-    seconds = subject.step_seconds(count, len(adapters))
-    device = subject.replay_seconds(len(adapters), lora=any(adapters))
-    subject.clear(requests)
-    return median(seconds), device
+    try:
+        seconds = subject.step_seconds(count, len(adapters))
+        return median(seconds), subject.replay_seconds(len(adapters), lora=any(adapters))
+    finally:
+        subject.clear(requests)
 
 
 def _row(context: Context, bucket: int, base: _Base, lora: tuple[float, float]) -> dict[str, Any]:
@@ -118,4 +124,7 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "(LoRA less adapters' floor)/base": "lora_device_less_floor_over_base",
     }  # fmt: skip
     title = f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections"
-    return [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]
+    found = [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]
+    if unsettled := values.get("unsettled"):
+        found.append(rows_table("(c) not measured", {"bucket": "bucket", "because": "why"}, unsettled))
+    return found

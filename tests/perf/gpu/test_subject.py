@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -46,6 +47,23 @@ def test_steps_of_other_rows_are_refused(subject):
         subject.step_seconds(1, 2)
     subject.clear(requests)
     assert not subject.engine.has_work()
+
+
+def test_adapters_that_are_read_slowly_decode_together(tmp_path, monkeypatch):
+    """A request whose adapter came late would still be in its prefill when others have used up their tokens."""
+    context = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).context()
+    adapters = context.adapters(4, 3)
+    with Subject(context, adapters, max_seqs=4, max_batched=16, max_len=48) as cold:
+        backend, read = cold.executor.adapters, cold.executor.adapters.read
+
+        def slow(*arguments):
+            time.sleep(0.1)
+            return read(*arguments)
+
+        monkeypatch.setattr(backend, "read", slow)
+        requests = cold.decoding(list(adapters), 4, 6)
+        assert len(cold.step_seconds(6, 3)) == 6
+        cold.clear(requests)
 
 
 def test_a_replay_changes_nothing(subject):
