@@ -34,7 +34,7 @@ from .exchange import NoAnswer, exchange
 from .mutants import Call, Mutant, mutant, other_calls, questions
 
 MAX_MORE = {"descriptors": 0, "threads": 32, "bytes": 64 << 20}
-"""What a run may leave; the server's pools may start threads when they are needed first."""
+"""Growth that a run may leave behind; the server's pools may start threads when they are needed first."""
 PATIENCE = "--head-seconds", "--body-seconds", "--send-seconds", "--stall-seconds", "--give-up-seconds"
 """Times within which the server may be stopped together with its clients, and nobody is to blame."""
 MAX_SHOWN = 20

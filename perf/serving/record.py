@@ -1,4 +1,4 @@
-"""What a client saw of a request: its times, its answer, and how they are read from a stream's bytes."""
+"""Record of a request as its client saw it: times and answer, and how they are read from a stream's bytes."""
 
 from __future__ import annotations
 

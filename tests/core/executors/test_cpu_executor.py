@@ -9,7 +9,9 @@ from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from chorus.memory.files.tensor_file import ITEM_BYTES
 from chorus.ops.native import NativeSampling
+from chorus.ops.native_reader import ELEMENTS
 
 from ..conftest import KERNELS
 
@@ -61,3 +63,8 @@ def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(s
     for result in results:
         assert result.logprobs.keys() == {row.request_id for row in rows if row.params.logprobs is not None}
         assert all(result.logprobs[name].token_id == result.tokens[name] for name in result.logprobs)
+
+
+def test_files_and_the_reader_count_element_types_alike():
+    """What a header says goes to the library as it is: another order would read bfloat16 as float16."""
+    assert {name: number for number, name in enumerate(ITEM_BYTES)} == ELEMENTS
