@@ -100,6 +100,22 @@ class EngineConfig(BaseModel):
     max_overtake_seconds: float = Field(
         default=1.0, ge=0, description="how long a waiting request may be overtaken by others with resident adapters"
     )
+    fair_by: Literal["tenant", "adapter"] = Field(
+        default="tenant",
+        description="whose requests take turns: those of each tenant, or those of each adapter; the base model counts "
+        "as one",
+    )
+    weights: dict[str, float] = Field(
+        default={},
+        description="shares of tenants, or of adapters, by name: one of weight 2 gets twice as much of a busy engine "
+        "as one of weight 1, which is every other's",
+    )
+    max_turn_seconds: float = Field(
+        default=10.0,
+        gt=0,
+        description="how long a tenant, or adapter, may wait for its turn, whatever its weight and others' shares",
+    )
+    max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,
@@ -121,6 +137,14 @@ class EngineConfig(BaseModel):
         if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", device):
             raise ValueError("it may be auto, cpu, cuda, or cuda: and the number of a GPU, such as cuda:1")
         return device
+
+    @field_validator("weights")
+    @classmethod
+    def _weights_are_shares(cls, weights: dict[str, float]) -> dict[str, float]:
+        for name, weight in weights.items():
+            if not 0.001 <= weight <= 1000:
+                raise ValueError(f"the weight of {name!r} is {weight:g}; give one from 0.001 to 1000")
+        return weights
 
     @model_validator(mode="after")
     def _budget_covers_batch(self) -> EngineConfig:

@@ -19,7 +19,7 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from .config import EngineConfig
-from .engine_stats import EngineStats
+from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
 from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
@@ -102,7 +102,8 @@ class Engine:
         when too many wait.
         """
         self._validate(request)
-        self.scheduler.check_room(request.tenant)
+        request.account = request.tenant if self.config.fair_by == "tenant" else request.adapter_name or ""
+        self.scheduler.check_room(request.account)
         if request.params.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
@@ -204,6 +205,10 @@ class Engine:
             oldest_read_seconds=reads.oldest_seconds,
             last_step=scheduler.last_step,
         )
+
+    def accounts(self) -> list[AccountStats]:
+        """Return the tenants, or adapters, with requests in progress: those that have most first."""
+        return self.scheduler.accounts()
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         """Return the sorted adapter names of running and of waiting requests."""

@@ -32,3 +32,13 @@ class EngineStats:
     num_failed_reads: int = 0
     num_given_up_reads: int = 0
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
+
+
+@dataclass(frozen=True, slots=True)
+class AccountStats:
+    """Requests of a tenant, or of an adapter, and its standing in the queue: the lowest has the next turn."""
+
+    name: str
+    num_running: int
+    num_waiting: int
+    standing: float

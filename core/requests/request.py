@@ -34,9 +34,10 @@ class Request:
     There is no prefill phase, only `num_computed_tokens` (tokens whose KV is in the cache) trailing `num_tokens`
     (prompt plus generated). `adapter_name` is what the client asked for; `adapter` the version that it got.
 
-    token_ids: the prompt, and behind it what is generated. tenant: the client that is charged, empty if unknown.
-    cache_salt: prefix-cache blocks are shared only between requests of equal salt. call: shared by the requests of one
-    call, which take turns beside other calls; empty for a request alone.
+    token_ids: the prompt, and behind it what is generated. tenant: the client, empty if unknown. account: whose share
+    it takes, its tenant's or its adapter's; set by the engine. cache_salt: prefix-cache blocks are shared only between
+    requests of equal salt. call: shared by the requests of one call, which take turns beside other calls; empty for a
+    request alone.
     """
 
     id: str
@@ -54,7 +55,9 @@ class Request:
     place: int = 0  # queue position
     is_further: bool = False  # came behind another answer of its call
     began_at: int = 0  # tokens that were cached when it was last admitted
-    charged: int = 0  # tokens that its tenant has been charged since
+    account: str = ""
+    charged: float = 0.0  # cost that its account has been charged for what it runs now
+    num_paid_tokens: int = 0  # tokens that its account has paid for in runs before
     start_time: float | None = None  # of its first admission
     seed: int = 0  # the engine draws one for a request without
     adapter: Adapter | None = None

@@ -17,7 +17,7 @@ from ..requests.types import ExecutorLost
 from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
 from .policies import QueuePolicy
-from .queue_order import QueueOrder
+from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
 from .running import Running
 from .waiting import WaitingQueue
@@ -32,7 +32,8 @@ DOUBT_SECONDS = 10.0
 class Admission:
     """Lets waiting requests run while tokens, seats and pages last.
 
-    _fail: ends a request that is in no queue, with an error message, and why its adapter was not loaded.
+    _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message, and why its adapter was
+    not loaded.
     """
 
     _limits: EngineConfig
@@ -43,13 +44,22 @@ class Admission:
     _loads: LoadPolicy
     _lengths: OutputLengths
     _clock: Callable[[], float]
+    _num_steps: Callable[[], int]
     _fail: Callable[[Request, str, LoadFailure | None], None]
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
         self._seats = self._limits.max_num_seqs
+        self._turns = Turns(self._limits)
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
+
+    def arrive(self, account: str) -> None:
+        """Note that an account comes to the queue, if it had nothing waiting."""
+        accounts = self._waiting.accounts
+        if account not in accounts:
+            self._policy.arrive(account, accounts)
+            self._turns.take(account, self._clock(), self._num_steps())
 
     def settle(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.
@@ -110,6 +120,7 @@ class Admission:
                 message = "the arena has too few pages left beside pinned adapters; unpin some"
                 self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
+                order.end_turn(request.account)
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
@@ -125,7 +136,8 @@ class Admission:
     def _order(self, step: Step) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
         only_firsts = len(step.running) >= self._seats
-        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts)
+        late = self._turns.late(self._waiting.accounts, step.now, self._num_steps())
+        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts, late)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
         """True unless a request must wait for its adapter, or for a free adapter place in the step."""
@@ -171,8 +183,8 @@ class Admission:
         is_loading = request.adapter is not None and request.adapter.transfer is not None
         request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
         request.began_at = request.num_computed_tokens
-        request.charged = self._lengths.final_length(request) - 1 - request.began_at
-        self._policy.charge(request, request.charged)
+        self._policy.charge(request, self._lengths.final_length(request) - 1)
+        self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
         return True
 
@@ -192,7 +204,7 @@ class Step:
     _store: AdapterStore
     running: Running
     _late: set[Adapter]
-    _now: float
+    now: float
     _doubt_until: float
     growth: int | None = None
     overdue_before: float = field(init=False)
@@ -202,8 +214,8 @@ class Step:
     _reserved: float = math.inf  # queue position of the first request that has a place reserved
 
     def __post_init__(self) -> None:
-        self.overdue_before = self._now - self._limits.max_overtake_seconds
-        self._doubts = self._now < self._doubt_until
+        self.overdue_before = self.now - self._limits.max_overtake_seconds
+        self._doubts = self.now < self._doubt_until
         self._most_adapters = self._limits.max_adapters_per_step
         if self._most_adapters is not None:
             self._adapters = {request.adapter for request in self.running if request.adapter is not None}

@@ -22,7 +22,7 @@ class Overloaded(Exception):
 
 
 class QueueRoom:
-    """Limit of the waiting queue, shared by tenants."""
+    """Limit of the waiting queue, shared by accounts."""
 
     def __init__(self, most: int | None, clock: Callable[[], float]) -> None:
         """most: requests that may wait; None: no limit."""
@@ -34,17 +34,17 @@ class QueueRoom:
         """Record that a running request has ended."""
         self._ends.append(self._clock())
 
-    def check(self, queue: WaitingQueue, tenant: str) -> None:
-        """Raise Overloaded when there is no room for one more request of `tenant`.
+    def check(self, queue: WaitingQueue, account: str) -> None:
+        """Raise Overloaded when there is no room for one more request of `account`.
 
-        A tenant's waiting requests must not outnumber the free places, so that new tenants find room.
+        An account's waiting requests must not outnumber the free places, so that new accounts find room.
         """
         most, waiting = self._most, len(queue)
         if most is None or waiting < most // 2:
             return
         if waiting >= most:
             text = f"{waiting} generations wait, the queue holds {most}"
-        elif tenant and (own := queue.count(tenant)) >= most - waiting:
+        elif account and (own := queue.count(account)) >= most - waiting:
             text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
         else:
             return

@@ -1,61 +1,101 @@
-"""Policies that an engine takes from outside: turns among tenants, and the victim of a preemption."""
+"""Policies that an engine takes from outside: turns among accounts, and the victim of a preemption."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import OrderedDict
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Protocol
 
 from ..requests.request import Request
 
 
 class QueuePolicy(Protocol):
-    """Shares what the engine does among tenants. Tokens are what is charged: those computed and those expected."""
+    """Shares what the engine does among accounts: tenants or, where it is configured so, adapters."""
 
-    def arrive(self, tenant: str) -> None:
-        """A tenant that had nothing waiting has now."""
+    def arrive(self, account: str, waiting: Collection[str]) -> None:
+        """Note that an account that had nothing waiting has now. waiting: the other accounts that have."""
         ...
 
-    def order(self, tenants: Collection[str]) -> str:
-        """Return the tenant whose request is considered next, of those that have one that may run."""
+    def standing(self, account: str) -> float:
+        """Return a number by which accounts are ordered: the lowest comes next. It changes with `charge` only."""
         ...
 
-    def charge(self, request: Request, tokens: int) -> None:
-        """A request begins to run and is expected to take so many tokens' work."""
+    def charge(self, request: Request, length: int) -> None:
+        """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed."""
         ...
 
-    def refund(self, request: Request, tokens: int) -> None:
-        """A request runs no more and has taken so many fewer than charged, or more where negative."""
+    def settle(self, request: Request) -> None:
+        """Charge a request that runs no more for what it has computed, instead of what was expected."""
         ...
 
 
-class EvenShares(QueuePolicy):
-    """Equal shares: the tenant that has been charged least comes next.
+PROMPT_COST, OUTPUT_COST = 1.0, 2.0
+"""Cost of a prompt token and of a generated one, VTC's w_p and w_q: a decode step computes one token with the weights
+that a prompt's step computes hundreds with."""
 
-    A new tenant starts at the account of the one that was served last: what nobody asked for is not saved up.
+_MOST_ACCOUNTS = 4096
+
+
+class TokenCounters(QueuePolicy):
+    """Virtual token counters (VTC; Sheng et al., Fairness in Serving Large Language Models): least served comes next.
+
+    An account's counter grows by the cost of what its requests compute, over its weight. They are charged when they
+    begin, for the length that is expected of them, and corrected when they end. A request that runs again after a
+    preemption is not charged twice.
+
+    An account that comes anew is lifted to the least counter among those that wait or, where nobody does, to that of
+    the one served last: what nobody asked for is not saved up. Between two accounts that always wait, the costs served
+    over their weights never differ by more than those of the requests that they have running, and one more.
     """
 
-    def __init__(self) -> None:
-        self._charged: dict[str, int] = {}
-        self._level = 0  # of the tenant that was served last, before it was
+    def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
+        """weights: by account; 1 where nothing is said."""
+        self._weights = weights
+        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently charged first
+        self._level = 0.0  # of the account that was served last, before it was
 
-    def arrive(self, tenant: str) -> None:
-        if len(self._charged) > 256:  # forget those whose account would be lifted anyway
-            self._charged = {name: count for name, count in self._charged.items() if count > self._level}
-        if self._charged.get(tenant, 0) < self._level:
-            self._charged[tenant] = self._level
+    @property
+    def counters(self) -> Mapping[str, float]:
+        """Counters of the accounts that were served lately."""
+        return self._counters
 
-    def order(self, tenants: Collection[str]) -> str:
-        charged, level = self._charged, self._level
-        return min(tenants, key=lambda tenant: charged.get(tenant, level))
+    def arrive(self, account: str, waiting: Collection[str]) -> None:
+        level = min(map(self.standing, waiting)) if waiting else self._level
+        if self._counters.get(account, level) <= level:
+            self._counters[account] = level
+            self._bound()
 
-    def charge(self, request: Request, tokens: int) -> None:
-        account = self._charged.get(request.tenant, self._level)
-        self._level = max(self._level, account)
-        self._charged[request.tenant] = account + tokens
+    def standing(self, account: str) -> float:
+        return self._counters.get(account, self._level)
 
-    def refund(self, request: Request, tokens: int) -> None:
-        self._charged[request.tenant] = self._charged.get(request.tenant, self._level) - tokens
+    def charge(self, request: Request, length: int) -> None:
+        counter = self.standing(request.account)
+        self._level = counter
+        request.charged = self._cost(request, length)
+        self._counters[request.account] = counter + request.charged
+        self._counters.move_to_end(request.account)
+        self._bound()
+
+    def settle(self, request: Request) -> None:
+        actual = self._cost(request, request.num_computed_tokens)
+        self._counters[request.account] = self.standing(request.account) + actual - request.charged
+        request.num_paid_tokens = max(request.num_paid_tokens, request.num_computed_tokens)
+
+    def _cost(self, request: Request, end: int) -> float:
+        """Return the weighted cost of a request's tokens up to `end` that were neither cached nor paid for before."""
+        begin = max(request.began_at, request.num_paid_tokens)
+        if end <= begin:
+            return 0.0
+        outputs = max(0, end - max(begin, request.num_prompt_tokens))
+        cost = PROMPT_COST * (end - begin - outputs) + OUTPUT_COST * outputs
+        return cost / self._weights.get(request.account, 1.0)
+
+    def _bound(self) -> None:
+        """Forget who was not served for longest; should it come back, it is lifted like one that comes anew."""
+        while len(self._counters) > _MOST_ACCOUNTS:
+            self._counters.popitem(last=False)
 
 
 class VictimPolicy(Protocol):
@@ -66,16 +106,30 @@ class VictimPolicy(Protocol):
         ...
 
 
-class NewestFirst(VictimPolicy):
-    """The request that was admitted last: it has computed least, and the longest-waiting are never sent back for it."""
+class MostServed(VictimPolicy):
+    """The newest request of the account that has been served most: it has computed least of what is over a share.
+
+    Never the one that has run longest, as long as there is another: so that preemptions can't go round in circles.
+    """
+
+    def __init__(self, queue: QueuePolicy) -> None:
+        self._queue = queue
 
     def choose(self, running: Sequence[Request]) -> Request:
-        return running[-1]
+        standing = {account: self._queue.standing(account) for account in {request.account for request in running}}
+        if len(standing) == 1:
+            return running[-1]
+        newest = max(range(1, len(running)), key=lambda index: (standing[running[index].account], index))
+        return running[newest]
 
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One of each."""
+    """One of each. victim: by default `MostServed` of the queue's accounts."""
 
-    queue: QueuePolicy = field(default_factory=EvenShares)
-    victim: VictimPolicy = field(default_factory=NewestFirst)
+    queue: QueuePolicy = field(default_factory=TokenCounters)
+    victim: VictimPolicy | None = None
+
+    def choose_victim(self, running: Sequence[Request]) -> Request:
+        """Return the request to preempt; see `VictimPolicy.choose`."""
+        return (self.victim or MostServed(self.queue)).choose(running)

@@ -6,6 +6,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ...graphs.runner import DecodeBuckets
@@ -13,16 +14,17 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
 from ..config import EngineConfig
+from ..engine_stats import AccountStats
 from ..requests.request import Request, RequestState
 from ..requests.types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import OutputLengths
 from .overload import QueueRoom
-from .policies import Policies
+from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter, plan_step
-from .step_shares import StepShares
+from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 
 
@@ -49,12 +51,13 @@ class Scheduler:
         self._memory = memory
         self._buckets = DecodeBuckets(limits.max_num_seqs)
         self._ahead = LoadAhead(limits, store, memory)
-        self._policies = policies or Policies()
+        self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths(memory.block_tokens)
         self._admission = self.admission_type(
-            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, clock, self._fail
-        )
+            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, clock,
+            lambda: self.num_steps, self._fail,
+        )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self.running = Running()
         self._shares = StepShares(limits.max_num_seqs, clock)
@@ -76,15 +79,14 @@ class Scheduler:
         """Return a request in progress; KeyError when it is unknown or done."""
         return self._requests[request_id]
 
-    def check_room(self, tenant: str) -> None:
-        """Raise Overloaded when the queue has no room for one more request of `tenant`."""
-        self._room.check(self.waiting, tenant)
+    def check_room(self, account: str) -> None:
+        """Raise Overloaded when the queue has no room for one more request of `account`."""
+        self._room.check(self.waiting, account)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""
         self._requests[request.id] = request
-        if request.tenant not in self.waiting.tenants:
-            self._policies.queue.arrive(request.tenant)
+        self._admission.arrive(request.account)
         self.waiting.append(request)
         if request.adapter is not None:
             self._store.hold(request.adapter)
@@ -108,12 +110,16 @@ class Scheduler:
         sharing = self._shares.choose(self.running, self.waiting) if self.running.calls else None
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
+        cut: list[Request] = []
         if not all_decode:
-            counts, preempted = self._schedule_running(self.running if sharing is None else sharing)
+            counts, cut, preempted = self._schedule_running(self.running if sharing is None else sharing)
         if self.waiting:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
-            counts |= self._schedule_waiting(self._max_tokens - used, rows, preempted)
+            admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
+            if cut and not preempted:
+                self._add_to_chunks(cut, counts, self._max_tokens - used - sum(admitted.values()))
+            counts |= admitted
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -153,6 +159,13 @@ class Scheduler:
         for request in self._requests.values():
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
+
+    def accounts(self) -> list[AccountStats]:
+        """Return the accounts with requests in progress, those with most of them first."""
+        running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
+        standing = self._policies.queue.standing
+        names = sorted(running | waiting, key=lambda name: (-running[name] - waiting[name], name))
+        return [AccountStats(name, running[name], waiting[name], standing(name)) for name in names]
 
     # -- choosing
 
@@ -201,26 +214,36 @@ class Scheduler:
         """True if no running request must prefill."""
         return all(len(r.token_ids) - r.num_computed_tokens == 1 for r in [r for r in self.running if r.row is None])
 
-    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], bool]:
-        """Return the token counts of the running requests that share the step, and True if any had to be preempted.
+    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], list[Request], bool]:
+        """Return the token counts of the running requests that share the step, those of them that their account's share
+        cut short, and True if any had to be preempted.
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
         budget, running = self._max_tokens, self.running
         chosen: dict[Request, int] = {}
+        cut: list[Request] = []
         preempted = False
-        for request in sorted(sharing, key=lambda r: len(r.token_ids) - r.num_computed_tokens > 1):
+        shares = self._prompt_shares(sharing)
+        for request in sorted(sharing, key=lambda r: _missing(r) > 1):
             if budget <= 0:
                 break
             if not request.is_running:  # preempted for one before it
                 continue
             start = request.num_computed_tokens
-            count = min(budget, len(request.token_ids) - start)
+            count = min(budget, _missing(request))
+            if shares is not None and _missing(request) > 1:
+                if count > shares[request.account]:
+                    count = shares[request.account]
+                    cut.append(request)
+                if count == 0:
+                    continue
+                shares[request.account] -= count
             while request.room < start + count and not self._memory.grow(request, start + count):
                 if self._store.give_up_loads():
                     continue
                 preempted = True
-                victim = self._policies.victim.choose(running)
+                victim = self._policies.choose_victim(running)
                 self.preempt(victim)
                 budget += chosen.pop(victim, 0)
                 if victim is request:
@@ -228,7 +251,33 @@ class Scheduler:
             else:
                 chosen[request] = count
                 budget -= count
-        return chosen, preempted
+        return chosen, cut, preempted
+
+    def _prompt_shares(self, sharing: Sequence[Request]) -> dict[str, int] | None:
+        """Return the step's tokens by account with prompts under way; None where one account has them all."""
+        wanted: dict[str, int] = {}
+        num_decoding = 0
+        for request in sharing:
+            if (missing := _missing(request)) > 1:
+                wanted[request.account] = wanted.get(request.account, 0) + missing
+            else:
+                num_decoding += 1
+        others = len(self.running) < self._limits.max_num_seqs and any(
+            account not in wanted for account in self.waiting.accounts
+        )
+        if len(wanted) + others < 2 or not self._limits.chunked_prefill:
+            return None
+        return prompt_shares(wanted, self._max_tokens - num_decoding, others)
+
+    def _add_to_chunks(self, cut: Sequence[Request], counts: dict[Request, int], budget: int) -> None:
+        """Give prompts that were cut short the tokens that nobody else took, as far as there are pages."""
+        for request in cut:
+            count = counts.get(request, 0)
+            more = min(budget, _missing(request) - count)
+            end = request.num_computed_tokens + count + more
+            if more > 0 and (request.room >= end or self._memory.grow(request, end)):
+                counts[request] = count + more
+                budget -= more
 
     def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
         """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
@@ -257,6 +306,7 @@ class Scheduler:
         request.state = state
         request.num_computed_tokens = 0
         request.prompt_logprobs.clear()
+        self._admission.arrive(request.account)
         self.waiting.append_first(request)
 
     def _send_back_late(self, plan: StepPlan, result: StepResult) -> None:
@@ -272,8 +322,8 @@ class Scheduler:
             self._admission.note_late(adapter)
 
     def _give_back(self, request: Request) -> None:
-        """Free all that a running request holds, and refund its tenant for what it has not computed."""
-        self._policies.queue.refund(request, request.charged - (request.num_computed_tokens - request.began_at))
+        """Free all that a running request holds, and charge its account for what it has computed."""
+        self._policies.queue.settle(request)
         self._memory.release(request)
 
     # -- a step's result
@@ -341,3 +391,8 @@ class Scheduler:
         del self._requests[request.id]
         if request.adapter is not None:
             self._store.let_go(request.adapter)
+
+
+def _missing(request: Request) -> int:
+    """Return the number of known tokens whose KV is still to be computed."""
+    return len(request.token_ids) - request.num_computed_tokens

@@ -1,9 +1,9 @@
-"""Shares of a step among the answers of one call and other calls."""
+"""Shares of a step: its tokens among accounts with prompts, its rows among the answers of one call and other calls."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import islice
 
 from ..requests.request import Request
@@ -27,6 +27,19 @@ NUM_SAMPLES = 8
 
 WINDOW = 16
 """Steps in a row with the larger calls, per such sample: then there is one without them, to know what that takes."""
+
+
+def prompt_shares(wanted: Mapping[str, int], budget: int, others: bool) -> dict[str, int]:
+    """Divide a step's tokens among the accounts with prompts under way: max-min fair, none more than it wants.
+
+    wanted: tokens by account. budget: tokens. others: an equal share is left for the accounts that wait.
+    """
+    shares, left = {}, len(wanted) + others
+    for account, tokens in sorted(wanted.items(), key=lambda item: item[1]):
+        shares[account] = min(tokens, -(-max(0, budget) // left))
+        budget -= shares[account]
+        left -= 1
+    return shares
 
 
 class StepShares:

@@ -1,4 +1,4 @@
-"""The waiting queue: in order of arrival, and by tenant and adapter, so that a step need not scan every request."""
+"""The waiting queue: in order of arrival, and by account and adapter, so that a step need not scan every request."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _BEFORE_ALL = 1 << 62  # subtracted from the places of requests that have run
 
 
 class Group:
-    """Waiting requests of one tenant for one adapter, in order."""
+    """Waiting requests of one account for one adapter, in order."""
 
     __slots__ = ("adapter", "firsts", "more")
 
@@ -53,11 +53,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         super().__init__()
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
-        self.tenants: dict[str, dict[Adapter | None, Group]] = {}
+        self.accounts: dict[str, dict[Adapter | None, Group]] = {}
 
-    def count(self, tenant: str) -> int:
-        """Return the number of a tenant's waiting requests, without those held back."""
-        return sum(len(group) for group in self.tenants.get(tenant, {}).values())
+    def count(self, account: str) -> int:
+        """Return the number of an account's waiting requests, without those held back."""
+        return sum(len(group) for group in self.accounts.get(account, {}).values())
 
     def append(self, request: Request) -> None:
         """Add a new request at the end."""
@@ -90,23 +90,23 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def has_firsts(self) -> bool:
         """True if the first answer of a call is a candidate."""
-        return any(group.firsts for groups in self.tenants.values() for group in groups.values())
+        return any(group.firsts for groups in self.accounts.values() for group in groups.values())
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
-        return {adapter for groups in self.tenants.values() for adapter in groups if adapter is not None}
+        return {adapter for groups in self.accounts.values() for adapter in groups if adapter is not None}
 
     def _group(self, request: Request) -> Group:
-        groups = self.tenants.get(request.tenant)
+        groups = self.accounts.get(request.account)
         if groups is None:
-            groups = self.tenants[request.tenant] = {}
+            groups = self.accounts[request.account] = {}
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
         return group
 
     def _leave_group(self, request: Request) -> None:
-        groups = self.tenants.get(request.tenant)
+        groups = self.accounts.get(request.account)
         group = None if groups is None else groups.get(request.adapter)
         if groups is None or group is None or request not in group:
             return
@@ -114,7 +114,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         if not group:
             del groups[request.adapter]
             if not groups:
-                del self.tenants[request.tenant]
+                del self.accounts[request.account]
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:

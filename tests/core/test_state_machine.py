@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -384,11 +385,14 @@ class EngineMachine(RuleBasedStateMachine):
         patience=st.sampled_from([PATIENT, 0.3]),
         max_waiting=st.sampled_from([None, None, 3, 12]),
         share=st.booleans(),
+        fair_by=st.sampled_from(["tenant", "tenant", "adapter"]),
+        weights=st.sampled_from([{}, {"a": 0.01, NAMES[0]: 100.0}]),
+        max_turn=st.sampled_from([(0.2, 1000), (1000.0, 4), (10.0, 1000)]),
     )
     def build(
         self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
         host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, patience, max_waiting,
-        share,
+        share, fair_by, weights, max_turn,
     ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
@@ -409,8 +413,15 @@ class EngineMachine(RuleBasedStateMachine):
             max_load_stall_seconds=max_load_stall,
             max_waiting=max_waiting,
             share_prefix_cache=share,
+            fair_by=fair_by,
+            weights=weights,
+            max_turn_seconds=max_turn[0],
+            max_turn_steps=max_turn[1],
             seed=5,
         )
+        self.turns: dict[str, tuple[float, int]] = {}
+        """Since when an account has waited for a turn, with something in the queue all the time: time and step."""
+        self.last_turns: dict[str, tuple[float, int]] = {}
         self.requests: dict[str, Expected] = {}
         self.clock = Clock()
         self.executor = CheckingExecutor(self.config, self.requests, self.clock)
@@ -473,7 +484,7 @@ class EngineMachine(RuleBasedStateMachine):
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
             )
             size, same = (length, length) if twins else (length + index, shared)
-            self._add(name, size, same, params, tenant=tenants[index], salt=salts[index], call=call)
+            self._add(name, size, same, params, tenant=tenants[0 if call else index], salt=salts[index], call=call)
 
     @rule(
         name=st.sampled_from([None, *NAMES]),
@@ -577,6 +588,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
+        self._note_turns()
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         outputs = self.engine.step()
         if self.executor.violations:
@@ -592,6 +604,28 @@ class EngineMachine(RuleBasedStateMachine):
             if expected.reason is not None:
                 self._check_end(output, expected)
         self.engine.check_integrity()
+
+    @invariant()
+    def _note_turns(self):
+        now = self.clock.now, self.scheduler.num_steps
+        self.turns = {account: self.turns.get(account, now) for account in self.scheduler.waiting.accounts}
+
+    def _has_waited_for_long(self, since):
+        seconds, steps = self.clock.now - since[0], self.scheduler.num_steps - since[1]
+        return seconds >= self.config.max_turn_seconds or steps >= self.config.max_turn_steps
+
+    def _check_turns(self, started, may_begin):
+        """No account that has waited too long for a turn is passed over by one that has had one lately."""
+        begun = {request.account for request in started}
+        waiting = {request.account for request in may_begin} - begun
+        late = {account for account in waiting if self._has_waited_for_long(self.turns.get(account, (math.inf,) * 2))}
+        reached["late for its turn"] += bool(late)
+        for account in begun:
+            last = self.last_turns.get(account)
+            reached["a turn that was late"] += account in self.turns and self._has_waited_for_long(self.turns[account])
+            if late and last is not None:
+                assert self._has_waited_for_long(last), f"{account!r} began, last {last}; late for a turn: {late}"
+            self.turns[account] = self.last_turns[account] = self.clock.now, self.scheduler.num_steps
 
     def _note_preemptions(self):
         """Requests that were sent back go on before all others, even one that began in this very step."""
@@ -625,7 +659,7 @@ class EngineMachine(RuleBasedStateMachine):
             if adapter is not None and adapter not in self.here_before:
                 reached["overdue, its adapter not here"] += any(arrival > waiting.arrival_time for arrival in fresh)
                 continue
-            if waiting not in self.scheduler.waiting.tenants.get(waiting.tenant, {}).get(adapter, ()):
+            if waiting not in self.scheduler.waiting.accounts.get(waiting.account, {}).get(adapter, ()):
                 continue  # held back until its prompt has been computed for another
             if beyond_seats and (waiting.is_further or waiting.call in self.scheduler.running.calls):
                 continue  # it needs a seat, which a call that comes anew does not
@@ -636,14 +670,19 @@ class EngineMachine(RuleBasedStateMachine):
         for waiting in overdue:
             behind = waiting.adapter is not None and turn <= waiting.place
             for other in first:
-                if other.tenant == waiting.tenant and not (behind and other.adapter is None):
+                if other.account == waiting.account and not (behind and other.adapter is None):
                     assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
+        if self.config.max_adapters_per_step is None and not beyond_seats:
+            here = {None, *self.here_before}
+            groups = [groups for accounts in self.scheduler.waiting.accounts.values() for groups in accounts.values()]
+            may_begin = [r for group in groups if group.adapter in here for r in group.firsts]
+            self._check_turns(started, [r for r in may_begin if r.id not in self.running_before])
         oldest = min((r.arrival_time for r in self.scheduler.waiting), default=float("inf"))
         reached["overtaken"] += any(arrival > oldest for arrival in fresh)
         for request in started:
             reached["prefix hit"] += request.num_cached_tokens > 0
-            others = [w for w in self.scheduler.waiting if w.tenant != request.tenant]
-            reached["a tenant's turn"] += any(other.place < request.place for other in others)
+            others = [w for w in self.scheduler.waiting if w.account != request.account]
+            reached["an account's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
     def _check_output(self, expected, output: RequestOutput):
@@ -906,7 +945,7 @@ def test_the_machine_went_everywhere():
         run_state_machine_as_test(EngineMachine, settings=TestEngineMachine.settings)
     assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
-    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "a tenant's turn", "a read was given up"}
-    assert reached.keys() >= {"sat out", "begun beyond the seats"}
+    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
+    assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached

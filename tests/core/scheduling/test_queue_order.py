@@ -12,8 +12,8 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.core.scheduling.policies import EvenShares
-from chorus.core.scheduling.queue_order import QueueOrder
+from chorus.core.scheduling.policies import TokenCounters
+from chorus.core.scheduling.queue_order import QueueOrder, Turns
 from chorus.core.scheduling.waiting import WaitingQueue
 from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
@@ -45,15 +45,23 @@ def waiting(*tiers, tenants=None):
     queue = WaitingQueue()
     for second, tier in enumerate(tiers):
         tenant = "" if tenants is None else tenants[second]
-        request = Request(str(second), [5] * 10, SamplingParams(), arrival_time=float(second), tenant=tenant)
+        request = Request(str(second), [5] * 10, SamplingParams(), arrival_time=float(second))
+        request.account = tenant
         request.adapter = None if tier is None else FakeAdapter(tier)
         queue.append(request)
     return queue
 
 
+def request_of(account):
+    """A request that costs as much as it has tokens."""
+    request = Request("x", [5] * 100_000, SamplingParams())
+    request.account = account
+    return request
+
+
 def order(queue, overdue_before=0.0, policy=None, charge=0):
     """Ids as they are considered when each can be admitted at once."""
-    policy = policy or EvenShares()
+    policy = policy or TokenCounters()
     found, candidates = [], QueueOrder(queue, policy, FakeStore(), overdue_before)
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
@@ -91,29 +99,45 @@ def test_tenants_take_turns_by_the_work_that_each_was_given():
     assert order(queue, charge=10) == [0, 6, 1, 7, 2, 3, 4, 5]
 
 
-def test_a_tenant_that_comes_anew_is_next_but_has_saved_nothing_up():
-    policy = EvenShares()
-    for _ in range(5):
-        policy.charge(Request("x", [1], SamplingParams(), tenant="many"), 100)
-    policy.arrive("new")
-    assert policy.order(["many", "new"]) == "new"
-    policy.charge(Request("y", [1], SamplingParams(), tenant="new"), 150)
-    assert policy.order(["many", "new"]) == "many", "it has no claim to the time before it came"
+def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
+    queue = waiting(*[None] * 6, tenants=["a", "a", "b", "b", "c", "c"])
+    policy = TokenCounters()
+    for account, cost in (("a", 1), ("b", 2), ("c", 1000)):
+        policy.arrive(account, ())
+        policy.charge(request_of(account), cost)
+    candidates = QueueOrder(queue, policy, FakeStore(), 0.0, late={"c": 3.0, "b": 4.0})
+    found = []
+    while (request := candidates.next()) is not None:
+        found.append(int(request.id))
+        queue.remove(request)
+        candidates.go_on()
+        candidates.end_turn(request.account)
+    assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
 
-def test_what_was_charged_and_not_done_is_given_back():
-    policy = EvenShares()
-    one, other = (Request(name, [1], SamplingParams(), tenant=name) for name in ("one", "other"))
-    policy.charge(one, 100)
-    policy.charge(other, 60)
-    assert policy.order(["one", "other"]) == "other"
-    policy.refund(one, 90)
-    assert policy.order(["one", "other"]) == "one"
+@pytest.mark.parametrize(("seconds", "steps"), [(5.0, 0), (0.0, 50)])
+def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
+    turns = Turns(EngineConfig(model=Path("fake"), max_turn_seconds=5, max_turn_steps=50))
+    for account in "ab":
+        turns.take(account, 100.0, 7)
+    assert turns.late("ab", 100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == {}
+    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"a": 100.0, "b": 100.0}
+    assert turns.late("a", 100.0 + seconds, 7 + steps) == {}, "alone, all turns are its own"
+    turns.take("a", 100.0 + seconds, 7 + steps)
+    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"b": 100.0}
+
+
+def test_turns_forget_accounts_that_wait_no_more():
+    turns = Turns(EngineConfig(model=Path("fake")))
+    for index in range(10_000):
+        turns.take(str(index), float(index), index)
+        turns.late([str(index), "other"], float(index), index)
+    assert turns.num_accounts < 200
 
 
 def test_a_group_that_cannot_run_is_passed_over_whole():
     queue = waiting(Tier.HOST, None, Tier.HOST)
-    candidates = QueueOrder(queue, EvenShares(), FakeStore(), 0.0)
+    candidates = QueueOrder(queue, TokenCounters(), FakeStore(), 0.0)
     assert candidates.next().id == "1"
     candidates.pass_over()
     assert candidates.next().id == "0"
@@ -156,7 +180,7 @@ def test_the_queue_is_that_of_its_changes(changes):
             queue.release(held.pop(index % len(held)))
         assert list(queue) == model
         assert len(queue) == len(model)
-        groups = [group for groups in queue.tenants.values() for group in groups.values()]
+        groups = [group for groups in queue.accounts.values() for group in groups.values()]
         shown = [request for group in groups for request in (*group.firsts, *group.more)]
         lines = [line for group in groups for line in (group.firsts, group.more)]
         assert all(list(line) == [it for it in model if it in line] for line in lines)

@@ -6,6 +6,8 @@ from concurrent.futures import Future
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -13,7 +15,8 @@ from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
-from chorus.core.scheduling.policies import EvenShares, Policies
+from chorus.core.scheduling.policies import Policies, TokenCounters
+from chorus.core.scheduling.step_shares import prompt_shares
 from chorus.memory.host.images import InlineReads
 
 from ..test_state_machine import CheckingExecutor, Clock, Expected
@@ -319,7 +322,7 @@ class OldestFirst:
 
 
 def test_the_victim_is_a_policys_choice():
-    house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(EvenShares(), OldestFirst()))
+    house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(TokenCounters(), OldestFirst()))
     house.engine.scheduler._lengths.final_length = lambda request: 0  # admits too many
     house.add("old", prompt=[5] * 12, max_tokens=20)
     house.step()
@@ -380,3 +383,102 @@ def test_steps_of_the_same_decodes_reuse_the_rows_of_their_plan():
     assert after.rows is not plan.rows
     assert step().rows is after.rows
     house.drain()
+
+
+class TestTokensOfAStep:
+    """Prompts of several tenants share the tokens of a step."""
+
+    def test_a_newcomer_does_not_wait_behind_anothers_long_prompt(self):
+        house = House(max_num_batched_tokens=8)
+        house.add("long", prompt=[5] * 36, tenant="many")
+        house.step()
+        house.add("short", prompt=[6] * 3, tenant="few")
+        house.step()
+        assert dict(house.plans[-1]) == {"long": 5, "short": 3}, "and nothing is left unused"
+        house.drain()
+
+    def test_a_newcomer_that_can_not_come_leaves_its_share_to_others(self):
+        reads = HeldReads()
+        house = House(reads, ["cold"], max_num_batched_tokens=8, max_load_stall_seconds=0)
+        house.add("long", prompt=[5] * 36, tenant="many")
+        house.step()
+        house.add("short", "cold", prompt=[6] * 3, tenant="few")
+        house.step()
+        assert dict(house.plans[-1]) == {"long": 8}
+        reads.finish()
+        house.drain()
+
+    def test_two_long_prompts_advance_alike(self):
+        house = House(max_num_batched_tokens=8)
+        house.add("one", prompt=[5] * 36, tenant="a")
+        house.step()
+        house.add("other", prompt=[6] * 36, tenant="b")
+        house.add("third", prompt=[6] * 36, tenant="b")
+        for _ in range(4):
+            house.step()
+            assert dict(house.plans[-1]) == {"one": 4, "other": 4}
+        house.drain()
+
+    @pytest.mark.parametrize("tenants", ["aa", "ab"])
+    def test_prompts_that_must_not_be_cut_are_not(self, tenants):
+        house = House(max_num_batched_tokens=64, chunked_prefill=False)
+        for name, tenant in zip("xyz", tenants + "a", strict=True):
+            house.add(name, prompt=[5] * 30, tenant=tenant)
+        house.drain()
+        prompts = [count for plan in house.plans for _, count in plan if count > 1]
+        assert prompts == [30] * 3
+
+
+@given(st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 100), min_size=1), st.integers(0, 200), st.booleans())
+def test_shares_of_tokens_are_max_min_fair(wanted, budget, others):
+    shares = prompt_shares(wanted, budget, others)
+    assert shares.keys() == wanted.keys()
+    assert all(0 <= shares[account] <= wanted[account] for account in wanted)
+    left = budget - sum(shares.values())
+    assert left >= 0
+    most = max(shares.values())
+    for account, share in shares.items():
+        assert share == wanted[account] or share >= most - 1, "who wants more has as much as anybody"
+    if others and any(share < wanted[account] for account, share in shares.items()):
+        assert left >= most - 1
+    if not others:
+        assert left == max(0, budget - sum(wanted.values()))
+
+
+class TestPreemption:
+    def test_who_has_been_served_most_gives_way(self):
+        house = House(num_pages=1 + 14, max_num_seqs=4)
+        house.engine.scheduler._lengths.final_length = lambda r: r.num_prompt_tokens  # admits too many
+        for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
+            house.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
+        house.step()
+        assert len(house.plans[-1]) == 4
+        while not house.engine.stats().num_preemptions:
+            house.step()
+        assert [request.id for request in house.engine.scheduler.waiting] == ["a3"]
+        house.drain()
+
+    def test_who_is_preempted_does_not_pay_for_it(self):
+        house = House(max_num_seqs=2)
+        for name in ("spared", "preempted"):
+            house.add(name, prompt=[5] * 12, max_tokens=9, tenant=name)
+        for _ in range(3):
+            house.step()
+        house.engine.scheduler.preempt(house.expected["preempted"].request)
+        house.step()
+        assert [account.num_running for account in house.engine.accounts()] == [1, 1]
+        house.engine.scheduler.preempt(house.expected["preempted"].request)
+        standing = {account.name: account.standing for account in house.engine.accounts()}
+        assert standing["preempted"] <= 12 + 2 * 3 < standing["spared"]
+        house.drain()
+
+
+def test_accounts_are_told_with_their_requests():
+    house = House(max_num_seqs=1, adapters=["one", "other"], fair_by="adapter")
+    for name, adapter in (("a", "one"), ("b", "one"), ("c", "other"), ("d", None)):
+        house.add(name, adapter, tenant="same")
+    house.step()
+    told = [(each.name, each.num_running, each.num_waiting) for each in house.engine.accounts()]
+    assert told == [("one", 1, 1), ("", 0, 1), ("other", 0, 1)]
+    house.drain()
+    assert house.engine.accounts() == []
