@@ -318,9 +318,9 @@ class OldestFirst:
         return running[0]
 
 
-def test_the_victim_is_a_policys_choice():
+def test_the_victim_is_a_policys_choice(monkeypatch):
     house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(EvenShares(), OldestFirst()))
-    house.engine.scheduler._lengths.final_length = lambda request: 0  # admits too many
+    monkeypatch.setattr(OutputLengths, "final_length", lambda lengths, request: 0)  # admits too many
     house.add("old", prompt=[5] * 12, max_tokens=20)
     house.step()
     house.add("new", prompt=[6] * 12, max_tokens=20)

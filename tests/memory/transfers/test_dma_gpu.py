@@ -83,7 +83,7 @@ def compute_stream() -> int:
 
 
 def copy_stream(dma: Dma, to_device: bool = True) -> int:
-    return dma.copies._streams[to_device]
+    return dma.copies.streams[to_device]
 
 
 def buffer(dma: Dma, num_pages: int) -> torch.Tensor:
