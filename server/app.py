@@ -70,8 +70,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             watchdog.stop()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
-            except Exception:
-                log.exception("the engine was not stopped; the process ends all the same")
+            except Exception as error:
+                log.warning("the engine was not stopped (%r); the process ends all the same", error)
             executors.shutdown()
 
     app = Starlette(

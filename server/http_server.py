@@ -93,8 +93,8 @@ class HttpServer(uvicorn.Server):
             log.warning("the time is up: cutting %d requests", self._gate.active)
         try:
             await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
-        except Exception:
-            log.exception("the engine was not stopped; the process ends all the same")
+        except Exception as error:
+            log.warning("the engine was not stopped (%r); the process ends all the same", error)
         await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
         self.connections.cut_those_that_do_not_read()
         self._gate.cut()
