@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def dma(arena) -> Iterator[Dma]:
 
 
 @pytest.fixture
-def gate() -> Iterator[type]:
+def gate() -> Iterator[Callable[[int], Gate]]:
     """Makes gates; whatever a test leaves closed is opened, so that a failure is not a hang."""
     gates: list[Gate] = []
 
