@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from ..memory.adapters.adapter import check_name
 from ..memory.adapters.store import AdapterStore
 from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import CONFIG_FILE, STEM, WEIGHTS_FILE, AdapterManifest, is_adapter_dir
-from ..memory.host.limited_threads import LimitedThreads, NoThreadLeft
+from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +69,7 @@ def register_directories(
         stamp = None
         try:
             check_name(path.name)
-            stamp, manifest = threads.submit(partial(_inspect, inspect, path)).result(seconds)
+            stamp, manifest = threads.run(partial(_inspect, inspect, path), seconds)
             if isinstance(manifest, AdapterFormatError):
                 raise manifest
             store.register(path.name, manifest)
@@ -80,8 +79,8 @@ def register_directories(
             if strict:
                 raise
             reason = str(error)
-        except (FutureTimeout, NoThreadLeft) as error:
-            reason = str(error) or f"it did not answer within {seconds:g} seconds"
+        except (NoAnswer, NoThreadLeft) as error:
+            reason = str(error)
             if strict:
                 raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
         name = path.name if path.name.isprintable() else shown(path.name)

@@ -11,7 +11,7 @@ _ALIGN = 32  # int32 elements: parts begin on 128 bytes
 
 
 class PlanBuffers:
-    """Static int32 buffers, once in page-locked memory and once on the device.
+    """Static int32 buffers, once in page-locked memory (`on_host`) and once on the device (`on_device`).
 
     On both: `indptr [max_rows + 1]`, `last_page_len [max_rows]` and `indices`, which row i's pages
     `indices[indptr[i]:indptr[i+1]]` are in. On the host alone: `qo_indptr` and `prefill_indptr`, of a step's prefill
@@ -24,15 +24,15 @@ class PlanBuffers:
         part = -(-(max_rows + 1) // _ALIGN) * _ALIGN
         capacity = max_rows * max_pages_per_row
         pinned = device.type == "cuda"
-        self._host = torch.zeros(2 * part + capacity, dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(2 * part + capacity, dtype=torch.int32, device=device)
+        self.on_host = torch.zeros(2 * part + capacity, dtype=torch.int32, pin_memory=pinned)
+        self.on_device = torch.zeros(2 * part + capacity, dtype=torch.int32, device=device)
         self._first = 2 * part
-        self.host_indptr, self.host_last_page_len = self._host[:part], self._host[part : 2 * part]
-        self.indptr, self.last_page_len = self._device[:part], self._device[part : 2 * part]
-        self.indices = self._device[2 * part :]
+        self.host_indptr, self.host_last_page_len = self.on_host[:part], self.on_host[part : 2 * part]
+        self.indptr, self.last_page_len = self.on_device[:part], self.on_device[part : 2 * part]
+        self.indices = self.on_device[2 * part :]
         self.qo_indptr, self.prefill_indptr = torch.zeros(2, part, dtype=torch.int32, pin_memory=pinned).unbind(0)
         self._indptr, self._last, self._indices = (
-            view.numpy() for view in (self.host_indptr, self.host_last_page_len, self._host[2 * part :])
+            view.numpy() for view in (self.host_indptr, self.host_last_page_len, self.on_host[2 * part :])
         )
         self.num_indices = 0
 
@@ -78,4 +78,4 @@ class PlanBuffers:
     def upload(self) -> None:
         """Start the one copy to the device of what is written."""
         used = self._first + self.num_indices
-        self._device[:used].copy_(self._host[:used], non_blocking=True)
+        self.on_device[:used].copy_(self.on_host[:used], non_blocking=True)

@@ -177,6 +177,21 @@ class NativeRows:
         self.page_table = page_table
 
 
+class _Room:
+    """Memory for rows of `width` values, as many as have been asked for at once so far."""
+
+    def __init__(self, width: int) -> None:
+        self._width = width
+        self._whole = torch.empty(0)
+
+    def first(self, rows: int) -> torch.Tensor:
+        """The first `rows` of it, with whatever they hold; made anew where it has too few."""
+        count = rows * self._width
+        if len(self._whole) < count:
+            self._whole = torch.empty(count)
+        return self._whole[:count].view(rows, self._width)
+
+
 class NativeDecoder:
     """Runs steps on its own team of threads, the caller's included. One step at a time."""
 
@@ -204,8 +219,8 @@ class NativeDecoder:
         self.kept: Sequence[int] | None = None
         self.chances: Mapping[int, Chances] = {}
         self._step = _Step()
-        self._logits = torch.empty(0, model.vocab)
-        self._scores = torch.empty(0, model.vocab)
+        self._logits = _Room(model.vocab)
+        self._scores = _Room(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
         self._handle = self._library.chorus_decoder_create(
             model.embed.dtype.itemsize, ctypes.addressof(description), threads
@@ -241,7 +256,7 @@ class NativeDecoder:
             rows_kept = array("i", [-1]) * wanted
             for index, at in enumerate(kept):
                 rows_kept[at] = index
-        logits = self._logits = self._room(self._logits, wanted if kept is None else len(kept))
+        logits = self._logits.first(wanted if kept is None else len(kept))
         if score_tokens is not None:
             logit_tokens = torch.cat((logit_tokens, score_tokens))
         best = array("q", bytes(8 * wanted))
@@ -271,17 +286,9 @@ class NativeDecoder:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call."""
-        self._scores = logits = self._room(self._scores, end - begin)
+        logits = self._scores.first(end - begin)
         self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
-
-    def _room(self, buffer: torch.Tensor, rows: int) -> torch.Tensor:
-        """The first rows of a buffer, which is made anew where it has too few."""
-        vocab = self._model.vocab
-        whole = buffer if buffer._base is None else buffer._base
-        if whole.numel() < rows * vocab:
-            whole = torch.empty(rows * vocab)
-        return whole.view(-1)[: rows * vocab].view(rows, vocab)
 
     def _set_segments(self, segments: Segments) -> None:
         """Describe a step's segments; steps with the same ones need not do it again."""

@@ -33,8 +33,8 @@ class AdapterRows:
     a_offset: Sequence[int]
     b_offset: Sequence[int]
     first_elem: Sequence[int]
-    _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict)
-    _places: int = -1
+    _blocks: dict[tuple[int, int], tuple[list[Block], list[Block]]] = field(default_factory=dict, init=False)
+    _places: int = field(default=-1, init=False)
 
     @property
     def places(self) -> int:

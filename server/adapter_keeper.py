@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -18,7 +17,7 @@ from ..memory.adapters.adapter import Tier
 from ..memory.files.error import AdapterFormatError
 from ..memory.files.identity import with_content
 from ..memory.host.image import HostImage
-from ..memory.host.limited_threads import LimitedThreads, NoThreadLeft
+from ..memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 from .errors import EngineUnavailable
 from .worker import EngineWorker
 
@@ -160,9 +159,9 @@ class AdapterKeeper:
     def _beside(self, function: Callable[[], T]) -> T | None:
         """The result; None when it takes too long."""
         try:
-            return self._threads.submit(function).result(self._seconds)
-        except (FutureTimeout, NoThreadLeft) as error:
-            log.warning("adapters can't be read: %s", error or f"no answer within {self._seconds:g} seconds")
+            return self._threads.run(function, self._seconds)
+        except (NoAnswer, NoThreadLeft) as error:
+            log.warning("adapters can't be read: %s", error)
             return None
 
 

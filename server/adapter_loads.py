@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeout
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, TypeVar
 from ..core.quarantine import report
 from ..memory.files.identity import open_unchanged
 from ..memory.host.image import HostImage
-from ..memory.host.limited_threads import LimitedThreads
+from ..memory.host.limited_threads import LimitedThreads, NoAnswer
 from .adapter_keeper import AdapterKeeper
 from .executors import DaemonPool
 from .worker import EngineWorker
@@ -92,17 +91,12 @@ class AdapterLoads:
 
     def _beside(self, function: Callable[[], T]) -> T:
         """The result of what asks the disk, on a thread of its own."""
-        future = self._threads.submit(function)
         try:
-            return future.result(self._seconds)
-        except FutureTimeout:
-            if future.done():
-                raise
+            return self._threads.run(function, self._seconds)
+        except NoAnswer:
             raise LoadTimedOut(
                 f"the disk did not answer within {self._seconds:g} seconds (adapter_load_seconds)"
             ) from None
-        finally:
-            del future  # an error's frames would hold it, and it the error
 
 
 def _swap(

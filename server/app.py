@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -38,6 +39,8 @@ from .tokenizer import Tokenizer
 from .watchdog import Watchdog
 from .worker import EngineWorker
 
+log = logging.getLogger(__name__)
+
 STOP_SECONDS = 1.0
 
 
@@ -65,8 +68,10 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
         finally:
             loads.stop()
             watchdog.stop()
-            with suppress(Exception):
+            try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
+            except Exception as error:
+                log.warning("the engine was not stopped (%r); the process ends all the same", error)
             executors.shutdown()
 
     app = Starlette(
@@ -101,7 +106,9 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             Middleware(RequestId),
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),
-            Middleware(Doors, keys=keys, hosts=hosts, origins=origins, gate=gate),
+            Middleware(
+                Doors, keys=keys, hosts=hosts, origins=origins, gate=gate, tenant_header=settings.tenant_header
+            ),
         ],
         lifespan=lifespan,
     )  # fmt: skip

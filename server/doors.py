@@ -14,7 +14,7 @@ from .addresses import place_of
 from .errors import REQUEST_ID, ApiError, clipped
 from .gate import ALWAYS_OPEN, Gate
 from .hosts import Hosts, is_same_origin
-from .keys import READING, Identity, Keys, changes_adapters
+from .keys import READING, TENANT, Identity, Keys, changes_adapters
 
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -44,12 +44,23 @@ class RequestId:
 class Doors:
     """Middleware that refuses, in OpenAI's error shape, what must not come in.
 
-    Routes find in `request.state` the `tenant` to be fair to: the key's short name, or without one the address that the
-    request came from; and `sees_paths`: whether it may be told where on this machine files lie.
+    Routes find in `request.state` the `tenant` to be fair to: whom the tenant header names, where one is configured,
+    else the key's tenant, or without a key the address that the request came from; and `sees_paths`: whether it may be
+    told where on this machine files lie.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, origins: Collection[str], gate: Gate) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        keys: Keys,
+        hosts: Hosts,
+        origins: Collection[str],
+        gate: Gate,
+        tenant_header: str | None = None,
+    ) -> None:
+        """tenant_header: header that may name the tenant."""
         self._app = app
+        self._tenant_header = tenant_header
         self._keys = keys
         self._hosts = hosts
         self._origins = origins
@@ -62,9 +73,11 @@ class Doors:
         method, path = scope["method"], scope["path"]
         answer = _Answer(send)
         try:
-            identity = self._admit(method, path, Headers(scope=scope))
+            headers = Headers(scope=scope)
+            identity = self._admit(method, path, headers)
+            named = self._named_tenant(headers)
             scope.setdefault("state", {}).update(
-                tenant=identity.tenant or place_of((scope.get("client") or ("",))[0]),
+                tenant=named or identity.tenant or place_of((scope.get("client") or ("",))[0]),
                 sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
             )
             with self._gate.passing(method, path):
@@ -101,6 +114,18 @@ class Doors:
             raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
                            code="unsupported_media_type")  # fmt: skip
         return identity
+
+    def _named_tenant(self, headers: Headers) -> str:
+        """Return the tenant that a request's header names, or "" where none may or does."""
+        name = headers.get(self._tenant_header, "") if self._tenant_header is not None else ""
+        if name and not TENANT.fullmatch(name):
+            raise ApiError(
+                400,
+                f"the header {self._tenant_header} is {clipped(name)!r}; a tenant's name has up to 128 letters, digits "
+                "and ._:/+=@-",
+                code="invalid_tenant",
+            )
+        return name
 
 
 class _Answer:

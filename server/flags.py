@@ -41,7 +41,7 @@ class Parser(argparse.ArgumentParser):
         arguments, unknown = self.parse_known_args([_dashes(arg) for arg in (sys.argv[1:] if args is None else args)])
         if unknown:
             parser = self._command_parser(getattr(arguments, "command", None))
-            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser._suggestion(unknown)}")
+            parser.error(f"unrecognized arguments: {' '.join(unknown)}{parser.suggestion(unknown)}")
         return arguments
 
     def error(self, message: str) -> NoReturn:
@@ -49,11 +49,12 @@ class Parser(argparse.ArgumentParser):
 
     def _command_parser(self, command: str | None) -> Parser:
         for action in self._actions:
-            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+            if isinstance(action.choices, dict) and command in action.choices:  # as those of commands are alone
                 return action.choices[command]
         return self
 
-    def _suggestion(self, unknown: list[str]) -> str:
+    def suggestion(self, unknown: list[str]) -> str:
+        """A flag that one of the `unknown` may be meant for, as the end of an error; empty where none is near."""
         flags = [flag for flag in self._option_string_actions if flag.startswith("--")]
         for given in unknown:
             if near := difflib.get_close_matches(given.partition("=")[0], flags, n=1):

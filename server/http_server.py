@@ -10,7 +10,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import FrameType
 
 import uvicorn
@@ -92,8 +91,10 @@ class HttpServer(uvicorn.Server):
         self._gate.draining = True
         if self._gate.active:
             log.warning("the time is up: cutting %d requests", self._gate.active)
-        with suppress(Exception):
+        try:
             await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
+        except Exception as error:
+            log.warning("the engine was not stopped (%r); the process ends all the same", error)
         await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
         self.connections.cut_those_that_do_not_read()
         self._gate.cut()

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from .errors import ApiError
 
 READING = ("GET", "HEAD", "OPTIONS")
 """Methods that change nothing."""
+
+TENANT = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+"""A tenant's name."""
 
 MIN_KEY_CHARACTERS = 8
 MAX_KEY_CHARACTERS = 512
@@ -26,10 +31,19 @@ class InvalidKey(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The sender of a request. tenant: a short name of the key that can't be turned back into it; "" without one."""
+    """The sender of a request. tenant: the name that the key was
+    given, or a short one that can't be turned back into it; "" without a key.
+    """
 
     tenant: str = ""
     may_change_adapters: bool = True
+
+
+class NamedKey(NamedTuple):
+    """A key, and the name of its tenant; None: one is made of the key's hash."""
+
+    key: str
+    tenant: str | None = None
 
 
 class Keys:
@@ -39,22 +53,24 @@ class Keys:
     adapters; otherwise every API key may. An admin key is an API key, too.
     """
 
-    def __init__(self, api_keys: Iterable[str] = (), admin_keys: Iterable[str] = ()) -> None:
-        admins = {_digest(key) for key in admin_keys}
-        users = {_digest(key) for key in api_keys} - admins
+    def __init__(self, api_keys: Iterable[NamedKey] = (), admin_keys: Iterable[NamedKey] = ()) -> None:
+        named = {_digest(each.key): each.tenant for each in (*api_keys, *admin_keys)}
+        admins = {_digest(each.key) for each in admin_keys}
+        users = named.keys() - admins
         self.guarded = bool(users)
         """True if a key is needed at all."""
         self._has_admins = bool(admins)
-        self._known = [(key, True) for key in sorted(admins)] + [(key, not admins) for key in sorted(users)]
+        known = [(key, True) for key in sorted(admins)] + [(key, not admins) for key in sorted(users)]
+        self._known = [(key, Identity(named[key] or f"key-{key[:16]}", may_change)) for key, may_change in known]
 
     def identify(self, authorization: str | None) -> Identity:
         """The caller with this Authorization header. Raises an ApiError for a wrong key, or a missing one."""
         scheme, _, key = (authorization or "").partition(" ")
         given = _digest(key.strip()) if scheme.lower() == "bearer" else ""
         found: Identity | None = None
-        for known, is_admin in self._known:  # all of them: how long it takes tells nothing about which one it is
+        for known, identity in self._known:  # all of them: how long it takes tells nothing about which one it is
             if hmac.compare_digest(known, given):
-                found = Identity(f"key-{known[:16]}", is_admin)
+                found = identity
         if found is not None:
             return found
         if not self.guarded:  # keys that SDKs send because they must send one mean nothing here
@@ -82,8 +98,11 @@ def check_key(key: str) -> str:
     return key
 
 
-def read_keys(path: Path) -> list[str]:
-    """The keys of a file, one a line; empty lines and those that begin with # are left out. Raises InvalidKey."""
+def read_keys(path: Path) -> list[NamedKey]:
+    """The keys of a file, one a line, behind each the name of its tenant if it shall have one. Raises InvalidKey.
+
+    Empty lines and those that begin with # are left out. Several keys may be one tenant's.
+    """
     try:
         lines = path.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -94,12 +113,23 @@ def read_keys(path: Path) -> list[str]:
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         try:
-            keys.append(check_key(line))
+            keys.append(_named(line))
         except InvalidKey as error:
             raise InvalidKey(f"line {number} of the key file {path}: {error}") from None
     if not keys:
         raise InvalidKey(f"the key file {path} has no key")
     return keys
+
+
+def _named(line: str) -> NamedKey:
+    key, *names = line.split()
+    if not names:
+        return NamedKey(check_key(key))
+    if len(names) > 1 or not TENANT.fullmatch(names[0]):
+        raise InvalidKey(
+            "behind a key comes the name of its tenant, one word of up to 128 letters, digits and ._:/+=@-"
+        )
+    return NamedKey(check_key(key), names[0])
 
 
 def _digest(key: str) -> str:

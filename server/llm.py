@@ -85,7 +85,7 @@ class LLM:
     def of(cls, settings: Settings) -> LLM:
         """A model as the settings of a server name it."""
         llm = cls.__new__(cls)
-        llm._open(settings)
+        llm._open(settings)  # noqa: SLF001 - another constructor
         return llm
 
     def _open(self, settings: Settings) -> None:

@@ -17,7 +17,7 @@ from ..memory.adapters.adapter import Tier
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
-    from ..core.engine_stats import EngineStats
+    from ..core.engine_stats import AccountStats, EngineStats
 
 TTFT_BUCKETS = (0.002, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.2, 2.5, 5, 10, 20, 40)
 ITL_BUCKETS = (0.001, 0.002, 0.004, 0.008, 0.015, 0.03, 0.06, 0.12, 0.25, 0.5, 1, 2)
@@ -34,6 +34,9 @@ ENGINE = "0"
 
 MAX_TIER_SERIES = 1000
 """Most adapters that get a series of their own; resident ones come first."""
+
+MAX_ACCOUNT_SERIES = 100
+"""Most tenants, or adapters, with requests in progress that get series of their own; those with most come first."""
 
 _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
@@ -60,7 +63,8 @@ class EngineView:
     names: all adapters that are registered. tiers: adapter → tier of those that are not only on disk. adapters: the
     same ones in detail. tier_counts: how many adapters are in each tier.
     running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
-    num_quarantined: adapters that are not served because something is wrong with them.
+    num_quarantined: adapters that are not served because something is wrong with them. accounts: tenants, or adapters,
+    with requests in progress.
     """
 
     names: frozenset[str] = frozenset()
@@ -72,6 +76,7 @@ class EngineView:
     max_adapters: int = 0
     block_tokens: int = 0
     num_quarantined: int = 0
+    accounts: list[AccountStats] = field(default_factory=list)
 
     @classmethod
     def of(cls, engine: Engine) -> EngineView:
@@ -91,6 +96,7 @@ class EngineView:
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
             num_quarantined=len(engine.quarantine),
+            accounts=engine.accounts()[:MAX_ACCOUNT_SERIES],
         )
 
 
@@ -263,6 +269,15 @@ class _EngineCollector(Collector):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
         yield from _adapters(view)
+        for name, text, attribute in (
+            ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
+            ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
+            ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
+        ):
+            yield _with(
+                GaugeMetricFamily(f"chorus_account_{name}", text, labels=("account",)),
+                *(((label(each.name),), getattr(each, attribute)) for each in view.accounts),
+            )
         room = stats.num_pages - stats.num_adapter_pages
         usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
         yield _with(

@@ -20,7 +20,7 @@ from ..core.config import EngineConfig
 from ..memory.adapters.adapter import MAX_NAME_CHARACTERS, check_name
 from .addresses import Networks
 from .demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL, BUILTIN_NAME
-from .keys import Keys, check_key, read_keys
+from .keys import Keys, NamedKey, check_key, read_keys
 from .limits import RequestLimits
 from .pull import PullError, resolve_model
 
@@ -87,14 +87,18 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         "repeatable, in CHORUS_API_KEYS with commas between. Flags can be seen by other users of this machine: rather "
         "use the environment or --api-key-file",
     )
-    api_key_file: Path | None = Field(default=None, description="file with API keys, one a line; # begins a comment")
+    api_key_file: Path | None = Field(
+        default=None,
+        description="file with API keys, one a line, behind each the name of its tenant if it shall have one; # begins "
+        "a comment",
+    )
     admin_key: Secrets = Field(
         default=[],
         json_schema_extra=REPEATABLE,
         description="key that alone may change adapters, and do all that API keys may; repeatable; without one every "
         "API key may change adapters",
     )
-    admin_key_file: Path | None = Field(default=None, description="file with admin keys, one a line")
+    admin_key_file: Path | None = Field(default=None, description="file with admin keys, as of API keys")
     allow_unauthenticated: bool = Field(
         default=False, description="listen beyond this machine though no API key is set: whoever reaches the port may "
         "use the server",
@@ -108,6 +112,18 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     cors_origins: Texts = Field(
         default=None,
         description="origins, with commas between, of web pages that may call the server; '*' is any; default: none",
+    )
+    weights: Annotated[dict[str, float], NoDecode] = Field(
+        default={},
+        description="shares of tenants, or of adapters, each as NAME=WEIGHT with commas between: one of weight 2 gets "
+        "twice as much of a busy engine as one of weight 1, which is every other's. A tenant's name is the one in the "
+        "tenant header or behind its key in the key file, or else the one that /metrics shows",
+    )
+    tenant_header: str | None = Field(
+        default=None,
+        pattern=r"^[A-Za-z0-9-]{1,64}$",
+        description="request header that names the tenant, for a gateway that speaks for several; whoever has a key "
+        "may then speak for any. Default: each key is a tenant and, without keys, each address",
     )
     max_connections: int | None = Field(
         default=None, ge=16, description="most open connections; default: what the limit of descriptors leaves room for"
@@ -173,6 +189,17 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         given = modules.split() if isinstance(modules, str) else modules
         return [read_lora_module(module) for module in given]
 
+    @field_validator("weights", mode="before")
+    @classmethod
+    def _read_weights(cls, weights: Any) -> Any:
+        if not isinstance(weights, str):
+            return weights
+        pairs = [part.rpartition("=") for part in weights.split(",") if part.strip()]
+        for name, equals, weight in pairs:
+            if not equals or not name.strip():
+                raise ValueError(f"{weight.strip()!r} is not NAME=WEIGHT, such as support=2")
+        return {name.strip(): weight.strip() for name, _, weight in pairs}
+
     @field_validator("adapter_roots", mode="before")
     @classmethod
     def _split_roots(cls, roots: Any) -> Any:
@@ -207,8 +234,8 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     def client_keys(self) -> Keys:
         """The API and admin keys, those of the files among them. Raises InvalidKey for a file that holds none."""
         return Keys(
-            [*(key.get_secret_value() for key in self.api_key), *_keys_of(self.api_key_file)],
-            [*(key.get_secret_value() for key in self.admin_key), *_keys_of(self.admin_key_file)],
+            [*(NamedKey(key.get_secret_value()) for key in self.api_key), *_keys_of(self.api_key_file)],
+            [*(NamedKey(key.get_secret_value()) for key in self.admin_key), *_keys_of(self.admin_key_file)],
         )
 
     @property
@@ -233,7 +260,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
 
 
-def _keys_of(path: Path | None) -> list[str]:
+def _keys_of(path: Path | None) -> list[NamedKey]:
     return [] if path is None else read_keys(path)
 
 

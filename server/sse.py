@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -12,6 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from .json_text import dumps, encode
+
+log = logging.getLogger(__name__)
 
 DONE = b"data: [DONE]\n\n"
 
@@ -42,11 +45,20 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
         raise ClientDisconnect
     finally:
         for task in (working, watching):
-            task.cancel()
-        with suppress(asyncio.CancelledError, Exception):
-            await working
-        with suppress(asyncio.CancelledError, Exception):
-            await watching
+            await _end(task)
+
+
+async def _end(task: asyncio.Future[Any]) -> None:
+    """Cancel a task that nobody waits for any more; what it raises on its way out is logged."""
+    if task.done():
+        return
+    task.cancel()
+    try:
+        await task
+    except asyncio.CancelledError:
+        pass
+    except Exception:
+        log.exception("a request failed after its client had left")
 
 
 async def _disconnected(receive: Receive) -> None:

@@ -168,7 +168,7 @@ class Subject:
 
     def logits(self, adapter: str | None, tokens: list[int]) -> torch.Tensor:
         """Logits `[len(tokens), vocab]`."""
-        model = self._use(adapter)  # loaded outside of inference mode, where its parameters could not be switched
+        model = self.use(adapter)  # loaded outside of inference mode, where its parameters could not be switched
         with torch.inference_mode():
             return model(torch.tensor([tokens])).logits[0]
 
@@ -179,7 +179,7 @@ class Subject:
         return self._greedy[key]
 
     def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        model = self._use(adapter)
+        model = self.use(adapter)
         tokens: list[int] = []
         margin, cache, inputs = float("inf"), None, prompt
         with torch.inference_mode():
@@ -207,7 +207,7 @@ class Subject:
             self._peft = model.eval()
         return self._peft
 
-    def _use(self, adapter: str | None) -> Any:
+    def use(self, adapter: str | None) -> Any:
         model = self._reference()
         if not self.adapters:
             return model

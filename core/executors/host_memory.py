@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...memory.pages.layout import PageLayout
+from ..control_groups import control_groups
 
 #: At least this, where the machine has it: what adapters and short requests want whatever the model's length.
 LEAST_BYTES = 256 << 20
@@ -32,10 +33,10 @@ def default_arena_bytes(
     return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - drawing))))
 
 
-def available_bytes(root: Path = Path("/")) -> int:
+def available_bytes(proc: Path = Path("/proc")) -> int:
     """Memory that can be had without swapping: the least of what the machine and the process's groups leave."""
-    found = [_meminfo(root / "proc/meminfo"), *_groups(root)]
-    known = [each for each in found if each is not None]
+    groups = (_left(group, version) for group, version in control_groups("memory", proc / "self"))
+    known = [each for each in (_meminfo(proc / "meminfo"), *groups) if each is not None]
     return max(0, min(known)) if known else 4 * LEAST_BYTES
 
 
@@ -47,24 +48,11 @@ def _meminfo(path: Path) -> int | None:
     return None
 
 
-def _groups(root: Path) -> list[int | None]:
-    """Bytes that the limits of the process's control groups, and of those above them, leave."""
-    found: list[int | None] = []
-    for line in _lines(root / "proc/self/cgroup"):
-        _, controllers, name = line.split(":", 2)
-        if not controllers:
-            top, limit, used = root / "sys/fs/cgroup", "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            top, limit, used = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        parts = [part for part in name.split("/") if part not in ("", "..")]
-        found += [_left(top.joinpath(*parts[:depth]), limit, used) for depth in range(len(parts) + 1)]
-    return found
-
-
-def _left(group: Path, limit: str, used: str) -> int | None:
+def _left(group: Path, version: int) -> int | None:
     """None where the group has no limit, or none that can be read. Files that it has cached can be had."""
+    limit, used = (
+        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    )
     most, taken = _lines(group / limit), _lines(group / used)
     if not most or not taken or not most[0].isdigit() or not taken[0].isdigit():
         return None

@@ -42,6 +42,11 @@ class HostBuffers:
         self._dropped: deque[mmap.mmap] = deque()  # filled by finalizers
         self._lock = threading.Lock()
 
+    @property
+    def idle_bytes(self) -> int:
+        """Bytes that wait for the next tensor."""
+        return sum(map(len, self._idle))
+
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """A tensor of any content, with memory of its own while it or a view of it lives."""
         count = math.prod(shape)
@@ -75,5 +80,5 @@ class HostBuffers:
         """Take in what was dropped, and keep to the limit. The caller holds the lock."""
         while self._dropped:
             self._idle.append(self._dropped.popleft())
-        while sum(map(len, self._idle)) > self._max_idle_bytes:
+        while self.idle_bytes > self._max_idle_bytes:
             self._idle.pop(0)

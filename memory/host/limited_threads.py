@@ -20,6 +20,10 @@ class NoThreadLeft(Exception):
     """As many threads as there may be are busy or stuck."""
 
 
+class NoAnswer(TimeoutError):
+    """A function took longer than it may; its thread is left to it."""
+
+
 class LimitedThreads:
     """A daemon thread for each function, `limit` at once: a function that hangs keeps its thread, and no more.
 
@@ -31,6 +35,18 @@ class LimitedThreads:
         self._limit = limit
         self._lock = threading.Lock()
         self._busy = 0
+
+    def run(self, function: Callable[[], T], seconds: float) -> T:
+        """Result of `function`, or what it raises. Raises NoThreadLeft, and NoAnswer after so many seconds."""
+        future = self.submit(function)
+        try:
+            return future.result(seconds)
+        except TimeoutError:
+            if future.done():
+                raise
+            raise NoAnswer(f"it did not answer within {seconds:g} seconds") from None
+        finally:
+            del future  # an error's frames would hold it, and it the error
 
     def submit(self, function: Callable[[], T]) -> Future[T]:
         """Run `function`. Raises NoThreadLeft."""

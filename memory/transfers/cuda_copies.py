@@ -53,7 +53,8 @@ class CudaCopies:
         self._itemsize = pages.itemsize
         self._group_elems = group_bytes // pages.itemsize
         self._driver = driver
-        self._streams = {True: driver.new_stream(), False: driver.new_stream()}  # by direction: to the device or not
+        #: Handles of the copy streams, by direction: to the device or not.
+        self.streams = {True: driver.new_stream(), False: driver.new_stream()}
         self._live: list[CudaTransfer] = []
         #: Guards all issuing, so that copies enter a stream in one order; no one sleeps while holding it.
         self.lock = threading.RLock()
@@ -125,11 +126,11 @@ class CudaCopies:
         """Let copies issued from now on begin after what the current compute stream was given so far."""
         event = self._driver.new_event()
         self._driver.record(event, self._driver.compute_stream())
-        self._driver.wait_event(self._streams[to_device], event)
+        self._driver.wait_event(self.streams[to_device], event)
 
     def issue(self, image: torch.Tensor, group: CopyGroup, to_device: bool) -> Any:
         """Start a group's copies; returns their event. When it raises, none of them is running."""
-        stream, event = self._streams[to_device], self._driver.new_event()
+        stream, event = self.streams[to_device], self._driver.new_event()
         try:
             for run in group.runs:
                 host = image.data_ptr() + run.image_elem * self._itemsize

@@ -8,7 +8,6 @@ could do at best, measured in the same rounds. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contenders.process import ContenderError, ContenderProcess
+from ..report.command import conclude, parser
 from . import random_model, report
 from .entrants import ENTRANTS, Absent, Entrant
 from .rounds import Probe, run_rounds
@@ -56,8 +56,7 @@ def main(argv: list[str] | None = None) -> int:
         results = run_rounds(probes, args.rounds, args.settle, _say)
     summary = report.summarise(workload, results, list(versions), versions, absent)
     report.show(workload, summary)
-    print(json.dumps(summary))
-    return 0 if versions and not results.errors else 1
+    return conclude(summary, bool(versions) and not results.errors)
 
 
 class _Runner:
@@ -156,9 +155,9 @@ def _workload(args: argparse.Namespace) -> Workload:
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "bench_cpu"
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
-    add("--work-dir", type=Path, default=cache, help="where model, adapters and logs are kept (default: %(default)s)")
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--work-dir", type=Path, default=cache, help="where model, adapters and logs are kept")
     add("--rounds", type=int, default=5, help="rounds that count; one more runs first and is dropped")
     add(
         "--contenders",
@@ -188,7 +187,7 @@ def _parse(argv: list[str] | None) -> argparse.Namespace:
     add("--llama-src", type=Path, help="llama.cpp's source tree, for its conversion scripts")
     add("--settle", type=float, default=0.5, help="seconds of rest before each sample")
     add("--buffer-mib", type=int, default=512, help="memory to stream through when the machine's limits are measured")
-    return parser.parse_args(argv)
+    return command.parse_args(argv)
 
 
 def _checked(parse: Callable[[str], Any]) -> Callable[[str], Any]:

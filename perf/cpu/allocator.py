@@ -9,9 +9,7 @@ pages: one that could use every free or idle page. Waste is what allocated pages
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import random
 import time
 from collections import deque
@@ -26,6 +24,7 @@ from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import EvictionOrder, RestoreCosts
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import PrefixCache
+from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 from .workload import Geometry
 
@@ -177,20 +176,20 @@ class Study:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.allocator", description=__doc__.split("\n")[0])
-    parser.add_argument("--cycles", type=int, default=10_000, help="requests that come (default: 10000)")
-    parser.add_argument("--occupancy", type=float, default=0.95, help="share of pages in use (default: 0.95)")
-    parser.add_argument("--pages", type=int, default=8192, help="pages of 2 MiB in the arena (default: 8192, 16 GiB)")
-    parser.add_argument("--adapters", type=int, default=500, help="registered adapters (default: 500)")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--cycles", type=int, default=10_000, help="requests that come")
+    add("--occupancy", type=float, default=0.95, help="share of pages in use")
+    add("--pages", type=int, default=8192, help="pages of 2 MiB in the arena")
+    add("--adapters", type=int, default=500, help="registered adapters")
+    add("--seed", type=int, default=0)
+    arguments = command.parse_args(argv)
     study = Study(arguments.pages, arguments.adapters, arguments.seed)
     outcome = study.run(arguments.cycles, arguments.occupancy)
     result = {name: value for name, value in vars(outcome).items() if name != "samples"}
     for name, value in result.items():
         print(f"{name:20s} {value:.4f}" if isinstance(value, float) else f"{name:20s} {value}")
-    print(json.dumps(result))
-    return 1 if outcome.avoidable_refusals else 0
+    return conclude(result, not outcome.avoidable_refusals)
 
 
 if __name__ == "__main__":

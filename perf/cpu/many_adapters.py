@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import random
 import shutil
@@ -28,6 +27,7 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ...server.demo.skills import SKILLS, Skill, prompt, sample_inputs
+from ..report.command import conclude, parser
 
 MAX_ANSWER_TOKENS = 48
 
@@ -96,23 +96,22 @@ def run(directory: Path, arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.many_adapters", description=__doc__.split("\n")[0])
-    add = parser.add_argument
-    add("--adapters", type=int, default=2000, help="registered adapters (default: 2000)")
-    add("--requests", type=int, default=6000, help="requests in all (default: 6000)")
-    add("--alpha", type=float, default=1.5, help="skew of popularity (default: 1.5)")
-    add("--concurrency", type=int, default=32, help="requests at a time (default: 32)")
-    add("--memory-mb", type=int, default=4, help="arena in MiB (default: 4)")
-    add("--host-cache-mb", type=int, default=8, help="host cache for adapters in MiB (default: 8)")
-    add("--threads", type=int, default=None, help="CPU threads (default: all)")
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--adapters", type=int, default=2000, help="registered adapters")
+    add("--requests", type=int, default=6000, help="requests in all")
+    add("--alpha", type=float, default=1.5, help="skew of popularity")
+    add("--concurrency", type=int, default=32, help="requests at a time")
+    add("--memory-mb", type=int, default=4, help="arena in MiB")
+    add("--host-cache-mb", type=int, default=8, help="host cache for adapters in MiB")
+    add("--threads", type=int, help="CPU threads; default: all")
     add("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
+    arguments = command.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="chorus-adapters-") as directory:
         found = run(Path(directory), arguments)
     for name, value in found.items():
         print(f"{name:24s} {value:.4f}" if isinstance(value, float) else f"{name:24s} {value}")
-    print(json.dumps(found))
-    return 1 if found["wrong"] else 0
+    return conclude(found, not found["wrong"])
 
 
 if __name__ == "__main__":

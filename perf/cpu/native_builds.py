@@ -8,9 +8,7 @@ both alike. Reported is the median over the turns of (other's time / ours), abov
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import json
 import statistics
 import sys
 import time
@@ -25,6 +23,7 @@ from ...memory.pages.layout import MODULES, PageLayout
 from ...ops import native
 from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
+from ..report.command import conclude, parser
 from .workload import Geometry
 
 BLOCK_TOKENS = 16
@@ -124,15 +123,16 @@ def race(ours: Callable[[], object], other: Callable[[], object], seconds: float
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.native_builds", description=__doc__.split("\n")[0])
-    parser.add_argument("--other", type=Path, required=True, help="the library to compare with the package's")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each kind of step")
-    parser.add_argument("--ranks", default="8,16,32,64,8,16,32,64")
-    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
-    parser.add_argument("--steps", default=";".join(STEPS), help="apart by semicolons")
-    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
-    args = parser.parse_args()
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--other", type=Path, required=True, help="the library to compare with the package's")
+    add("--threads", type=int, default=2)
+    add("--seconds", type=float, default=8.0, help="of each kind of step")
+    add("--ranks", default="8,16,32,64,8,16,32,64")
+    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    add("--steps", default=";".join(STEPS), help="apart by semicolons; default: all")
+    add("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu; default: 125m")
+    args = command.parse_args()
     bench = Bench(args.geometry, [int(rank) for rank in args.ranks.split(",")], getattr(torch, args.dtype))
     ours = native.NativeDecoder(bench.model, args.threads)
     own_library, other_library = native.library, open_library(args.other)
@@ -149,8 +149,7 @@ def main() -> int:
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         print(f"{name:26}{own * 1e3:9.3f}{rows * count / own:10.0f}{middle:12.3f}{low:9.3f}…{high:.3f}", flush=True)
         result[name] = {"seconds": own, "other_over_ours": middle}
-    print(json.dumps({"native_builds": result}))
-    return 0
+    return conclude({"native_builds": result}, ok=True)
 
 
 if __name__ == "__main__":

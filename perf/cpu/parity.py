@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 import time
 from collections.abc import Sequence
@@ -29,6 +28,7 @@ from ...core.engine import Engine
 from ...core.quarantine import adapter_directories
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
+from ..report.command import conclude, parser
 
 QUESTIONS = (
     "What is {}?", "Explain {} to a child.", "Name three facts about {}.", "Why does {} matter?",
@@ -150,22 +150,21 @@ def report(cases: list[Case], arguments: argparse.Namespace, engine_s: float, re
         "mismatches": len(wrong), "least_lead": min(lead for case in cases for lead in case.leads),
         "engine_s": round(engine_s, 2), "reference_s": round(reference_s, 2),
     }  # fmt: skip
-    print(json.dumps(summary))
-    return 1 if wrong else 0
+    return conclude(summary, not wrong)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the comparison; 0 when every token is equal, 1 otherwise."""
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.parity", description=__doc__.split("\n")[0])
-    add = parser.add_argument
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
     add("--model", type=Path, required=True, metavar="DIR", help="checkpoint with a chat template")
     add("--adapters", type=Path, metavar="DIR", help="directory of PEFT adapters for it")
-    add("--requests", type=int, default=64, metavar="N", help="requests in flight (default: 64)")
-    add("--max-tokens", type=int, default=32, metavar="N", help="most tokens each (default: 32)")
+    add("--requests", type=int, default=64, metavar="N", help="requests in flight")
+    add("--max-tokens", type=int, default=32, metavar="N", help="most tokens each")
     add("--kernels", choices=("auto", "torch", "native"), default="auto", help="CPU operators")
-    add("--memory-bytes", type=int, default=1 << 30, metavar="N", help="arena (default: 1 GiB)")
-    add("--threads", type=int, metavar="N", help="CPU threads (default: torch's)")
-    arguments = parser.parse_args(argv)
+    add("--memory-bytes", type=int, default=1 << 30, metavar="N", help="arena; default: 1 GiB")
+    add("--threads", type=int, metavar="N", help="CPU threads; default: torch's")
+    arguments = command.parse_args(argv)
     if arguments.threads is not None:
         torch.set_num_threads(arguments.threads)
     adapters = {path.name: path for path in adapter_directories(arguments.adapters)} if arguments.adapters else {}

@@ -11,7 +11,6 @@ to do.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 import time
 from dataclasses import replace
@@ -23,6 +22,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
+from ..report.command import conclude, parser
 from .random_model import checkpoint
 from .workload import Geometry, Workload
 
@@ -105,16 +105,17 @@ class Bench:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.sampling", description=__doc__.split("\n")[0])
-    parser.add_argument("--vocab", type=int, nargs="+", default=[32000, 152000], help="sizes of the vocabulary")
-    parser.add_argument("--requests", type=int, default=8, help="at a time (default: 8)")
-    parser.add_argument("--prompt-tokens", type=int, default=32, help="of each request (default: 32)")
-    parser.add_argument("--threads", type=int, default=2, help="of the engine (default: 2)")
-    parser.add_argument("--rounds", type=int, default=60, help="of four steps: greedy, way, way, greedy (default: 60)")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which to run (default: all)")
-    parser.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-sampling",
-                        help="where models are kept (default: %(default)s)")  # fmt: skip
-    arguments = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--vocab", type=int, nargs="+", default=[32000, 152000], help="sizes of the vocabulary")
+    add("--requests", type=int, default=8, help="at a time")
+    add("--prompt-tokens", type=int, default=32, help="of each request")
+    add("--threads", type=int, default=2, help="of the engine")
+    add("--rounds", type=int, default=60, help="of four steps: greedy, way, way, greedy")
+    add("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="which to run; default: all")
+    add("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-sampling",
+                        help="where models are kept")  # fmt: skip
+    arguments = command.parse_args(argv)
     results = []
     for vocab in arguments.vocab:
         bench = Bench(vocab, arguments, arguments.work_dir)
@@ -130,8 +131,7 @@ def main(argv: list[str] | None = None) -> int:
             )
         bench.close()
     missed = [it for it in results if it["ratio"] < it["bar"]]
-    print(json.dumps({"results": results, "missed": len(missed)}))
-    return 1 if missed else 0
+    return conclude({"results": results, "missed": len(missed)}, not missed)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,6 @@ seats free but nothing that may be admitted. Prints milliseconds:
 
 from __future__ import annotations
 
-import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -25,6 +23,7 @@ from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
 from ...memory.host.images import Reads
 from ...memory.pages.layout import MODULES, PageLayout
+from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 
 _DIMS = dict.fromkeys(MODULES, (64, 64))
@@ -152,19 +151,20 @@ class StoppedReads(Reads):
         pass
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.schedule_time", description=__doc__.split("\n")[0])
-    parser.add_argument("--running", type=int, default=256)
-    parser.add_argument("--waiting", type=int, default=1000)
-    parser.add_argument("--adapters", type=int, default=1000)
-    parser.add_argument("--steps", type=int, default=50, help="of which the median counts")
-    args = parser.parse_args(argv)
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--running", type=int, default=256)
+    add("--waiting", type=int, default=1000)
+    add("--adapters", type=int, default=1000)
+    add("--steps", type=int, default=50, help="of which the median counts")
+    args = command.parse_args(argv)
     load = Load(args.running, args.waiting, args.adapters)
     times = {state: round(1000 * took, 4) for state, took in schedule_times(load, args.steps).items()}
     for state, took in times.items():
         print(f"{state:8} {took:8.4f} ms")
-    print(json.dumps({**vars(args), "ms": times}))
+    return conclude({**vars(args), "ms": times}, ok=True)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

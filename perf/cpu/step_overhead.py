@@ -64,8 +64,8 @@ class StepTimer:
         self._undo.append(lambda: delattr(owner, name))
 
     def _wrap_native(self, decoder: Any) -> None:
-        library = decoder._library
-        decoder._library = SimpleNamespace(
+        library = decoder._library  # noqa: SLF001 - what is compiled is called from there alone
+        decoder._library = SimpleNamespace(  # noqa: SLF001
             chorus_decoder_forward=self._timed(library.chorus_decoder_forward, "native"),
             chorus_decoder_destroy=library.chorus_decoder_destroy,
         )

@@ -87,11 +87,6 @@ class Geometry:
     def head_params(self) -> int:
         return self.vocab * self.hidden
 
-    @property
-    def lora_params_per_rank(self) -> int:
-        """Parameters that one rank of an adapter on all projections has."""
-        return self.lora_params(self.module_dims)
-
     def lora_params(self, modules: Iterable[str]) -> int:
         """Parameters that one rank of an adapter on these projections has."""
         return self.layers * sum(sum(self.module_dims[name]) for name in modules)

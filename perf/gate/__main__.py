@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         reports = [_gate(run, args) for run in _runs(args)]
     except GateError as error:
         print(f"gate: {error}")
-        print(json.dumps({"ok": False, "error": str(error)}))
+        conclude({"ok": False, "error": str(error)}, ok=False)
         return 2
     ok = all(report["ok"] for report in reports)
     return conclude({"ok": ok, "suites": reports}, ok)

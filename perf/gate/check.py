@@ -1,4 +1,4 @@
-"""Does the regression gate do its work? `python -m chorus.perf.gate.check`: quick suite, honest and slowed.
+"""Proof that the regression gate does its work, `python -m chorus.perf.gate.check`: quick suite, honest and slowed.
 
 Takes a baseline here and now, then runs the quick suite ten times as it is, which must pass every time, and once with
 each of several parts slowed, which must fail in the metric of that part. Slowed means wrapped from here, in a process

@@ -6,7 +6,6 @@ line is one JSON object; the exit code is not zero while a section has failed or
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import signal
@@ -16,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 
+from ..report.command import conclude
 from .environment import describe
 from .options import Options
 from .report import REPORT, digest, report
@@ -59,8 +59,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     report(combined, options.out / REPORT)
     if options.archive is not None:
         store.pack(options.archive)
-    print(json.dumps(digest(combined, store.directory / RESULT)))
-    return 1 if combined["failed"] or combined["missing"] else 0
+    return conclude(digest(combined, store.directory / RESULT), not (combined["failed"] or combined["missing"]))
 
 
 def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float) -> None:

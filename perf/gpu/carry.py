@@ -20,6 +20,7 @@ from email.message import Message
 from email.parser import HeaderParser
 from pathlib import Path
 
+from ..report.command import parser
 from .environment import COMMIT_VARIABLE, commit
 
 #: Packages that the engine, its GPU tests and this benchmark import beyond torch, triton, cupy, transformers and
@@ -177,14 +178,14 @@ def _name(requirement: str) -> str:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.gpu.carry", description=__doc__.split("\n\n")[0])
-    add = parser.add_argument
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
     add("--out", type=Path, required=True, help="folder to carry")
-    add("--python", default="3.12", metavar="VERSION", help="of the other machine (default: %(default)s)")
+    add("--python", default="3.12", metavar="VERSION", help="of the other machine")
     add("--flashinfer-aot", type=Path, metavar="ARCHIVE", help="tar of flashinfer/data/aot, built for that GPU")
     add("--also", nargs="+", default=[], metavar="NAME[==VERSION]", help="more packages")
     add("--without", nargs="+", default=[], metavar="NAME", help="packages that the other machine has")
-    return parser.parse_args(argv)
+    return command.parse_args(argv)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import gpu
+from ..report.command import parser
 from .sections.registry import SECTIONS
 from .sizes import SIZES
 from .store import ResultStore
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 #: A quick run ends within 8 minutes, and one section that hangs leaves time for the others.
 QUICK_SECONDS, QUICK_SECTION_SECONDS = 480.0, 200.0
 
-_EPILOG = "Sections: " + "; ".join(f"{name}: {what}" for name, what in SECTIONS.items()) + "."
+_ABOUT = "Run every GPU test and measurement; a second call runs only what is missing.\n\nSections:\n" + "\n".join(
+    f"  {name}: {what}" for name, what in SECTIONS.items()
+)
 
 
 class Options(argparse.Namespace):
@@ -60,19 +64,15 @@ class Options(argparse.Namespace):
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m chorus.perf.gpu",
-        description="Run every GPU test and measurement; a second call runs only what is missing.",
-        epilog=_EPILOG,
-    )
-    add = parser.add_argument
-    how = parser.add_mutually_exclusive_group(required=True)
+    command = parser(gpu.__spec__, _ABOUT)
+    add = command.add_argument
+    how = command.add_mutually_exclusive_group(required=True)
     how.add_argument("--quick", action="store_true", help="few cases: at most 8 minutes")
     how.add_argument("--full", action="store_true", help="all cases")
     add("--out", type=Path, required=True, help="folder of the result files")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a smoke run of the benchmark itself")
     add("--model-size", choices=tuple(SIZES), help="default: llama-3.1-8b, on a CPU tiny")
-    add("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS), metavar="NAME", help="only these")
+    add("--sections", nargs="+", choices=tuple(SECTIONS), default=list(SECTIONS), metavar="NAME", help="default: all")
     add("--redo", nargs="+", choices=(*SECTIONS, "all"), default=[], metavar="NAME", help="run these again, or all")
     add("--work-dir", type=Path, help="where adapters are written; default: work in the folder of the results")
     add("--budget", type=float, metavar="SECONDS", help="time for all; default: 480 with --quick, else no limit")
@@ -84,4 +84,4 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     add("--seed", type=int, default=0)
     add("--worker", choices=tuple(SECTIONS), help=argparse.SUPPRESS)
-    return parser
+    return command

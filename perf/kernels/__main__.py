@@ -7,7 +7,6 @@ are narrow or a matrix instruction is missing. The last line is one JSON object.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -15,6 +14,7 @@ import time
 from importlib.metadata import version
 from importlib.util import find_spec
 
+from ..report.command import conclude, parser
 from .variants import SHARED_LIMIT, compile_all, elementwise_variants, variants
 
 _COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>8} {:>8}"
@@ -47,9 +47,11 @@ def main(argv: list[str] | None = None) -> int:
     for failure in failures:
         print(f"FAILED {failure}")
     compiler = f"triton {version('triton')}"
-    result = {"compiler": compiler, "compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT}
-    print(json.dumps({**result, "ok": not failures, "seconds": round(time.perf_counter() - begin, 1)}))
-    return 1 if failures else 0
+    result = {
+        "compiler": compiler, "compile": [line.as_dict() for line in lines], "shared_limit": SHARED_LIMIT,
+        "ok": not failures, "seconds": round(time.perf_counter() - begin, 1),
+    }  # fmt: skip
+    return conclude(result, not failures)
 
 
 def _archs(text: str) -> list[str]:
@@ -61,11 +63,12 @@ def _archs(text: str) -> list[str]:
 
 
 def _parse(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.kernels", description=__doc__.split("\n\n")[0])
-    parser.add_argument("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_80,sm_90")
-    parser.add_argument("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
-    parser.add_argument("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
-    return parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--compile", type=_archs, required=True, metavar="ARCHS", help="such as sm_80,sm_90")
+    add("--only", default="", metavar="REGEX", help="compile kernels and groups that match")
+    add("--workers", type=int, default=min(4, len(os.sched_getaffinity(0))))
+    return command.parse_args(argv)
 
 
 if __name__ == "__main__":

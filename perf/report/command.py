@@ -19,11 +19,13 @@ def parser(spec: ModuleSpec, doc: str) -> argparse.ArgumentParser:
 
 
 class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Text as it was written, and the defaults that say something."""
+    """Text as it was written, and the defaults that say something where the text does not."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        silent = isinstance(action.default, bool) or action.default in (None, "", [])
-        return action.help if silent else super()._get_help_string(action)
+        is_told = "default" in (action.help or "")
+        if is_told or isinstance(action.default, bool) or action.default in (None, "", []):
+            return action.help
+        return super()._get_help_string(action)
 
 
 def conclude(result: dict[str, Any], ok: bool) -> int:

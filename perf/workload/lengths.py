@@ -196,7 +196,7 @@ class PublishedLengths(Lengths):
 
     def _take(self, seed: int) -> Callable[[int], Taken]:
         prompt, output = _PUBLISHED[self.kind]
-        return GivenLengths(kind="laws", prompt=prompt, output=output)._take(seed)
+        return GivenLengths(kind="laws", prompt=prompt, output=output)._take(seed)  # noqa: SLF001 - another Lengths
 
 
 class TraceLengths(Lengths):

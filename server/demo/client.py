@@ -28,7 +28,8 @@ class Answer:
     def tokens_per_second(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def _take_step(self, step: dict[str, int] | None) -> None:
+    def take_step(self, step: dict[str, int] | None) -> None:
+        """Take note of who shared a step with it."""
         if step:
             self.adapters = max(self.adapters, step["adapters"])
             self.requests = max(self.requests, step["requests"])
@@ -72,7 +73,7 @@ class DemoClient:
         choice = body["choices"][0]
         text = choice["message"]["content"] if question.chat else choice["text"]
         answer = Answer(text, body["usage"]["completion_tokens"], time.perf_counter() - started)
-        answer._take_step(body.get("step"))
+        answer.take_step(body.get("step"))
         return answer
 
     async def stream(self, question: Question) -> AsyncIterator[Answer]:
@@ -92,7 +93,7 @@ class DemoClient:
                 answer.text += choice["delta"].get("content", "") if question.chat else choice["text"]
                 answer.tokens += len(choice.get("token_ids", ()))
                 answer.seconds = time.perf_counter() - started
-                answer._take_step(chunk.get("step"))
+                answer.take_step(chunk.get("step"))
                 yield answer
 
 

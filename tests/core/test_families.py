@@ -84,11 +84,11 @@ class Tiny:
         generator = torch.Generator().manual_seed(seed)
         while True:
             prompt = torch.randint(3, 150, (length,), generator=generator).tolist()
-            tokens, margin = self._greedy(adapter, prompt, count)
+            tokens, margin = self.greedy(adapter, prompt, count)
             if margin >= MIN_MARGIN:
                 return prompt, tokens
 
-    def _greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
+    def greedy(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
         model, tokens, margin, cache, inputs = self.use(adapter), [], float("inf"), None, prompt
         with torch.inference_mode():
             for _ in range(count):
@@ -159,8 +159,9 @@ def tiny(tmp_path_factory):
 
 def test_every_architecture_is_covered():
     import transformers
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as MODELS
 
-    models = {transformers.AutoModelForCausalLM._model_mapping[getattr(transformers, f[0])] for f in FAMILIES.values()}
+    models = {MODELS[getattr(transformers, f[0])] for f in FAMILIES.values()}
     assert {model.__name__ for model in models} == set(SUPPORTED_ARCHITECTURES)
 
 
@@ -191,7 +192,7 @@ def test_comparisons_mean_something(tiny, family):
     """Answers vary, and every adapter changes them."""
     it = tiny(family)
     prompt, base = it.case(None, 20, seed=99)
-    outputs = [base, *(it._greedy(adapter, prompt, 12)[0] for adapter in ADAPTERS)]
+    outputs = [base, *(it.greedy(adapter, prompt, 12)[0] for adapter in ADAPTERS)]
     assert len({tuple(output) for output in outputs}) == 4
     assert len(set(base)) >= 4
 

@@ -17,7 +17,7 @@ class LateDevice(HostDevice):
         super().__init__(memory_bytes)
         self.num_copies = 0
         self.num_captures = 0
-        self._num_ended = 0
+        self.num_ended = 0
         self._pinned: set[int] = set()
         self._in_flight: list[tuple[torch.Tensor, torch.Tensor, bool]] = []  # pinned, values, to the device
 
@@ -53,9 +53,9 @@ class LateDevice(HostDevice):
 
     def end(self, count):
         """Let the first `count` copies end."""
-        while self._num_ended < count:
+        while self.num_ended < count:
             pinned, values, to_device = self._in_flight.pop(0)
-            self._num_ended += 1
+            self.num_ended += 1
             if to_device:
                 same = torch.equal(pinned.view(torch.uint8), values.view(torch.uint8))
                 assert same, "pinned memory was written while it was being copied"

@@ -29,7 +29,7 @@ def test_two_uploads_are_under_way_at_once():
     upload, targets = Upload(device, 8), [torch.zeros(1, dtype=torch.long) for _ in range(3)]
     for index, target in enumerate(targets):
         upload(target, torch.tensor([index]))
-    assert device.num_copies - device._num_ended == 2
+    assert device.num_copies - device.num_ended == 2
     assert [target.item() for target in targets] == [0, 1, 2]
 
 

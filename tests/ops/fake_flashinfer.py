@@ -72,7 +72,7 @@ class Wrapper:
         setattr(self, name, target)
         self.fake.stream.copy(target, tensor)
 
-    def _take(self, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type):
+    def take(self, num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type):
         assert q_data_type is kv_data_type is not None
         self.shape = (num_qo_heads, num_kv_heads, head_dim, page_size)
         self.dtype = q_data_type
@@ -115,7 +115,7 @@ class Prefill(Wrapper):
     ):  # fmt: skip
         assert causal
         rows = len(qo_indptr) - 1
-        self._take(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
+        self.take(num_qo_heads, num_kv_heads, head_dim_qk, page_size, q_data_type, kv_data_type)
         assert len(paged_kv_indices) == paged_kv_indptr[-1]
         self._keep("qo_indptr", ints(qo_indptr, rows + 1))
         self._keep("indptr", ints(paged_kv_indptr, rows + 1))
@@ -154,7 +154,7 @@ class Decode(Wrapper):
         kv_data_type,
     ):  # fmt: skip
         rows = len(last_page_len)
-        self._take(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
+        self.take(num_qo_heads, num_kv_heads, head_dim, page_size, q_data_type, kv_data_type)
         ints(indptr, rows + 1), ints(last_page_len, rows)
         assert len(indices) == indptr[-1]
         if not self.graph:
@@ -196,5 +196,5 @@ class FakeFlashInfer:
         assert wrapper.graph
         assert wrapper.plans
         assert len(indices) == indptr[-1]
-        wrapper._take(**kwargs)
+        wrapper.take(**kwargs)
         self.fast_plans += 1

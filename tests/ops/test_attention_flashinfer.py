@@ -105,8 +105,8 @@ def test_a_plan_waits_for_the_copies_of_the_last_one(monkeypatch):
     backend, fake = make()
 
     def late(buffers):
-        used = len(buffers._host)
-        fake.stream.copy(buffers._device[:used], buffers._host[:used])
+        used = len(buffers.on_host)
+        fake.stream.copy(buffers.on_device[:used], buffers.on_host[:used])
 
     monkeypatch.setattr(PlanBuffers, "upload", late)
     attention, bucket = backend.ragged(), backend.decode(2)

@@ -133,11 +133,10 @@ def test_logits_of_prompt_tokens_come_in_slices(dtype, threads):
 def test_room_for_logits_is_that_of_the_rows_that_are_kept():
     """A long prompt's scores take a slice, greedy steps nothing."""
     model = Head(torch.rand(100, HIDDEN), torch.rand(50, HIDDEN), torch.float32, 1)
-    model.forward(keep=False, logit_tokens=torch.tensor([49]), score_tokens=torch.arange(49))
-    assert model.decoder._logits.untyped_storage().nbytes() == 0
+    logits = model.forward(keep=False, logit_tokens=torch.tensor([49]), score_tokens=torch.arange(49))
+    assert logits.untyped_storage().nbytes() == 0
     for begin in range(0, 49, 7):
-        model.decoder.score_logits(begin, begin + 7)
-    assert model.decoder._scores.untyped_storage().nbytes() == 7 * 100 * 4
+        assert model.decoder.score_logits(begin, begin + 7).untyped_storage().nbytes() == 7 * 100 * 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

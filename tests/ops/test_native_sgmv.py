@@ -157,7 +157,7 @@ class Step:
     def take_off(self, begin: int, end: int, which: int, factor: float = -1.0) -> None:
         """Let tokens begin … end-1 use the rows of segment `which` as well, with another scale."""
         rows = self.segments.rows[which]
-        self.segments.add(begin, end, replace(rows, scale=factor * rows.scale, _blocks={}))
+        self.segments.add(begin, end, replace(rows, scale=factor * rows.scale))
 
     def logits(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> torch.Tensor:
         """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
@@ -168,9 +168,7 @@ class Step:
         for page, values in self.adapters.items():
             arena.pages[page] = values
         lora = LoraState(executor.config, arena.pages)
-        lora.segments = self.segments
-        for rows in self.segments.rows:
-            rows._blocks.clear()
+        lora.segments = replace(self.segments, rows=[replace(rows) for rows in self.segments.rows])
         attention = executor.decoder.new_attention()
         indptr = [0, *accumulate(self.lengths)]
         width = max(len(table) for table in self.tables)

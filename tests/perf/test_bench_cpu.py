@@ -93,7 +93,7 @@ def test_adapters_are_what_the_workload_says(tmp_path):
     manifests = [inspect_adapter(path, config.module_dims, config.num_layers) for path in made.values()]
     assert tuple(manifest.rank for manifest in manifests) == workload.ranks
     assert all(len(manifest.targets) == 7 for manifest in manifests)
-    per_rank = workload.geometry.lora_params_per_rank
+    per_rank = workload.geometry.lora_params(workload.geometry.module_dims)
     assert [manifest.num_params(config.module_dims) for manifest in manifests] == [r * per_rank for r in workload.ranks]
 
 

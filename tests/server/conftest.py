@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from chorus.core.engine_stats import EngineStats
+from chorus.core.engine_stats import AccountStats, EngineStats
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest
 from chorus.core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
@@ -192,6 +192,9 @@ class FakeEngine:
     @staticmethod
     def score(token: int, count: int) -> TokenLogprobs:
         return TokenLogprobs(token, -0.5, tuple((token + i, -0.5 - i) for i in range(count)))
+
+    def accounts(self) -> list[AccountStats]:
+        return []
 
     def adapter_load(self) -> tuple[list[str], list[str]]:
         return sorted({request.adapter_name for request, _ in self.running.values()} - {None}), []

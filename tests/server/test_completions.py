@@ -133,14 +133,16 @@ def test_a_prompt_beyond_the_threshold_is_encoded_on_a_thread(start, fake_engine
     assert body["usage"]["prompt_tokens"] == 20_001
 
 
+def is_on_event_loop():
+    return asyncio._get_running_loop() is not None  # noqa: SLF001 - its public sister raises where there is none
+
+
 @pytest.mark.parametrize("logprobs", [None, 1])
 def test_the_event_loop_writes_no_answer_with_pauses(start, make_engine, monkeypatch, logprobs):
     """Only a thread beside it makes way for others while it writes."""
     live = start(make_engine([], max_model_len=8192))
     paused = []
-    pause = SimpleNamespace(
-        sleep=lambda _: paused.append(asyncio._get_running_loop() is not None), perf_counter=time.perf_counter
-    )
+    pause = SimpleNamespace(sleep=lambda _: paused.append(is_on_event_loop()), perf_counter=time.perf_counter)
     monkeypatch.setattr("chorus.server.json_text.time", pause)
     body = live.post(model="base", prompt="x" * 3000, max_tokens=3000, logprobs=logprobs).json()
     assert body["choices"][0]["text"] == "x" * 3000

@@ -11,7 +11,7 @@ from chorus.server.doors import Doors
 from chorus.server.flags import UsageError
 from chorus.server.gate import Gate
 from chorus.server.hosts import Hosts, is_loopback, is_same_origin
-from chorus.server.keys import InvalidKey, Keys, changes_adapters, check_key, read_keys
+from chorus.server.keys import InvalidKey, Keys, NamedKey, changes_adapters, check_key, read_keys
 from chorus.server.settings import Settings
 
 KEY, OTHER, ADMIN = "sk-first-key", "sk-second-key", "sk-admin-key"
@@ -168,6 +168,32 @@ def test_without_admin_keys_api_keys_change_adapters(start, fake_engine):
     assert error_of(response, 403) == "adapter_loading_disabled"
 
 
+OK = {"model": "base", "prompt": "ok"}
+
+
+def test_a_key_file_names_tenants(start, fake_engine, tmp_path):
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} support\n{OTHER} support\n{ADMIN}\n")
+    assert read_keys(path) == [NamedKey(KEY, "support"), NamedKey(OTHER, "support"), NamedKey(ADMIN)]
+    live = start(fake_engine, settings={"api_key_file": path})
+    for key in (KEY, OTHER):
+        live.client.post("/v1/completions", json=OK, headers={"authorization": f"Bearer {key}"})
+    assert [asked.tenant for asked in fake_engine.asked] == ["support"] * 2
+
+
+def test_a_gateway_names_the_tenant_in_a_header(start, fake_engine):
+    live = start(fake_engine, settings={"tenant_header": "X-Tenant"})
+    for headers in ({"x-tenant": "acme"}, {}, {"x-tenant": ""}):
+        assert live.client.post("/v1/completions", json=OK, headers=headers).status_code == 200
+    assert [asked.tenant for asked in fake_engine.asked] == ["acme", "at-127.0.0.1", "at-127.0.0.1"]
+    answer = live.client.post("/v1/completions", json=OK, headers={"x-tenant": "two words"})
+    assert error_of(answer, 400) == "invalid_tenant"
+    assert "X-Tenant is 'two words'" in answer.json()["error"]["message"]
+    plain = start(fake_engine)
+    plain.client.post("/v1/completions", json=OK, headers={"x-tenant": "acme"})
+    assert fake_engine.asked[-1].tenant == "at-127.0.0.1", "no header names one where none is configured"
+
+
 def test_an_admin_key_alone_guards_the_adapters_alone(start, fake_engine):
     live = start(fake_engine, settings={"admin_key": [ADMIN]})
     assert live.post(model="base", prompt="ok").status_code == 200
@@ -175,25 +201,25 @@ def test_an_admin_key_alone_guards_the_adapters_alone(start, fake_engine):
 
 
 def test_a_tenant_is_named_by_its_key_and_the_name_does_not_tell_it():
-    keys = Keys([KEY, OTHER], [ADMIN])
+    keys = Keys([NamedKey(KEY), NamedKey(OTHER)], [NamedKey(ADMIN)])
     tenants = {keys.identify(f"Bearer {key}").tenant for key in (KEY, OTHER, ADMIN)}
     assert len(tenants) == 3 and all(tenant.startswith("key-") and len(tenant) == 20 for tenant in tenants)
     assert not any(key in tenant for key in (KEY, OTHER, ADMIN) for tenant in tenants)
-    assert Keys([KEY]).identify(f"bearer  {KEY} ").tenant == keys.identify(f"Bearer {KEY}").tenant
+    assert Keys([NamedKey(KEY)]).identify(f"bearer  {KEY} ").tenant == keys.identify(f"Bearer {KEY}").tenant
     assert Keys().identify("Bearer none").tenant == ""
 
 
 def test_keys_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
     path = tmp_path / "keys"
     path.write_text(f"# ours\n{KEY}\n\n  {OTHER}  \n")
-    assert read_keys(path) == [KEY, OTHER]
+    assert read_keys(path) == [NamedKey(KEY), NamedKey(OTHER)]
     keys = Settings(api_key_file=path, admin_key_file=path).client_keys()
     assert keys.identify(f"Bearer {OTHER}").may_change_adapters
     for name, value in (("CHORUS_API_KEY", KEY), ("CHORUS_API_KEYS", f"{OTHER},{KEY}")):
         monkeypatch.setenv(name, value)
         assert Settings().client_keys().identify(f"Bearer {KEY}").tenant
         monkeypatch.delenv(name)
-    for text in ("", "# none\n", "short\n", "has blank inside\n"):
+    for text in ("", "# none\n", "short\n", "has blanks in inside\n", f"{KEY} na,me\n"):
         path.write_text(text)
         with pytest.raises(InvalidKey, match="key file"):
             read_keys(path)

@@ -211,6 +211,7 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     assert (view.running, view.waiting, view.max_adapters) == (running, waiting, 2)
     assert set(running) | set(waiting) == set(names)
     assert all(view.tiers[name] == "device" for name in running)
+    assert [(each.name, each.num_running, each.num_waiting) for each in view.accounts] == [("", 2, 3)]
     assert view.tier_counts["device"] == len(running) and sum(view.tier_counts.values()) == 3
     while engine.has_work():
         engine.step()

@@ -94,3 +94,20 @@ def test_adapter_roots(tmp_path, monkeypatch):
     assert Settings(model=tmp_path, config=path).loadable_from == (one,)
     monkeypatch.setenv("CHORUS_ADAPTER_ROOTS", "none")
     assert Settings(model=tmp_path, config=path, adapters=one).loadable_from == ()
+
+
+def test_weights_are_read_from_flags_files_and_the_environment(tmp_path, monkeypatch):
+    want = {"support": 2.0, "a=b": 0.5}
+    assert Settings(weights="support=2, a=b=0.5").engine_config().weights == want
+    path = tmp_path / "chorus.toml"
+    path.write_text('[weights]\nsupport = 2\n"a=b" = 0.5\n')
+    assert Settings(config=path).weights == want
+    monkeypatch.setenv("CHORUS_WEIGHTS", "support=2,a=b=0.5")
+    assert Settings().weights == want
+    for text, message in (
+        ("support", "'support' is not NAME=WEIGHT"),
+        ("a=0", "weight of 'a' is 0"),
+        ("a=x", "number"),
+    ):
+        with pytest.raises(ValidationError, match=message):
+            Settings(weights=text)

@@ -66,5 +66,5 @@ def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(s
 
 
 def test_files_and_the_reader_count_element_types_alike():
-    """What a header says goes to the library as it is: another order would read bfloat16 as float16."""
+    """A header's number goes to the library as it is: another order would read bfloat16 as float16."""
     assert {name: number for number, name in enumerate(ITEM_BYTES)} == ELEMENTS

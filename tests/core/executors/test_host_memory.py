@@ -19,16 +19,22 @@ def write(root, **files):
 
 @pytest.fixture
 def root(tmp_path):
-    write(tmp_path, proc__meminfo=f"MemTotal: 99999999 kB\nMemAvailable:   {8 * GIB >> 10} kB\n")
+    top = tmp_path / "sys/fs/cgroup"
+    write(
+        tmp_path,
+        proc__meminfo=f"MemTotal: 99999999 kB\nMemAvailable:   {8 * GIB >> 10} kB\n",
+        proc__self__mountinfo=f"30 1 0:26 / {top} rw - cgroup2 cgroup rw\n"
+        f"31 1 0:27 / {top}/memory rw - cgroup none rw,memory\n",
+    )
     return tmp_path
 
 
 def test_a_machine_without_limits_has_what_it_says(root):
-    assert available_bytes(root) == 8 * GIB
+    assert available_bytes(root / "proc") == 8 * GIB
     write(root, proc__self__cgroup="0::/a/b\n")
     root.joinpath("sys/fs/cgroup/a/b").mkdir(parents=True)
     root.joinpath("sys/fs/cgroup/a/b/memory.max").write_text("max\n")
-    assert available_bytes(root) == 8 * GIB
+    assert available_bytes(root / "proc") == 8 * GIB
 
 
 @pytest.mark.parametrize("where", ["a/b", "a", ""])
@@ -38,9 +44,9 @@ def test_a_control_groups_limit_counts_and_that_of_every_group_above(root, where
     group.mkdir(parents=True)
     group.joinpath("memory.max").write_text(f"{3 * GIB}\n")
     group.joinpath("memory.current").write_text(f"{2 * GIB}\n")
-    assert available_bytes(root) == GIB
+    assert available_bytes(root / "proc") == GIB
     group.joinpath("memory.stat").write_text(f"anon 5\nfile {GIB}\n")
-    assert available_bytes(root) == 2 * GIB
+    assert available_bytes(root / "proc") == 2 * GIB
 
 
 def test_control_groups_of_the_first_version(root):
@@ -49,11 +55,11 @@ def test_control_groups_of_the_first_version(root):
     group.mkdir(parents=True)
     group.joinpath("memory.limit_in_bytes").write_text(f"{GIB}\n")
     group.joinpath("memory.usage_in_bytes").write_text("0\n")
-    assert available_bytes(root) == GIB
+    assert available_bytes(root / "proc") == GIB
 
 
 def test_without_any_word_of_the_system_it_is_modest(tmp_path):
-    assert available_bytes(tmp_path) == GIB
+    assert available_bytes(tmp_path / "proc") == GIB
 
 
 @pytest.mark.parametrize(

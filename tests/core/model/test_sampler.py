@@ -412,7 +412,7 @@ class TestEngine:
             prompt = gqa.prompt(adapter, 12, 12, seed=21)
             plain = gqa.greedy(adapter, prompt, 12)
             words = [[plain[2]], [plain[4], plain[5]]]
-            model = gqa._use(adapter)
+            model = gqa.use(adapter)
             with torch.inference_mode():
                 output = model.generate(
                     input_ids=torch.tensor([prompt]), max_new_tokens=12, do_sample=False, repetition_penalty=1.3,

@@ -321,9 +321,9 @@ class OldestFirst:
         return running[0]
 
 
-def test_the_victim_is_a_policys_choice():
+def test_the_victim_is_a_policys_choice(monkeypatch):
     house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(TokenCounters(), OldestFirst()))
-    house.engine.scheduler._lengths.final_length = lambda request: 0  # admits too many
+    monkeypatch.setattr(OutputLengths, "final_length", lambda lengths, request: 0)  # admits too many
     house.add("old", prompt=[5] * 12, max_tokens=20)
     house.step()
     house.add("new", prompt=[6] * 12, max_tokens=20)
@@ -446,9 +446,9 @@ def test_shares_of_tokens_are_max_min_fair(wanted, budget, others):
 
 
 class TestPreemption:
-    def test_who_has_been_served_most_gives_way(self):
+    def test_who_has_been_served_most_gives_way(self, monkeypatch):
         house = House(num_pages=1 + 14, max_num_seqs=4)
-        house.engine.scheduler._lengths.final_length = lambda r: r.num_prompt_tokens  # admits too many
+        monkeypatch.setattr(OutputLengths, "final_length", lambda _, request: request.num_prompt_tokens)
         for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
             house.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
         house.step()

@@ -292,7 +292,7 @@ def read_with_peft(path: Path) -> dict[tuple[int, str], tuple[torch.Tensor, torc
         for module in MODULES:
             key = f"{stem}.layers.{layer}.{'mlp' if module in MODULES[4:] else 'self_attn'}.{module}"
             match = peft_utils.check_target_module_exists(config, key)
-            if not match or isinstance(match, peft_utils._ExcludedModule):
+            if not match or isinstance(match, peft_utils._ExcludedModule):  # noqa: SLF001 - peft tells it by that alone
                 continue
             rank = ranks.get(peft_other.get_pattern_key(ranks, key), raw.get("r", 8))
             alpha = alphas.get(peft_other.get_pattern_key(alphas, key), raw.get("lora_alpha", 8))

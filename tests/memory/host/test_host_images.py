@@ -228,12 +228,24 @@ def test_taking_waits_for_no_thread():
 # -- reads that bring nothing
 
 
+class NotedReads(ThreadReads):
+    """futures: of all that was submitted, in order."""
+
+    def __init__(self, threads):
+        super().__init__(threads)
+        self.futures = []
+
+    def submit(self, read):
+        self.futures.append(super().submit(read))
+        return self.futures[-1]
+
+
 class Watched:
     """Images under a clock that the test turns, read by threads; a read goes on when its event is set."""
 
     def __init__(self):
         self.now = 0.0
-        self.reads = ThreadReads(threads=1)
+        self.reads = NotedReads(threads=1)
         self.images = HostImages(1000, self.reads, lambda: self.now, stall_seconds=30.0)
         self.steps: dict[str, threading.Semaphore] = {}
         self.began: dict[str, threading.Event] = {}
@@ -311,7 +323,7 @@ def test_a_read_that_was_given_up_changes_nothing_when_it_goes_on(watched):
     watched.images.drop("hung")
     assert watched.images.num_bytes == 10
     watched.steps["hung"].release(4)
-    watched.until(lambda: not watched.reads._running)
+    watched.until(watched.reads.futures[0].done)
     assert (image.stream.num_ready, image.data) == (image.stream.FAILED, None)
     watched.images.request("hung", 10, brings("again"))
     watched.until(lambda: watched.images.is_ready("hung"))
@@ -368,7 +380,7 @@ def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched,
         watched.steps["unwanted"].release(4)
         watched.until(lambda: watched.images.is_ready("unwanted"))
     watched.images.drop("unwanted")
-    watched.images._under_way["behind"][0].future.running = lambda: False  # its thread has not come round to it yet
+    watched.reads.futures[1].running = lambda: False  # its thread has not come round to it yet
     watched.images.watch()
     assert watched.images.error("behind") is None
 
@@ -378,7 +390,7 @@ def test_closing_does_not_wait_for_a_read_that_hangs(watched):
     assert watched.began["hung"].wait(60)
     watched.wait(2)
     watched.images.close()
-    assert not watched.reads._running.isdisjoint(watched.reads._aside)
+    assert watched.reads.futures[0].running()
 
 
 def test_a_read_that_nobody_wants_any_more_ends_with_its_next_layer(watched):
@@ -387,7 +399,7 @@ def test_a_read_that_nobody_wants_any_more_ends_with_its_next_layer(watched):
     image = watched.images.peek("a")
     watched.images.drop("a")
     watched.steps["a"].release()
-    watched.until(lambda: not watched.reads._running)
+    watched.until(watched.reads.futures[0].done)
     assert image.stream.num_ready == image.stream.FAILED
     watched.request("b")
     assert watched.began["b"].wait(60)

@@ -7,7 +7,7 @@ import weakref
 import pytest
 
 from chorus.memory.files.error import AdapterFormatError
-from chorus.memory.host.limited_threads import LimitedThreads, NoThreadLeft
+from chorus.memory.host.limited_threads import LimitedThreads, NoAnswer, NoThreadLeft
 
 
 def test_stuck_functions_take_no_more_threads_than_there_may_be():
@@ -26,6 +26,21 @@ def test_stuck_functions_take_no_more_threads_than_there_may_be():
     again = [threads.submit(go_on.wait) for _ in range(3)]
     go_on.set()
     assert all(future.result(30) for future in again), "no thread is taken for good"
+
+
+def test_who_waits_is_told_when_the_time_is_up():
+    threads, go_on = LimitedThreads("test", 2), threading.Event()
+    with pytest.raises(NoAnswer, match=r"it did not answer within 0\.01 seconds"):
+        threads.run(go_on.wait, 0.01)
+    go_on.set()
+    assert threads.run(lambda: 5, 30) == 5
+
+    def times_out():
+        raise TimeoutError("of its own")
+
+    with pytest.raises(TimeoutError, match="of its own") as caught:
+        threads.run(times_out, 30)
+    assert not isinstance(caught.value, NoAnswer)
 
 
 def test_errors_come_to_whoever_asked():

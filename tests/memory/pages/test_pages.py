@@ -205,15 +205,15 @@ def test_integrity_notices_an_adapter_page_that_is_shared(held):
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
-    [
-        (lambda pool: pool._free.append(pool._free[0]), "on the free list twice"),
-        (lambda pool: pool._free.pop(), "off the free list"),
-        (lambda pool: pool._free.append(1), "page 1 is KV and on the free list"),
-        (lambda pool: pool._kind.__setitem__(1, PageKind.ADAPTER), "differ from the pages' kinds"),
-        (lambda pool: pool._references.__setitem__(1, 0), "page 1 is KV with 0 references"),
-        (lambda pool: pool._references.__setitem__(7, 1), "page 7 is FREE with 1 references"),
-        (lambda pool: pool._kept.__setitem__(3, 1), "page 3 is ADAPTER but kept"),
-        (lambda pool: pool._kept.__setitem__(7, 1), "page 7 is FREE but kept"),
+    [  # no method of the pool leads there
+        (lambda pool: pool._free.append(pool._free[0]), "on the free list twice"),  # noqa: SLF001
+        (lambda pool: pool._free.pop(), "off the free list"),  # noqa: SLF001
+        (lambda pool: pool._free.append(1), "page 1 is KV and on the free list"),  # noqa: SLF001
+        (lambda pool: pool._kind.__setitem__(1, PageKind.ADAPTER), "differ from the pages' kinds"),  # noqa: SLF001
+        (lambda pool: pool._references.__setitem__(1, 0), "page 1 is KV with 0 references"),  # noqa: SLF001
+        (lambda pool: pool._references.__setitem__(7, 1), "page 7 is FREE with 1 references"),  # noqa: SLF001
+        (lambda pool: pool._kept.__setitem__(3, 1), "page 3 is ADAPTER but kept"),  # noqa: SLF001
+        (lambda pool: pool._kept.__setitem__(7, 1), "page 7 is FREE but kept"),  # noqa: SLF001
     ],
 )
 def test_integrity_notices_spoiled_books(held, spoil, message):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -64,7 +64,7 @@ def dma(arena) -> Iterator[Dma]:
 
 
 @pytest.fixture
-def gate() -> Iterator[type]:
+def gate() -> Iterator[Callable[[int], Gate]]:
     """Makes gates; whatever a test leaves closed is opened, so that a failure is not a hang."""
     gates: list[Gate] = []
 
@@ -83,7 +83,7 @@ def compute_stream() -> int:
 
 
 def copy_stream(dma: Dma, to_device: bool = True) -> int:
-    return dma.copies._streams[to_device]
+    return dma.copies.streams[to_device]
 
 
 def buffer(dma: Dma, num_pages: int) -> torch.Tensor:

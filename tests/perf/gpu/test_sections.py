@@ -81,7 +81,7 @@ def test_decode(context):
     weights = shape.layer_params + shape.head_params
     kv = (one["context_tokens"] + 1) * shape.kv_elems_per_token
     assert one["base_floor_ms"] == pytest.approx((weights + kv) * itemsize / 5e9 * 1e3)
-    assert one["adapters_floor_ms"] == pytest.approx(16 * shape.lora_params_per_rank * itemsize / 5e9 * 1e3)
+    assert one["adapters_floor_ms"] == pytest.approx(16 * shape.lora_params(shape.module_dims) * itemsize / 5e9 * 1e3)
 
 
 def test_decode_without_room_for_a_second_engine(context, monkeypatch):
