@@ -1,0 +1,195 @@
+"""One tenant sends many times its share: what the others notice of it, and what it costs.
+
+    python -m chorus.perf.cpu.flood [--geometry 125m] [--tenants 8] [--flood 10] [--load 0.7] [--seconds 30]
+
+The engine's capacity is measured first: requests per second with every seat taken. A tenant's share is `--load` of that
+over the number of tenants. Then the same seeded Poisson arrivals are served in the same engine again and again: with
+every tenant at its share, and with the first at `--flood` times its share under each order of the queue: tenants take
+turns, resident adapters go first whoever asks, first come first served. Bars: the other tenants' 99th percentile of the
+time to the first token is at most 1.5 times what it is without the flood, and tokens per second at least 0.95 of what
+first come first served gives. Every tenant has an adapter of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ..report.command import judge, parser
+from ..report.table import Goal, Table
+from .random_model import adapters, checkpoint
+from .workload import Geometry, Workload
+
+MOST_SLOWER = 1.5
+LEAST_THROUGHPUT = 0.95
+
+ORDERS = {
+    "turns": {"fair_by": "tenant"},
+    "resident first": {"fair_by": "tenant"},
+    "first come": {"fair_by": "tenant", "max_overtake_seconds": 0.0},
+}
+"""Engine options of each order; in all but the first all tenants go by one name."""
+
+
+class Arrival(NamedTuple):
+    """A request: seconds after the beginning, and the tenant's number."""
+
+    time: float
+    tenant: int
+
+
+class Served(NamedTuple):
+    """What came of a run: times to the first token by tenant, and tokens per second while all tenants sent."""
+
+    ttft: dict[int, list[float]]
+    tokens_per_second: float
+
+    def others(self) -> float:
+        """99th percentile over all tenants but the first."""
+        return float(np.percentile([each for tenant, times in self.ttft.items() if tenant for each in times], 99))
+
+    def worst(self) -> float:
+        """The largest median of any tenant but the first."""
+        return max(median(times) for tenant, times in self.ttft.items() if tenant)
+
+
+def arrivals(rates: list[float], seconds: float, seed: int) -> list[Arrival]:
+    """Poisson arrivals of each tenant at its rate; a tenant's do not depend on what others send."""
+    coming = []
+    for tenant, rate in enumerate(rates):
+        draw, now = random.Random(f"{seed} {tenant}"), 0.0
+        while (now := now + draw.expovariate(rate)) < seconds:
+            coming.append(Arrival(now, tenant))
+    return sorted(coming)
+
+
+class Bench:
+    """A model and its adapters, and an engine for each run."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self._options = options
+        self._workload = Workload(
+            options.geometry, requests=64, prompt_tokens=options.prompt_tokens, threads=options.threads,
+            ranks=(options.rank,) * options.tenants,
+        )  # fmt: skip
+        work_dir = Path(options.work_dir)
+        self._model, self._adapters = checkpoint(self._workload, work_dir), adapters(self._workload, work_dir)
+        self._prompts = itertools.cycle(self._workload.prompts())
+        self._params = SamplingParams(max_tokens=options.output_tokens, temperature=0, ignore_eos=True)
+        self._serial = itertools.count()
+
+    def capacity(self) -> float:
+        """Requests per second with every seat taken and more waiting, after a while."""
+        engine, ended, began = self._engine({}), 0, 0.0
+        for index in itertools.count():
+            while engine.stats().num_waiting < 4:
+                engine.add_request(self._request(index % self._options.tenants, ""))
+            ended += sum(output.finish_reason is not None for output in engine.step())
+            if not began and ended >= self._options.seats:
+                ended, began = 0, time.perf_counter()
+            if began and (spent := time.perf_counter() - began) > self._options.seconds / 3:
+                break
+        engine.close()
+        return ended / spent
+
+    def serve(self, coming: list[Arrival], order: str) -> Served:
+        """Serve arrivals as they come; what still waits when the last one has come is dropped."""
+        engine, seconds = self._engine(ORDERS[order]), self._options.seconds
+        ttft: dict[int, list[float]] = {tenant: [] for tenant in range(self._options.tenants)}
+        waiting: dict[str, Arrival] = {}
+        tokens, queue, start = 0, iter([*coming, Arrival(float("inf"), 0)]), time.perf_counter()
+        following = next(queue)
+        while (now := time.perf_counter() - start) < seconds:
+            while following.time <= now:
+                request = self._request(following.tenant, str(following.tenant) if order == "turns" else "")
+                waiting[request.id] = following
+                engine.add_request(request)
+                following = next(queue)
+            if not engine.has_work():
+                time.sleep(max(0.0, min(following.time, seconds) - now))
+                continue
+            outputs = engine.step()
+            now = time.perf_counter() - start
+            for output in outputs:
+                tokens += len(output.token_ids)
+                if arrival := waiting.pop(output.request_id, None):
+                    ttft[arrival.tenant].append(now - arrival.time)
+        for arrival in waiting.values():  # it has waited at least so long
+            ttft[arrival.tenant].append(seconds - arrival.time)
+        engine.close()
+        return Served(ttft, tokens / seconds)
+
+    def _engine(self, more: dict[str, Any]) -> Engine:
+        engine = Engine.from_config(EngineConfig(
+            model=self._model, max_num_seqs=self._options.seats, threads=self._options.threads, prefix_cache=False,
+            max_waiting=None, **more,
+        ))  # fmt: skip
+        for name, path in self._adapters.items():
+            engine.store.register(name, path)
+        return engine
+
+    def _request(self, tenant: int, name: str) -> Request:
+        adapter = list(self._adapters)[tenant]
+        return Request(f"r{next(self._serial)}", list(next(self._prompts)), self._params, adapter, tenant=name)
+
+
+def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
+    """Return the result, and the bars that it is held against."""
+    bench = Bench(options)
+    capacity = bench.capacity()
+    share = options.load * capacity / options.tenants
+    calm = arrivals([share] * options.tenants, options.seconds, options.seed)
+    flood = arrivals([share * options.flood, *[share] * (options.tenants - 1)], options.seconds, options.seed)
+    runs: dict[str, Served] = {"calm": bench.serve(calm, "turns")}
+    runs |= {order: bench.serve(flood, order) for order in ORDERS}
+    table = Table(
+        "tenants at their share beside one that floods", ("", "p99 of TTFT, ms", "worst median, ms", "tokens/s")
+    )
+    for name, served in runs.items():
+        table.add(name, served.others() * 1e3, served.worst() * 1e3, served.tokens_per_second)
+    table.show()
+    slower = runs["turns"].others() / runs["calm"].others()
+    throughput = runs["turns"].tokens_per_second / runs["first come"].tokens_per_second
+    result = {
+        "capacity": capacity, "share": share, "slower": slower, "throughput": throughput,
+        "ttft_p99": {name: served.others() for name, served in runs.items()},
+        "tokens_per_second": {name: served.tokens_per_second for name, served in runs.items()},
+    }  # fmt: skip
+    return result, [
+        Goal("others' p99 of TTFT, flood over calm", slower, MOST_SLOWER, at_most=True),
+        Goal("tokens/s, turns over first come", throughput, LEAST_THROUGHPUT),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    add = command.add_argument
+    add("--geometry", type=Geometry.parse, default=Geometry(), help="the model's shapes, as of perf.cpu")
+    add("--tenants", type=int, default=8)
+    add("--flood", type=float, default=10.0, help="times its share that the first tenant sends")
+    add("--load", type=float, default=0.7, help="all tenants' shares, of the engine's capacity")
+    add("--seconds", type=float, default=30.0, help="of each run")
+    add("--seats", type=int, default=16, help="requests in a step at most")
+    add("--prompt-tokens", type=int, default=64)
+    add("--output-tokens", type=int, default=32)
+    add("--rank", type=int, default=16, help="of every adapter")
+    add("--threads", type=int, help="CPU threads; default: all")
+    add("--seed", type=int, default=0)
+    add("--work-dir", default=str(Path(tempfile.gettempdir()) / "chorus-flood"), help="where models are kept")
+    return judge(*run(command.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
