@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ..contenders.process import ContenderError, ContenderProcess
-from ..report.command import conclude, parser
+from ..report.command import conclude, parser, say
 from . import random_model, report
 from .entrants import ENTRANTS, Absent, Entrant
 from .rounds import Probe, run_rounds
@@ -48,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
                 probes += found
             except (Absent, ContenderError, RuntimeError, OSError) as error:
                 absent[name] = str(error)
-                _say(f"{name} is absent: {error}")
+                say(f"{name} is absent: {error}")
         probes.sort(key=lambda probe: CASES.index(probe.name))  # stable: contenders take turns within a case
         probes += runner.limits()
         if "chorus" in versions:
             probes += runner.inner_probes()
-        results = run_rounds(probes, args.rounds, args.settle, _say)
+        results = run_rounds(probes, args.rounds, args.settle, say)
     summary = report.summarise(workload, results, list(versions), versions, absent)
     report.show(workload, summary)
     return conclude(summary, bool(versions) and not results.errors)
@@ -80,7 +80,7 @@ class _Runner:
             process = self._spawn(f"{_CHILD}.{entrant.name}:Contender", entrant.python, entrant.env, log)
             files = {name: str(path) for name, path in adapters.items()}
             job = Job(self._workload, str(model), files, group.lora, group.options)
-            _say(f"starting {log}")
+            say(f"starting {log}")
             version = process.call("open", job=job.to_json())["version"]
             probes += [
                 Probe(entrant.name, case, process, "run", {"case": case}, derive=self._with_rates) for case in cases
@@ -213,10 +213,6 @@ def _names(text: str, known: Iterable[str]) -> list[str]:
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{unknown[0]} is not one of {', '.join(known)}")
     return names
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

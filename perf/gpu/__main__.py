@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 
-from ..report.command import conclude
+from ..report.command import conclude, say
 from .environment import describe
 from .options import Options
 from .report import REPORT, digest, report
@@ -45,11 +45,11 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     deadline = clock() + options.budget
     for name in options.sections:
         if store.is_done(name):
-            _say(f"{name}: there already")
+            say(f"{name}: there already")
             continue
         left = deadline - clock()
         if left < _LEAST_SECONDS:
-            _say(f"{name}: no time left; call again")
+            say(f"{name}: no time left; call again")
             continue
         timeout = min(options.section_timeout, left)
         _run(name, options, store, environment, timeout)
@@ -64,7 +64,7 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
 
 def _run(name: str, options: Options, store: ResultStore, environment: dict, timeout: float) -> None:
     """Run a section's process, its output in a log; record how it ended where it could not itself."""
-    _say(f"{name}: {SECTIONS[name]} …")
+    say(f"{name}: {SECTIONS[name]} …")
     store.forget(name)
     log = options.out / f"{name}.log"
     command = worker_command(name, options)
@@ -83,7 +83,7 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
     if store.load(name) is None:
         said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
         store.write(name, seconds, environment, error=f"{reason}\n{said}")
-    _say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
+    say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
 
 
 def run_section(name: str, options: Options) -> bool:
@@ -107,10 +107,6 @@ def run_section(name: str, options: Options) -> bool:
 
 def worker_command(name: str, options: Options) -> list[str]:
     return [sys.executable, "-m", __package__, *options.given, "--worker", name]
-
-
-def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -116,9 +115,6 @@ class Context:
             "decode": "bytes of weights, KV and adapters, each once, at the bandwidth",
             "prefill": "FLOP at the matmul rate, or the bytes of the weights where that takes longer",
         }
-
-    def say(self, text: str) -> None:
-        print(text, file=sys.stderr, flush=True)
 
 
 def _link(source: Path, target: Path) -> None:

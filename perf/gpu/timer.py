@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 from typing import Any
 
 import torch
+
+from ...graphs.device import CudaDevice
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,43 +59,28 @@ class CudaTimer:
         self._seconds = seconds
         self._min_count = min_count
         self._max_count = max_count
-        self._side: torch.cuda.Stream | None = None
+        self._device: CudaDevice | None = None  # made when it is needed: some only call
 
     def time(self, work: Callable[[], Any], *, capture: bool = True) -> Sample:
-        graph = self._capture(work) if capture else None
-        call = graph.replay if graph is not None else work
+        call = self._capture(work) if capture else work
         call()
         first = self._once(call)
         count = min(self._max_count, max(self._min_count, int(self._seconds / max(first, 1e-7))))
         seconds = self._many(call, count)
-        return Sample(median(seconds), min(seconds), count, graph is not None)
+        return Sample(median(seconds), min(seconds), count, capture)
 
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def _capture(self, work: Callable[[], Any]) -> torch.cuda.CUDAGraph:
-        """A graph of one call, after a call that compiles and allocates; both on a stream beside the default one.
+    def _capture(self, work: Callable[[], Any]) -> Callable[[], None]:
+        """Capture one call as the engine captures steps, on a stream beside the default one; returns its replay.
 
         Not by `torch.cuda.graph`, which collects garbage first: hundreds of small cases would spend their time there.
-        Every graph has a memory pool of its own: torch forgets a pool when its last graph is gone, and the graph of
-        the measurement before is gone by now.
         """
-        if self._side is None:
-            self._side = torch.cuda.Stream()
-        torch.cuda.synchronize()
-        with torch.cuda.stream(self._side):
-            work()
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            graph.capture_begin(pool=torch.cuda.graph_pool_handle(), capture_error_mode="thread_local")
-            try:
-                work()
-            except BaseException:
-                with suppress(RuntimeError):  # the stream must leave capture mode; the first error is the telling one
-                    graph.capture_end()
-                raise
-            graph.capture_end()
-        return graph
+        torch.cuda.synchronize()  # what `work` reads was made on the default stream
+        if self._device is None:
+            self._device = CudaDevice(torch.cuda.current_device())
+        return self._device.capture(work)
 
     def _once(self, call: Callable[[], Any]) -> float:
         return self._many(call, 1)[0]

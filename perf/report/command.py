@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
@@ -26,6 +27,11 @@ class _Format(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHel
         if is_told or isinstance(action.default, bool) or action.default in (None, "", []):
             return action.help
         return super()._get_help_string(action)
+
+
+def say(text: str) -> None:
+    """Tell how far a command is, beside its result."""
+    print(text, file=sys.stderr, flush=True)
 
 
 def conclude(result: dict[str, Any], ok: bool) -> int:

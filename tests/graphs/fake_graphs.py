@@ -66,7 +66,7 @@ def fake_graphs(monkeypatch: pytest.MonkeyPatch) -> FakePools:
     fakes: dict[str, Callable] = {
         "Stream": object, "stream": lambda stream: nullcontext(), "synchronize": lambda *device: None,
         "device": lambda device: nullcontext(), "graph_pool_handle": pools.handle, "CUDAGraph": pools.graph,
-        "is_available": lambda: True, "device_count": lambda: 1,
+        "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0,
         "empty_cache": lambda: None,
     }  # fmt: skip
     for name, fake in fakes.items():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject, Unsettled
@@ -39,7 +40,7 @@ def run(context: Context) -> dict[str, Any]:
             found["plain_absent"] = f"no room for a second engine: {error}"
             base = {bucket: _Base(*_steps(context, subject, [None] * bucket)) for bucket in buckets}
         for bucket in buckets:
-            context.say(f"decode, {bucket} adapters")
+            say(f"decode, {bucket} adapters")
             try:
                 lora = _steps(context, subject, list(adapters)[:bucket])
             except Unsettled as error:  # the other rows are worth having
@@ -62,7 +63,7 @@ class _Base:
 
 def _beside(context: Context, subject: Subject, plain: Subject, bucket: int) -> _Base:
     """Base steps of both engines in turn, so that what drifts slowly meets both alike."""
-    context.say(f"decode, base, {bucket} rows")
+    say(f"decode, base, {bucket} rows")
     per_round, rounds = context.pick(2, 8, 16), context.pick(2, 6, 10)
     engines = {"base": subject, "plain": plain}
     requests = {

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ....memory.pages.pool import PagePool
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -51,7 +52,7 @@ def run(context: Context) -> dict[str, Any]:
         for subject in (captured, eager):  # the same pages in both
             subject.load(list(adapters))
         for name, chosen in cases(list(adapters), largest):
-            context.say(f"graph against eager: {name}")
+            say(f"graph against eager: {name}")
             steps = context.pick(3, 12, 24)
             one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
             _compare(name, one, other)

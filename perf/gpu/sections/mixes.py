@@ -5,6 +5,7 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
@@ -35,7 +36,7 @@ def run(context: Context) -> dict[str, Any]:
         base = _run(subject, [None] * requests, prompt, output)
         found["base"] = {"seconds": base, "tokens_per_s": requests * output / base}
         for popularity in POPULARITIES:
-            context.say(f"end to end, {popularity}")
+            say(f"end to end, {popularity}")
             lengths = segment_lengths(popularity, requests)
             chosen = [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
             Random(context.seed).shuffle(chosen)

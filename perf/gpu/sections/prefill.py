@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -29,7 +30,7 @@ def run(context: Context) -> dict[str, Any]:
         subject.load([name])
         for tokens in lengths:
             for adapter in (None, name):
-                context.say(f"prefill of {tokens} tokens, {adapter or 'base'}")
+                say(f"prefill of {tokens} tokens, {adapter or 'base'}")
                 subject.first_token_seconds(tokens, adapter)
                 seconds = median(subject.first_token_seconds(tokens, adapter) for _ in range(repeats))
                 floor = context.floors(1, tokens, (RANK,) if adapter else ())

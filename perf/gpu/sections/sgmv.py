@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.sgmv_schedule import decode, prefill
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
@@ -75,7 +76,7 @@ def run(context: Context) -> dict[str, Any]:
         "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "rivals_absent": {},
     }  # fmt: skip
     for cell in grid:
-        context.say(f"sgmv {cell}")
+        say(f"sgmv {cell}")
         case = LoraCase(
             context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
             decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
@@ -156,7 +157,7 @@ def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
                 lengths = [tokens // segments] * segments
                 case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
                 name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
-                context.say(f"sgmv {name}")
+                say(f"sgmv {name}")
                 error = _checked(context, name, case)
                 sample, cost = context.timer.time(case.run), case.cost()
                 seconds = sample.seconds / layers

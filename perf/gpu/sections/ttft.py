@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
+from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -41,7 +42,7 @@ def run(context: Context) -> dict[str, Any]:
         with Subject(context, adapters, **size) as subject:
             subject.load([name])
             for tokens in lengths:
-                context.say(f"time to first token, rank {rank}, {tokens} tokens")
+                say(f"time to first token, rank {rank}, {tokens} tokens")
                 found["rows"] += _rows(subject, name, rank, tokens, repeats, running)
     return found
 
