@@ -206,7 +206,7 @@ def test_rank_aware_routing_keeps_more_requests_within_the_slo():
         )
         for other in (idle, chance, packed):
             assert aware["time_per_token_mean"] < 0.95 * other["time_per_token_mean"]
-            assert aware["slo_attainment"] > other["slo_attainment"] + 0.05
+            assert aware["slo_attainment"] > other["slo_attainment"] + 0.03
         assert packed["time_per_token_mean"] > 1.05 * chance["time_per_token_mean"]
 
 
