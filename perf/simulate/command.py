@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...server.flags import UsageError
+from .figures import command as figures
 
 if TYPE_CHECKING:
     from .study import Study
@@ -19,7 +20,12 @@ HELP = "compare policies in virtual time, beside published numbers"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("studies", nargs="*", metavar="STUDY", help="a study's name (see --list), a TOML file of your own, or `all`")
+    add(
+        "studies",
+        nargs="*",
+        metavar="STUDY",
+        help="a study's name (see --list), a TOML file of your own, `all`, or `figures`: the papers' numbers and ours",
+    )
     add("--list", action="store_true", help="print the studies that come with Chorus")
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
@@ -29,6 +35,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--quick", action="store_true", help="the study's own small version, for a first look")
     add("--check", action="store_true", help="fail (exit code 1) unless every published order of rows is reproduced")
     add("--time", action="store_true", help="print what the simulation itself took, to standard error")
+    figures.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -38,6 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .study import StudyError, load_study, shipped_studies
     from .table import print_list
 
+    if arguments.studies == ["figures"]:
+        return figures.run(arguments)
     if arguments.list:
         print_list([load_study(name) for name in shipped_studies()], Console())
         return 0
