@@ -16,10 +16,11 @@ from ..workload import WorkloadError, WorkloadSpec
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import first, simulate, simulate_clients
+from .controls import RankBlind, WithoutPrefill, mean_rank
 from .engine import MODEL
 from .records import Records
 from .replica import Replica
-from .study import Router, Setup, StudyError
+from .study import Setup, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
@@ -49,7 +50,7 @@ def run_serving(setup: Setup) -> Outcome:
         )
         for index in range(setup.replicas)
     ]  # fmt: skip
-    policy = _policy(setup.router, profile, adapters.num_bytes, spec.seed)
+    policy = _policy(setup, profile, adapters.num_bytes, spec)
     looks: list[list[int]] = []
 
     def look(time: float, seen: Sequence[Replica]) -> None:
@@ -70,10 +71,12 @@ def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:
     """A profile with other values for some terms of its cost models. Raises StudyError and ProfileError."""
     profile = load_profile(name)
     parts = {part for part, each in Profile.model_fields.items() if each.annotation in (Terms, Terms | None)}
-    for field, value in terms.items():
-        part, _, term = field.partition(".")
+    for dotted, value in terms.items():
+        part, _, term = dotted.partition(".")
         if part not in parts or not term:
-            raise StudyError(f"terms.{field}: no such cost model in profile {profile.name}; write it like link.per_byte")
+            raise StudyError(
+                f"terms.{dotted}: no such cost model in profile {profile.name}; write it like link.per_byte"
+            )
         before = getattr(profile, part)
         changed = {**(before.terms if before else {}), term: Number(value=value, source="set by the study")}
         profile = profile.model_copy(update={part: Terms(terms=changed)})
@@ -117,14 +120,18 @@ class _Adapters:
         return self._bytes[rank]
 
 
-def _policy(router: Router, profile: Profile, num_bytes: Callable[[str], int], seed: int) -> Policy:
-    costs, tokens = profile.costs(), router.mean_output_tokens or 0.0
+def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spec: WorkloadSpec) -> Policy:
+    router, costs = setup.router, profile.costs()
+    tokens = router.mean_output_tokens or 0.0
+    rank_aware = RankAware if router.prices_prefill else WithoutPrefill
     makers: dict[str, Callable[[], Policy]] = {
         "first": lambda: first, "most_idle": MostIdle, "first_fit": FirstFit, "consolidate": Consolidate,
-        "random": lambda: Random(seed), "rank_aware": lambda: RankAware(costs, router.slo or 0.0, tokens),
+        "random": lambda: Random(spec.seed),
+        "rank_aware": lambda: rank_aware(costs, router.slo or 0.0, tokens, mix=setup.mix),
         "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
     }  # fmt: skip
-    return makers[router.policy]()
+    policy = makers[router.policy]()
+    return policy if router.sees_ranks else RankBlind(policy, mean_rank(spec))
 
 
 def _outcome(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from ....core.costs.models import CostModel
-from ....core.costs.profile import Profile
 from ...workload import WorkloadSpec
 from ...workload.request import TraceRequest
 from ..serving import changed_profile

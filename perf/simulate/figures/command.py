@@ -14,11 +14,7 @@ SEEDS, QUICK_SEEDS = 10, 3
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("figures", "flags of `simulate figures`, the table of all published numbers")
-    add = group.add_argument
-    add("--figure", action="append", metavar="NAME", help="this figure only; may be given several times")
-    add("--seeds", type=int, metavar="N", help=f"seeds of each simulation (default: {SEEDS}, quick {QUICK_SEEDS})")
-    add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
-    add("--markdown", type=Path, metavar="FILE", help="write the table there, as docs/figures.md")
+    group.add_argument("--figure", action="append", metavar="NAME", help="this figure only; may be given several times")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -40,7 +36,9 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.figure:
             known = {figure.name: figure for figure in figures}
             if unknown := [name for name in arguments.figure if name not in known]:
-                raise UsageError(f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}")
+                raise UsageError(
+                    f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}"
+                )
             figures = [known[name] for name in arguments.figure]
         results = compute(
             figures, seeds=seeds, quick=arguments.quick, jobs=arguments.jobs,

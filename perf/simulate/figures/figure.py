@@ -1,4 +1,4 @@
-"""Figures as data: what a paper prints, where, in which setting, and how ours is computed.
+r"""Figures as data: what a paper prints, where, in which setting, and how ours is computed.
 
     paper = "Punica (MLSys 2024)"
 
@@ -35,8 +35,8 @@ from ..study import Pool, Row, Setup, Study, StudyError, load_study
 
 #: What a value in SI units, or a share, is multiplied by to have the unit.
 UNITS = {
-    "s": 1.0, "ms": 1e3, "µs": 1e6, "%": 1e2, "×": 1.0, "tokens/s": 1.0, "requests/s": 1.0, "MB": 1e-6, "MiB": 2.0**-20, "GB": 1e-9,
-    "tokens": 1.0, "1/s": 1.0, "": 1.0,
+    "ms": 1e3, "µs": 1e6, "%": 1e2, "times": 1.0, "tokens/s": 1.0, "requests/s": 1.0, "1/s": 1.0, "MB": 1e-6,
+    "MiB": 2.0**-20, "": 1.0,
 }  # fmt: skip
 
 
@@ -80,7 +80,10 @@ class System(Strict):
 
 
 class Run(Strict):
-    """A simulation, or a price. row: of the figure's study. set: dotted fields in place of its own, after `system`'s."""
+    """A simulation, or a price.
+
+    row: of the figure's study. set: dotted fields in place of its own and of the system's.
+    """
 
     price: Price | None = None
     row: str | None = None
@@ -92,10 +95,10 @@ class Published(Strict):
     """One published number, and how ours is computed.
 
     published: the number; words where the text has only these; None where no text has it. unit: see `UNITS`. source:
-    section and the paper's own words. run, metric: where ours is from; a price's metric is "value". over: the run that
-    it is compared with. form: of the comparison; "saving" is 1 − ratio. open: the mechanism that is not built yet, which
-    is why there is no run. tolerance: relative difference within which a closed form must reproduce the number. why: why
-    ours differs, or that the number is what the profile was fitted to.
+    section and the paper's own words. run, metric: where ours is from; a price's metric is "value". over, over_metric:
+    the run that it is compared with. form: of the comparison; "saving" is 1 less the ratio. open: the mechanism that is
+    not built yet, which is why there is no run. tolerance: share by which a closed form may differ from the number.
+    why: why ours differs, or that the number is what the profile was fitted to.
     """
 
     name: str = Field(min_length=1)
@@ -147,8 +150,9 @@ class Order(Strict):
 class Figure(Strict):
     """A figure, a table, or numbers of one section.
 
-    setting: the paper's. assumed: what it does not state; alike for all rows. study: whose rows the runs name. setup,
-    quick: of runs without one, as in a study. why: why ours differ, for all rows that say nothing themselves.
+    setting: the paper's. assumed: what it does not state; alike for all rows. why: why ours differ, for all rows that
+    say nothing themselves. study: whose rows the runs name. set: dotted fields of all of these, which give way to the
+    study's quick ones. setup, quick: of runs without a study.
     """
 
     paper: str
@@ -158,6 +162,7 @@ class Figure(Strict):
     assumed: str = ""
     why: str = ""
     study: str | None = None
+    set: dict[str, Any] = {}
     setup: dict[str, Any] = {}
     quick: dict[str, Any] = {}
     systems: dict[str, System] = {}
@@ -206,7 +211,8 @@ class Figure(Strict):
             known = {row.name: row for row in study.rows}
             if run.row not in known:
                 raise StudyError(f"{self.name}: run {name!r}: {run.row!r} is no row of {self.study}; check its name")
-            fields = known[run.row].set | fields
+            shared = {name: value for name, value in self.set.items() if not (quick and name in study.quick)}
+            fields = shared | known[run.row].set | fields
         setup = study.setup_of(Row(name=name, set=fields), quick=quick, seed=seed)
         if isinstance(setup, Setup):
             setup = setup.model_copy(update={"profile": profile_path(setup.profile)})

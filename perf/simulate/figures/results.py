@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
@@ -10,12 +11,12 @@ from multiprocessing import get_context
 from typing import Any
 
 from ..fragmentation import run_fragmentation
+from ..results import Spread
 from ..serving import run_serving
 from ..study import Pool, Setup, StudyError
 from .baselines import static_batches
 from .figure import UNITS, Figure, Order, Published
 from .prices import price
-from .spread import Spread
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Claim:
 
 @dataclass(frozen=True)
 class FigureResult:
+    """A figure's rows and claims, computed."""
+
     figure: Figure
     lines: list[Line]
     claims: list[Claim]
@@ -100,7 +103,9 @@ def compute(
     distinct = {task.key: task for task in tasks.values()}
     found: dict[str, dict[str, float]] = {}
     with _mapped(min(jobs, len(distinct))) as mapped:
-        for place, (task, metrics) in enumerate(zip(distinct.values(), mapped(_simulated, distinct.values()), strict=True)):
+        for place, (task, metrics) in enumerate(
+            zip(distinct.values(), mapped(_simulated, distinct.values()), strict=True)
+        ):
             found[task.key] = metrics
             told(f"{place + 1} of {len(distinct)}: {task.origin}")
     return [_result(figure, {each: found[task.key] for each, task in tasks.items() if each[0] == figure.name}, seeds)
@@ -194,4 +199,4 @@ def _claim(order: Order, values: Mapping[str, list[float]]) -> Claim:
 def _holds(order: Order, at: tuple[float, ...]) -> bool:
     if order.alike:
         return max(at) <= (1 + order.within) * min(at)
-    return all(low < high for low, high in zip(at, at[1:], strict=False))
+    return all(low < high for low, high in itertools.pairwise(at))

@@ -82,7 +82,7 @@ def _figure(result: FigureResult) -> Iterator[str]:
 
 def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
     for cells in [heads, ["---"] * len(heads), *rows]:
-        yield f"| {' | '.join(cell.replace('|', '∣') for cell in cells)} |"
+        yield f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |"
 
 
 def _cells(line: Line) -> list[str]:

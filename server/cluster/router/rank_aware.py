@@ -18,14 +18,23 @@ class RankAware:
     its queue takes to prefill with the request, Δdecode by how much longer its decode step takes with it, both by the
     cost model; the penalty if that step then takes longer than `slo`. Candidates are the replicas with room; where none
     has any, all are.
+
+    Where a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
+    gathers prompts, which spares those that run a step. With `mix` nobody is held up by a step of prompts alone, and
+    Δprefill is by how much longer the next step takes with the request, those that run being in it as well.
     """
 
-    def __init__(self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0) -> None:
-        """slo: seconds per token. penalty: seconds, far above any step's."""
+    def __init__(
+        self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0, *, mix: bool = False
+    ) -> None:
+        """slo: seconds per token. penalty: seconds, far above any step's. mix: prompts share steps with those that
+        decode, as in Chorus; otherwise they interrupt them, as in the paper (§2.2).
+        """
         self._costs = costs
         self._slo = slo
         self._mean_output_tokens = mean_output_tokens
         self._penalty = penalty
+        self._mix = mix
         self._scores: dict[tuple[int, int, int, int, int], float] = {}  # of decoding, see `_score`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
@@ -36,7 +45,8 @@ class RankAware:
             room = replica.has_room(request)
             if fits and not room:
                 continue
-            prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
+            apart = not replica.num_waiting and not self._mix
+            prefill = alone if apart else self._more_prefill(replica, tokens, rank)
             requests = replica.num_requests
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
             score = scores.get(key)
@@ -61,12 +71,19 @@ class RankAware:
         return self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
-        waiting, pending = replica.num_waiting, replica.pending_tokens
+        rows, pending = replica.num_waiting, replica.pending_tokens
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
+        running = replica.num_requests - rows if self._mix else 0
+        if running:  # a token each; the ranks are those of all requests, as those of the running ones are not known
+            token_ranks, largest = token_ranks + replica.sum_ranks, replica.max_rank
+        if rows:
+            before = self._prefill_seconds(pending + running, rows + running, token_ranks, largest)
+        else:
+            before = self._decode_seconds(running, replica.num_with_adapter, replica.sum_ranks, replica.max_rank)
         after = self._prefill_seconds(
-            pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
-        )  # fmt: skip
-        return after - self._prefill_seconds(pending, waiting, token_ranks, largest)
+            pending + running + tokens, rows + running + 1, token_ranks + tokens * rank, max(largest, rank)
+        )
+        return after - before
 
     def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
         """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""

@@ -47,6 +47,13 @@ set = { replicas = 1, mix = false }
 paper = { ttft_mean = 0.5 }
 """
 
+AXIS = """
+[[region]]
+name = "load"
+fields = ["workload.arrivals.rate"]
+factors = [0.5, 1.0, 2.0]
+"""
+
 
 def changed(old, new):
     assert old in TINY
@@ -54,7 +61,7 @@ def changed(old, new):
 
 
 def outcome(name, **options):
-    results = run_study(load_study(name), **options)
+    results = run_study(load_study(name), seeds=1, **options)
     return results, {row.name: found.metrics for row, found in results.rows}
 
 
@@ -78,6 +85,15 @@ WRONG = {
     "a policy": (changed("most_idle", "best"), "router.policy: is 'best'"),
     "a policy's field": (changed("most_idle", "rank_aware"), "rank_aware needs router.slo; set it"),
     "a reference": (changed('reference = "two"', 'reference = "three"'), "'three' is no row; name one of two, one"),
+    "an axis": (TINY + AXIS.replace("factors", "values = [1]\nfactors"), "'load' needs either factors or values"),
+    "an axis's field": (
+        TINY + AXIS.replace("arrivals.rate", "speed"),
+        "region.load: workload.speed is None",
+    ),
+    "an axis's value": (
+        TINY + '[[region]]\nname = "size"\nfields = ["replicas"]\nvalues = [1, 0]\n',
+        "row 'two': replicas: is 0",
+    ),
     "two names": (changed('name = "one"', 'name = "two"'), "two rows have one name"),
     "TOML": (TINY + "[", "tiny.toml: not TOML"),
 }
@@ -126,23 +142,6 @@ def test_results_are_the_same_every_time_and_follow_seed_and_scale():
     assert other["rows"] != found["rows"]
     twice, quick = (run_study(study, **options).to_json() for options in ({"scale": 2.0}, {"quick": True}))
     assert quick["rows"][0]["requests"] < found["rows"][0]["requests"] < twice["rows"][0]["requests"]
-
-
-def test_a_published_order_that_is_not_reproduced_is_told():
-    text = changed('[[rows]]\nname = "two"', '[[rows]]\nname = "two"\npaper = { ttft_mean = 0.9 }')
-    (order,) = run_study(parse_study(text, "tiny")).orders
-    assert (order.holds, order.rows, order.wrong) == (False, ["one", "two"], [("one", "two")])
-
-
-def test_several_seeds_give_medians_and_how_often_an_order_holds():
-    told = changed('[[rows]]\nname = "two"', '[[rows]]\nname = "two"\npaper = { ttft_mean = 0.1 }')
-    each = [run_study(parse_study(told, "tiny"), seed=seed).to_json() for seed in (4, 5, 6)]
-    found = run_study(parse_study("seeds = 3\n" + told, "tiny"), seed=4).to_json()
-    for place, row in enumerate(found["rows"]):
-        values = [one["rows"][place]["ttft_mean"] for one in each]
-        assert row["ttft_mean"] == sorted(values)[1]
-        assert len(set(values)) == 3
-    assert found["orders"][0]["seeds"] == sum(one["orders"][0]["holds"] for one in each)
 
 
 def test_adapters_are_ordered_and_read_ahead_as_published():
@@ -285,6 +284,9 @@ def test_the_table_shows_both_values_and_plots_are_written(capsys, tmp_path):
         (["nowhere.toml"], "nowhere.toml is neither a file nor a shipped study; those are adapter-scheduling"),
         (["fragmentation", "--scale", "0"], "--scale is 0"),
         (["fragmentation", "--seed", "-1"], "--seed is -1"),
+        (["fragmentation", "--seeds", "0"], "--seeds is 0; give 1 or more"),
+        (["fragmentation", "--jobs", "0"], "--jobs is 0; give 1 or more"),
+        (["fragmentation", "--check", "1.5"], "--check is 1.5; give a share above 0, at most 1"),
     ],
 )
 def test_wrong_usage_is_told(arguments, message, capsys):
