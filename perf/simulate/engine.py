@@ -40,15 +40,24 @@ def simulated_engine(
     *,
     stream: bool = True,
     mix: bool = True,
+    most_prompts: int | None = None,
     read_threads: int = 2,
     engine_type: type[Engine] = SimEngine,
 ) -> tuple[Engine, SimExecutor]:
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
+    mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
+    most_prompts: in a step; None for no limit.
     engine_type: `Engine` takes any request and one step at a time. The prefix cache works on the tokens of prompts:
     leave it off where those are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix)
-    return engine_type(config, executor, clock, SimReads(clock, read_threads)), executor
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream)
+    engine = engine_type(config, executor, clock, SimReads(clock, read_threads))
+    if isinstance(engine, SimEngine):
+        engine.scheduler.mix = mix
+        engine.scheduler.limit_prompts(most_prompts)
+    elif not mix or most_prompts is not None:
+        raise ValueError(f"mix is {mix} and most_prompts {most_prompts}: only SimEngine's scheduler keeps them")
+    return engine, executor

@@ -38,6 +38,7 @@ class Replica:
         index: int = 0,
         stream: bool = True,
         mix: bool = True,
+        most_prompts: int | None = None,
         read_threads: int = 2,
         keep_idle: bool = True,
     ) -> None:
@@ -50,7 +51,7 @@ class Replica:
         self.clock = VirtualClock()
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, read_threads=read_threads,
+            stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads,
         )  # fmt: skip
         self.wake = math.inf
         self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
-from ...core.requests.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission, Step
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
@@ -48,12 +48,15 @@ class SimRequest(Request):
 class SimAdmission(Admission):
     """Admission that also counts cold starts.
 
+    most_prompts: in one step; None for as many as there is room for.
     awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
     unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.most_prompts: int | None = None
+        self._most_rows = math.inf  # of the step being decided
         self.awaits_growth = False
         self.num_cold_starts = 0
         self.unnoted: dict[SimRequest, None] = {}
@@ -63,6 +66,9 @@ class SimAdmission(Admission):
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
+        if self.most_prompts is not None:
+            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in running)
+            self._most_rows = rows + self.most_prompts - prompts
         admitted = super().admit(running, budget, rows)
         for request in admitted:
             self.unnoted.pop(request, None)
@@ -72,6 +78,9 @@ class SimAdmission(Admission):
         if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
         return admitted
+
+    def _has_place(self, running: Running, rows: int) -> bool:
+        return rows < self._most_rows and super()._has_place(running, rows)
 
     def _order(self, step: Step) -> QueueOrder:
         self._current_order = super()._order(step)
@@ -122,7 +131,11 @@ class SimAdmission(Admission):
 
 
 class SimScheduler(Scheduler):
-    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may."""
+    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may.
+
+    mix: prompts and decoding requests share steps, as when serving. Otherwise a prompt interrupts decoding: its step
+    holds no other rows, and decoding goes on once no prompt is left (CaraServe, Fig. 2).
+    """
 
     admission_type = SimAdmission
     _admission: SimAdmission
@@ -130,6 +143,7 @@ class SimScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.mix = True
         self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
         self._all_drew = False  # every running request drew a token in the last step
 
@@ -138,11 +152,15 @@ class SimScheduler(Scheduler):
         """Requests whose adapter was not all there when they could begin."""
         return self._admission.num_cold_starts
 
+    def limit_prompts(self, most: int | None) -> None:
+        """Let no step begin more than `most` prompts, as in Punica (§5), whose limit is 1."""
+        self._admission.most_prompts = most
+
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
         if plan is None or len(plan.rows) != self._num_decoding:
-            return plan
+            return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
     def _all_decode(self) -> bool:
@@ -245,3 +263,17 @@ class SimScheduler(Scheduler):
     def _give_back(self, request: SimRequest) -> None:
         super()._give_back(request)
         request.quiet_until = 0
+
+
+def _prompts_first(plan: StepPlan) -> StepPlan:
+    """Return the prompts of a step that also decodes; other plans as they are.
+
+    The decode rows are decided again after it, as those of any plan that was not run.
+    """
+    rows = [row for row in plan.rows if len(row.tokens) > 1]
+    if not rows or len(rows) == len(plan.rows):
+        return plan
+    slots = {slot: index for index, slot in enumerate(sorted({row.slot for row in rows} - {BASE_SLOT}))}
+    for row in rows:
+        row.slot = slots.get(row.slot, BASE_SLOT)
+    return StepPlan(plan.step_id, rows, [plan.adapters[slot] for slot in slots])

@@ -46,7 +46,7 @@ def run_serving(setup: Setup) -> Outcome:
     replicas = [
         Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
-            read_threads=setup.read_threads, keep_idle=setup.keep_idle,
+            most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
         )
         for index in range(setup.replicas)
     ]  # fmt: skip

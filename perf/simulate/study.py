@@ -74,7 +74,8 @@ class Setup(Strict):
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
-    metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix, keep_idle: `Replica`'s.
+    metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix, most_prompts, keep_idle:
+    `Replica`'s.
     """
 
     profile: str
@@ -92,6 +93,7 @@ class Setup(Strict):
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
+    most_prompts: PositiveInt | None = None
     keep_idle: bool = True
 
 

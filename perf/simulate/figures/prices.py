@@ -34,13 +34,13 @@ def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapt
 
     rank: of all rows' adapters, of which `adapters` are distinct; 0 is the base model.
     """
-    kv = round(rows * context)
-    return costs.decode.seconds(rows, kv, rows * rank, adapters * rank) + costs.overhead.seconds(rows)
+    ranks, kv = rows * rank, round(rows * context)
+    seconds = costs.step.seconds(rows, rows, kv, round(context), ranks, ranks, adapters * rank)
+    return seconds + costs.overhead.seconds(rows)
 
 
 def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
     """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
-    total = prompts * tokens
-    pairs = prompts * tokens * (tokens + 1) / 2
-    seconds = costs.prefill.seconds(total, prompts, pairs, total * rank, rank, total)
+    total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
+    seconds = costs.step.seconds(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True)
     return seconds + costs.overhead.seconds(prompts, prompts)

@@ -40,12 +40,13 @@ class PendingTime:
         costs, tokens = self._costs, replica.pending_tokens
         seconds = 0.0
         if tokens:
-            work = costs.kernel.rank_work(tokens, replica.pending_token_ranks, replica.pending_max_rank)
-            seconds = costs.prefill.seconds(tokens, replica.num_waiting, 0.0, work, replica.pending_max_rank)
+            seconds = costs.queue_seconds(
+                tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
+            )  # fmt: skip
         too_many = replica.num_requests + 1 - replica.max_num_seqs
         if too_many > 0:
-            users = replica.num_with_adapter
-            work = costs.kernel.rank_work(users, replica.sum_ranks, replica.max_rank)
-            step = costs.decode.seconds(replica.max_num_seqs, 0, work, replica.sum_ranks)
+            step = costs.batch_seconds(
+                replica.max_num_seqs, replica.num_with_adapter, replica.sum_ranks, replica.max_rank
+            )  # fmt: skip
             seconds += too_many * self._mean_output_tokens * step / replica.max_num_seqs
         return seconds

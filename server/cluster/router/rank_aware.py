@@ -67,8 +67,7 @@ class RankAware:
 
     def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
         """A decode step of a batch; every request counts as one with an adapter of its own."""
-        work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
-        return self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
+        return self._costs.batch_seconds(requests, users, sum_ranks, max_rank) if requests else 0.0
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
         rows, pending = replica.num_waiting, replica.pending_tokens
@@ -87,5 +86,4 @@ class RankAware:
 
     def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
         """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""
-        work = self._costs.kernel.rank_work(tokens, token_ranks, max_rank)
-        return self._costs.prefill.seconds(tokens, rows, 0.0, work, max_rank)
+        return self._costs.queue_seconds(tokens, rows, token_ranks, max_rank) if rows else 0.0

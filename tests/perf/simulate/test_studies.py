@@ -157,7 +157,7 @@ def test_adapters_are_ordered_and_read_ahead_as_published():
             assert behind["ttft_p99"] > 1.02 * ahead["ttft_p99"]
             assert behind["total_tokens_per_second"] < 0.99 * ahead["total_tokens_per_second"]
             assert behind["cold_starts_per_second"] > 1.2 * ahead["cold_starts_per_second"]
-    assert streamed["ttft_mean"] < 0.98 * prefetch["ttft_mean"]
+    assert streamed["ttft_mean"] < 0.99 * prefetch["ttft_mean"]
     assert len(results.orders) == 4
 
 
@@ -196,7 +196,7 @@ def test_rank_aware_routing_keeps_more_requests_within_the_slo():
         )
         for other in (idle, chance, packed):
             assert aware["time_per_token_mean"] < 0.95 * other["time_per_token_mean"]
-            assert aware["slo_attainment"] > other["slo_attainment"] + 0.05
+            assert aware["slo_attainment"] > other["slo_attainment"] + 0.03
         assert packed["time_per_token_mean"] > 1.05 * chance["time_per_token_mean"]
 
 
