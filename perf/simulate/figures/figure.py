@@ -226,14 +226,14 @@ class Figure(Strict):
 
 def profile_path(name: str) -> str:
     """Return a profile's path if it is one of those beside the figures, which only they need; else its name."""
-    path = files(__package__) / "profiles" / f"{name}.json"
+    path = _shipped() / "profiles" / f"{name}.json"
     return str(path) if path.is_file() else name
 
 
 def load_figures() -> list[Figure]:
     """All figures, by paper. Raises StudyError."""
     found = []
-    for entry in sorted((files(__package__) / "papers").iterdir(), key=lambda entry: entry.name):
+    for entry in sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".toml"):
             found += parse_figures(entry.read_text("utf-8"), entry.name)
     return found
@@ -262,3 +262,7 @@ def _figure(fields: dict[str, Any], origin: str) -> Figure:
     for run in figure.simulated:
         figure.setup_of(run)
     return figure
+
+
+def _shipped() -> Any:
+    return files(__name__.rpartition(".")[0])

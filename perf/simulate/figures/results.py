@@ -32,7 +32,7 @@ class Line:
     def ratio(self) -> float | None:
         """Ours over the published number."""
         published = self.row.published
-        if self.ours is None or not isinstance(published, float) or not published:
+        if self.ours is None or isinstance(published, str) or not published:
             return None
         return self.ours.median / published
 
@@ -190,7 +190,7 @@ def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, fl
 def _claim(order: Order, values: Mapping[str, list[float]]) -> Claim:
     seeds = max(len(values[name]) for name in order.rows)
     columns = [
-        [each] * seeds if isinstance(each, float) else values[each] * (seeds // len(values[each]))
+        values[each] * (seeds // len(values[each])) if isinstance(each, str) else [each] * seeds
         for each in [*order.rising, *order.alike]
     ]
     return Claim(order, sum(_holds(order, at) for at in zip(*columns, strict=True)), seeds)

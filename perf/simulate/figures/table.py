@@ -87,9 +87,10 @@ def _table(heads: list[str], rows: Iterable[list[str]]) -> Iterator[str]:
 
 def _cells(line: Line) -> list[str]:
     row = line.row
-    published = "picture only" if row.published is None else row.published
-    if isinstance(published, float):
-        published = f"{number(published)} {row.unit}".strip()
+    if row.published is None:
+        published = "picture only"
+    else:
+        published = row.published if isinstance(row.published, str) else f"{number(row.published)} {row.unit}".strip()
     why = f"open: {row.open}" if row.open is not None else line.why
     return [published, _ours(line), "" if line.ratio is None else f"{line.ratio:.2f}", _flat(why)]
 
@@ -105,7 +106,7 @@ def claim_text(claim: Claim) -> str:
     order = claim.order
     if order.alike:
         return f"{', '.join(order.alike)} are alike within {order.within:.0%}"
-    return " < ".join(number(each) if isinstance(each, float) else each for each in order.rising)
+    return " < ".join(each if isinstance(each, str) else number(each) for each in order.rising)
 
 
 def held_text(claim: Claim) -> str:
