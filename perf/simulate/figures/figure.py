@@ -182,9 +182,10 @@ class Figure(Strict):
             for run in (row.run, row.over):
                 if run is not None and run not in self.runs:
                     raise ValueError(f"row {row.name!r}: {run!r} is no run; name one of {', '.join(self.runs)}")
+        computed = [row.name for row in self.rows if row.run is not None]
         for name in (name for order in self.orders for name in order.rows):
-            if name not in names:
-                raise ValueError(f"{name!r} is no row; name one of {', '.join(names)}")
+            if name not in computed:
+                raise ValueError(f"{name!r} is no row with a run; name one of {', '.join(computed)}")
         return self
 
     @property

@@ -86,6 +86,29 @@ def test_every_row_has_a_source_and_says_how_ours_is_found_or_why_not(name):
         assert len(system.does.split()) > 2, "it says what the baseline does"
 
 
+#: Beginnings of the texts' file names.
+TEXTS = {"caraserve": "000_", "dlora": "001_", "punica": "002_", "article": "004_"}
+
+
+@pytest.mark.parametrize("paper", TEXTS)
+def test_quotes_are_the_papers_own_words(paper, shared_data):
+    found = list((shared_data.parent / "papers").glob(f"{TEXTS[paper]}*.txt"))
+    if not found:
+        pytest.skip("the papers' texts are not at hand")
+    text = words(found[0].read_text("utf-8"))
+    for figure in FIGURES.values():
+        for each in [*figure.rows, *figure.orders] if figure.name.startswith(paper) else ():
+            for quote in re.findall('"([^"]+)"', each.source):
+                for part in quote.split("..."):
+                    assert words(part) in text, f"{figure.name}: {quote}"
+
+
+def words(text):
+    """Words of four letters and more, without what the texts' mark-up adds to numbers and symbols."""
+    found = re.findall("[a-z]{4,}", text.lower())
+    return " ".join(["", *(word for word in found if word not in ("percent", "times", "mathrm", "math")), ""])
+
+
 @pytest.mark.parametrize("name", FIGURES)
 def test_closed_forms_reproduce_what_they_claim_to(name):
     figure = FIGURES[name]
@@ -190,7 +213,8 @@ WRONG = {
     "a run": (changed('run = "one"', 'run = "three"'), "'three' is no run; name one of one, two, load"),
     "a unit": (changed('unit = "ms"', 'unit = "miles"'), "unit is 'miles'"),
     "a system": (changed('system = "slow"', 'system = "fast"'), "'fast' is no system"),
-    "an order": (changed('alike = ["first", "second"]', 'alike = ["first", "last"]'), "'last' is no row"),
+    "an order": (changed('alike = ["first", "second"]', 'alike = ["first", "last"]'), "'last' is no row with a run"),
+    "an open row": (changed('alike = ["first", "second"]', 'alike = ["first", "later"]'), "'later' is no row with"),
     "no order": (changed('alike = ["first", "second"]', 'alike = ["first"]'), "needs two rows or more"),
     "open and run": (changed('open = "magic"', 'open = "magic"\nrun = "one"'), "leave one out"),
     "over without form": (changed('run = "load"', 'run = "load"\nover = "one"'), "a comparison needs both"),
