@@ -1,11 +1,11 @@
-"""Controls of rank-aware routing: the same policy with a part of what it knows taken away."""
+"""A control of rank-aware routing: the same policy without what it is named after."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from ...server.cluster.router import Policy, RankAware, ReplicaState, Routed
+from ...server.cluster.router import Policy, ReplicaState, Routed
 from ..workload import WorkloadSpec
 
 
@@ -23,16 +23,6 @@ class RankBlind:
         if replicas is not self._seen:
             self._seen, self._blurred = replicas, [_Blurred(replica, self._rank) for replica in replicas]
         return self._policy(_Asked(request, self._rank), self._blurred)
-
-
-class WithoutPrefill(RankAware):
-    """Rank-aware routing that takes prompts for free."""
-
-    def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
-        return 0.0
-
-    def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
-        return 0.0
 
 
 def mean_rank(spec: WorkloadSpec) -> int:

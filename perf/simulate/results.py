@@ -48,7 +48,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Two rows of an order. held: seeds in which `low` is below `high`. gap: high − low, of each seed's two runs."""
+    """Two rows of an order. held: seeds in which they come in it. gap: high − low, of each seed's two runs."""
 
     low: str
     high: str
@@ -60,13 +60,14 @@ class Pair:
 class Order:
     """One published order of rows by a metric.
 
-    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals.
+    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within: see `Expectation`.
     """
 
     metric: str
     rows: list[str]
     pairs: list[Pair]
     source: str
+    within: float
     held: int
     seeds: int
 
@@ -82,7 +83,10 @@ class Order:
         pairs = [
             {"low": pair.low, "high": pair.high, "held": pair.held, "gap": pair.gap.to_json()} for pair in self.pairs
         ]
-        return {"metric": self.metric, "rows": self.rows, "held": self.held, "seeds": self.seeds, "pairs": pairs}
+        return {
+            "metric": self.metric, "rows": self.rows, "source": self.source, "within": self.within,
+            "held": self.held, "seeds": self.seeds, "pairs": pairs,
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -263,7 +267,10 @@ def _rounded(value: float) -> float:
 
 
 def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
-    claimed = [(each.metric, each.order, list(itertools.pairwise(each.order)), each.source) for each in study.expect]
+    found = [
+        _order(each.metric, each.order, list(itertools.pairwise(each.order)), each.source, each.within, runs)
+        for each in study.expect
+    ]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
         rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
         rows.sort(key=lambda row: row.paper[metric])
@@ -273,14 +280,16 @@ def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
             if low.paper[metric] < high.paper[metric]
         ]
         if pairs:
-            claimed.append((metric, [row.name for row in rows], pairs, study.source))
-    return [_order(*claim, runs) for claim in claimed]
+            found.append(_order(metric, [row.name for row in rows], pairs, study.source, 0.0, runs))
+    return found
 
 
-def _order(metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, runs: Sequence[_Run]) -> Order:
-    gaps = {(low, high): [run[high][metric] - run[low][metric] for run in runs] for low, high in pairs}
-    return Order(
-        metric, rows,
-        [Pair(*pair, sum(gap > 0 for gap in each), Spread.of(map(_rounded, each))) for pair, each in gaps.items()],
-        source, sum(all(each[place] > 0 for each in gaps.values()) for place in range(len(runs))), len(runs),
-    )  # fmt: skip
+def _order(
+    metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, within: float, runs: Sequence[_Run]
+) -> Order:
+    each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
+    found = [
+        Pair(low, high, sum(holds), Spread.of(_rounded(run[high][metric] - run[low][metric]) for run in runs))
+        for (low, high), holds in each.items()
+    ]
+    return Order(metric, rows, found, source, within, sum(map(all, zip(*each.values(), strict=True))), len(runs))

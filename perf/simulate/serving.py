@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +17,7 @@ from ..workload import WorkloadError, WorkloadSpec
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import first, simulate, simulate_clients
-from .controls import RankBlind, WithoutPrefill, mean_rank
+from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .records import Records
 from .replica import Replica
@@ -123,11 +124,11 @@ class _Adapters:
 def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spec: WorkloadSpec) -> Policy:
     router, costs = setup.router, profile.costs()
     tokens = router.mean_output_tokens or 0.0
-    rank_aware = RankAware if router.prices_prefill else WithoutPrefill
+    shared_by = tokens if router.prices_prefill else math.inf
     makers: dict[str, Callable[[], Policy]] = {
         "first": lambda: first, "most_idle": MostIdle, "first_fit": FirstFit, "consolidate": Consolidate,
         "random": lambda: Random(spec.seed),
-        "rank_aware": lambda: rank_aware(costs, router.slo or 0.0, tokens, mix=setup.mix),
+        "rank_aware": lambda: RankAware(costs, router.slo or 0.0, shared_by, mix=setup.mix),
         "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
     }  # fmt: skip
     policy = makers[router.policy]()

@@ -132,11 +132,16 @@ class Row(Strict):
 
 
 class Expectation(Strict):
-    """An order that is claimed without numbers: rows from the least value of the metric to the largest."""
+    """An order that is claimed without numbers: rows from the least value of the metric to the largest.
+
+    source: who claims it, "ours" for what the study itself is to show. within: by which share a row may be above the
+    next one all the same: 0.02 claims that it is at most 2 % worse.
+    """
 
     metric: str
     order: list[str] = Field(min_length=2)
     source: str
+    within: float = Field(default=0.0, ge=0)
 
 
 class Axis(Strict):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterator
+from os.path import commonprefix
 
 from rich.console import Console
 from rich.markup import escape
@@ -71,17 +72,27 @@ def held_text(order: Order) -> str:
 
 
 def order_text(order: Order) -> str:
-    return f"{METRICS[order.metric].label}: {' < '.join(order.rows)}"
+    group, names = _names(order)
+    between = f" < {1 + order.within:g} x " if order.within else " < "
+    return f"{METRICS[order.metric].label}{group and f' ({group})'}: {between.join(names.values())}"
 
 
-def broken(order: Order) -> Iterable[str]:
+def broken(order: Order) -> Iterator[str]:
     """Return a line for each pair of rows that does not come in order in every seed."""
+    _, names = _names(order)
     for pair in order.pairs:
         if pair.held < order.seeds:
             yield (
-                f"{pair.low} < {pair.high} in {pair.held} of {order.seeds}, "
+                f"{names[pair.low]} < {names[pair.high]} in {pair.held} of {order.seeds}, "
                 f"apart by {spread_text(order.metric, pair.gap)}"
             )
+
+
+def _names(order: Order) -> tuple[str, dict[str, str]]:
+    """Return what the names of an order's rows begin with, up to a colon or comma, and the rest of each."""
+    shared = commonprefix(order.rows)  # noqa: RUF071  of names, not of paths
+    end = max(shared.rfind(": "), shared.rfind(", "))
+    return shared[: max(0, end)], {name: name[end + 2 :] if end > 0 else name for name in order.rows}
 
 
 def point_text(strip: Strip, point: object) -> str:

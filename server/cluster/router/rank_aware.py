@@ -27,8 +27,9 @@ class RankAware:
     def __init__(
         self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0, *, mix: bool = False
     ) -> None:
-        """slo: seconds per token. penalty: seconds, far above any step's. mix: prompts share steps with those that
-        decode, as in Chorus; otherwise they interrupt them, as in the paper (§2.2).
+        """slo: seconds per token. mean_output_tokens: infinite where prompts count for nothing. penalty: seconds, far
+        above any step's. mix: prompts share steps with those that decode, as in Chorus; otherwise they interrupt
+        them, as in the paper (§2.2).
         """
         self._costs = costs
         self._slo = slo
@@ -39,7 +40,7 @@ class RankAware:
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
-        alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
+        alone = self._costs.queue_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
         best, least, fits, scores = 0, math.inf, False, self._scores
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
@@ -70,20 +71,17 @@ class RankAware:
         return self._costs.batch_seconds(requests, users, sum_ranks, max_rank) if requests else 0.0
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
-        rows, pending = replica.num_waiting, replica.pending_tokens
+        waiting, pending = replica.num_waiting, replica.pending_tokens
+        if self._mix:
+            return self._more_mixed(replica.num_requests - waiting, waiting, pending, tokens)
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
-        running = replica.num_requests - rows if self._mix else 0
-        if running:  # a token each; the ranks are those of all requests, as those of the running ones are not known
-            token_ranks, largest = token_ranks + replica.sum_ranks, replica.max_rank
-        if rows:
-            before = self._prefill_seconds(pending + running, rows + running, token_ranks, largest)
-        else:
-            before = self._decode_seconds(running, replica.num_with_adapter, replica.sum_ranks, replica.max_rank)
-        after = self._prefill_seconds(
-            pending + running + tokens, rows + running + 1, token_ranks + tokens * rank, max(largest, rank)
-        )
-        return after - before
+        after = self._costs.queue_seconds(
+            pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
+        )  # fmt: skip
+        return after - self._costs.queue_seconds(pending, waiting, token_ranks, largest)
 
-    def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
-        """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""
-        return self._costs.queue_seconds(tokens, rows, token_ranks, max_rank) if rows else 0.0
+    def _more_mixed(self, running: int, waiting: int, pending: int, tokens: int) -> float:
+        """Seconds that the next step takes longer, in which `running` requests decode; adapters are Δdecode's part."""
+        seconds, rows = self._costs.queue_seconds, running + waiting
+        before = seconds(pending + running, rows, 0, 0) if waiting else self._decode_seconds(running, 0, 0, 0)
+        return seconds(pending + running + tokens, rows + 1, 0, 0) - before

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.profile import load_profile
-from chorus.perf.simulate.controls import RankBlind, WithoutPrefill, mean_rank
+from chorus.perf.simulate.controls import RankBlind, mean_rank
 from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import MostIdle, PendingTime, RankAware, ReplicaState
@@ -31,8 +33,8 @@ def cluster(shapes, rank=None):
     ]  # fmt: skip
 
 
-def rank_aware(profile, kind=RankAware, **options):
-    return kind(load_profile(profile).costs(), SLO, 50.0, **options)
+def rank_aware(profile, tokens=50.0, **options):
+    return RankAware(load_profile(profile).costs(), SLO, tokens, **options)
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
@@ -46,14 +48,14 @@ def test_without_ranks_every_adapter_has_the_mean_rank(shapes, request, profile,
 def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shapes, request, profile, mix):
     replicas = [state for state in cluster(shapes) if state.has_room(request)]
     if replicas:
-        control = RankBlind(rank_aware(profile, WithoutPrefill, mix=mix), MEAN)
+        control = RankBlind(rank_aware(profile, math.inf, mix=mix), MEAN)
         chosen = replicas[control(request, replicas)].num_requests
         assert chosen == replicas[MostIdle()(request, replicas)].num_requests
 
 
 @given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
 def test_without_prices_of_prompts_it_does_not_matter_which_requests_wait(shapes, request, profile, mix):
-    control = rank_aware(profile, WithoutPrefill, mix=mix)
+    control = rank_aware(profile, math.inf, mix=mix)
     running = [([*running, *(rank for _, rank in queue)], []) for running, queue in shapes]
     assert control(request, cluster(shapes)) == control(request, cluster(running))
 

@@ -27,9 +27,9 @@ source = "us"
 
 
 def published(first, second):
-    return changed('[[rows]]\nname = "two"', f'[[rows]]\nname = "two"\npaper = {{ ttft_mean = {first} }}').replace(
-        "ttft_mean = 0.5", f"ttft_mean = {second}"
-    )
+    """Two replicas, and one that serves one request at a time."""
+    told = changed('[[rows]]\nname = "two"', f'[[rows]]\nname = "two"\npaper = {{ ttft_mean = {first} }}')
+    return told.replace("ttft_mean = 0.5", f"ttft_mean = {second}").replace("mix = false", '"engine.max_num_seqs" = 1')
 
 
 def study(text=TINY):
