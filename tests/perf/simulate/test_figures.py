@@ -48,6 +48,20 @@ NUMBERS = {
 }
 
 
+def test_the_baseline_of_punica_11_is_reproduced_before_anything_is_compared_with_it():
+    figure = FIGURES["punica-11"]
+    runs = {"vLLM, Identical", "13B: vLLM, Identical"}
+    figure = figure.model_copy(
+        update={
+            "runs": {run: figure.runs[run] for run in runs}, "rows": [row for row in figure.rows if row.name in runs],
+            "orders": [],
+        }
+    )  # fmt: skip
+    (result,) = compute([figure], seeds=3)
+    for line in result.lines:
+        assert line.ratio == pytest.approx(1, abs=0.03), line.row.name
+
+
 def test_every_figure_that_was_asked_for_is_there():
     assert sorted(FIGURES) == sorted(f"{paper}-{name}" for paper, names in ASKED.items() for name in names)
 
