@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...server.flags import UsageError
+from .figures import command as figures
 from .metrics import SHARE
 
 if TYPE_CHECKING:
@@ -22,7 +23,12 @@ HELP = "compare policies in virtual time, beside published numbers"
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("studies", nargs="*", metavar="STUDY", help="a study's name (see --list), a TOML file of your own, or `all`")
+    add(
+        "studies",
+        nargs="*",
+        metavar="STUDY",
+        help="a study's name (see --list), a TOML file of your own, `all`, or `figures`: the papers' numbers and ours",
+    )
     add("--list", action="store_true", help="print the studies that come with Chorus")
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
@@ -43,6 +49,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"fail (exit code 1) unless every order holds in this share of seeds (default: {SHARE:g})",
     )
     add("--time", action="store_true", help="print what the simulation itself took, to standard error")
+    figures.add_flags(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -53,6 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
     from .study import StudyError, load_study, shipped_studies
     from .table import print_list
 
+    if arguments.studies == ["figures"]:
+        return figures.run(arguments)
     if arguments.list:
         print_list([load_study(name) for name in shipped_studies()], Console())
         return 0

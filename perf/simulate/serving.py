@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +38,7 @@ class Outcome:
 
 def run_serving(setup: Setup) -> Outcome:
     """Raises StudyError for what the setup's parts refuse."""
-    profile = _profile(setup)
+    profile = changed_profile(setup.profile, setup.terms)
     try:
         spec = WorkloadSpec.parse(setup.workload)
     except WorkloadError as error:
@@ -68,14 +68,18 @@ def run_serving(setup: Setup) -> Outcome:
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
 
 
-def _profile(setup: Setup) -> Profile:
-    profile = load_profile(setup.profile)
-    for name, value in setup.terms.items():
-        part, _, term = name.partition(".")
-        terms = getattr(profile, part, None)
-        if not isinstance(terms, Terms) or not term:
-            raise StudyError(f"terms.{name}: no such cost model in profile {profile.name}; write it like link.per_byte")
-        changed = {**terms.terms, term: Number(value=value, source="set by the study")}
+def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:
+    """A profile with other values for some terms of its cost models. Raises StudyError and ProfileError."""
+    profile = load_profile(name)
+    parts = {part for part, each in Profile.model_fields.items() if each.annotation in (Terms, Terms | None)}
+    for dotted, value in terms.items():
+        part, _, term = dotted.partition(".")
+        if part not in parts or not term:
+            raise StudyError(
+                f"terms.{dotted}: no such cost model in profile {profile.name}; write it like link.per_byte"
+            )
+        before = getattr(profile, part)
+        changed = {**(before.terms if before else {}), term: Number(value=value, source="set by the study")}
         profile = profile.model_copy(update={part: Terms(terms=changed)})
     profile.costs()
     return profile

@@ -1,0 +1,50 @@
+"""Baselines that Chorus' engine is no model of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from ....core.costs.models import CostModel
+from ...workload import WorkloadSpec
+from ...workload.request import TraceRequest
+from ..serving import changed_profile
+from ..study import Setup
+from .prices import decode_seconds, prefill_seconds
+
+
+def static_batches(setup: Setup) -> dict[str, float]:
+    """Metrics of a server without continuous batching, all of whose requests are there from the start.
+
+    As in HuggingFace Transformers, DeepSpeed and FasterTransformer (Punica §5.4, §7.2): consecutive requests of one
+    adapter make a batch, which is padded to its longest prompt and decodes until its longest answer has ended.
+    """
+    costs = changed_profile(setup.profile, setup.terms).costs()
+    most = setup.engine["max_num_seqs"]
+    seconds = tokens = steps = 0.0
+    for batch in _batches(WorkloadSpec.parse(setup.workload), most):
+        took, count = _seconds(batch, costs)
+        seconds += took
+        steps += count
+        tokens += sum(request.output_tokens for request in batch)
+    return {"tokens_per_second": tokens / seconds, "simulated_seconds": seconds, "busy_batch": tokens / steps}
+
+
+def _batches(requests: Iterable[TraceRequest], most: int) -> Iterator[list[TraceRequest]]:
+    batch: list[TraceRequest] = []
+    for request in requests:
+        if batch and (len(batch) == most or request.adapter != batch[0].adapter):
+            yield batch
+            batch = []
+        batch.append(request)
+    if batch:
+        yield batch
+
+
+def _seconds(batch: list[TraceRequest], costs: CostModel) -> tuple[float, int]:
+    """Seconds of a batch, and its steps."""
+    rows, prompt = len(batch), max(request.prompt_tokens for request in batch)
+    steps = max(request.output_tokens for request in batch) - 1
+    rank = batch[0].rank or 0
+    # a decode step's price is linear in its KV: all of them take what the middle one takes, times their number
+    middle = decode_seconds(costs, rows, prompt + (steps + 1) / 2, rank, 1)
+    return prefill_seconds(costs, rows, prompt, rank) + steps * middle, steps + 1

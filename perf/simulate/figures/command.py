@@ -1,0 +1,61 @@
+"""`chorus simulate figures`: the papers' numbers, ours, ratios, and in which share of seeds orders hold."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from ....server.flags import UsageError
+
+SEEDS, QUICK_SEEDS = 10, 3
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("figures", "flags of `simulate figures`, the table of all published numbers")
+    group.add_argument("--figure", action="append", metavar="NAME", help="this figure only; may be given several times")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from ....core.costs.profile import ProfileError
+    from ..study import StudyError
+    from .figure import load_figures
+    from .results import compute
+    from .table import document, print_figures
+
+    seeds = arguments.seeds or (QUICK_SEEDS if arguments.quick else SEEDS)
+    try:
+        figures = load_figures()
+        if arguments.list:
+            for figure in figures:
+                print(f"{figure.name:20} {figure.paper}, {figure.title}")
+            return 0
+        if arguments.figure:
+            known = {figure.name: figure for figure in figures}
+            if unknown := [name for name in arguments.figure if name not in known]:
+                raise UsageError(
+                    f"chorus simulate: error: --figure {unknown[0]} is none; use one of {', '.join(known)}"
+                )
+            figures = [known[name] for name in arguments.figure]
+        results = compute(
+            figures, seeds=seeds, quick=arguments.quick, jobs=arguments.jobs,
+            told=lambda what: print(what, file=sys.stderr),
+        )  # fmt: skip
+    except (StudyError, ProfileError) as error:
+        print(f"chorus simulate: error: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        for result in results:
+            print(json.dumps(result.to_json()))
+    else:
+        console = Console()
+        print_figures(results, console if console.is_terminal else Console(width=200))
+    if arguments.markdown is not None:
+        path: Path = arguments.markdown
+        flags = "".join(f" --figure {name}" for name in arguments.figure or ()) + " --quick" * arguments.quick
+        text = document(results, f"chorus simulate figures{flags} --seeds {seeds} --markdown docs/{path.name}", seeds)
+        path.write_text(text, encoding="utf-8")
+    return 0

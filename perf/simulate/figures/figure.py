@@ -1,0 +1,269 @@
+r"""Figures as data: what a paper prints, where, in which setting, and how ours is computed.
+
+    paper = "Punica (MLSys 2024)"
+
+    [[figures]]
+    name = "punica-1"
+    title = "Fig. 1: decode latency by batch size"
+    setting = "what the paper says of it"
+    assumed = "what it does not say"
+
+    [figures.runs]                # of the simulator, or prices of a profile
+    "batch 32" = { price = { of = "decode", profile = "a100-llama2-7b", rows = 32, context = 2048 } }
+
+    [[figures.rows]]
+    name = "batch 32, long"
+    published = 34.0
+    unit = "ms"
+    source = "§2.1: \"from 17 ms to 34 ms for longer sequences\""
+    run = "batch 32"
+
+A serving run is a row of a shipped study (`row`), or the figure's own `setup`, with some fields changed (`set`).
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from importlib.resources import files
+from typing import Any, Literal
+
+from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_validator
+
+from ...workload.model import Strict
+from ..study import Pool, Row, Setup, Study, StudyError, load_study
+
+#: What a value in SI units, or a share, is multiplied by to have the unit.
+UNITS = {
+    "ms": 1e3, "µs": 1e6, "%": 1e2, "times": 1.0, "tokens/s": 1.0, "requests/s": 1.0, "1/s": 1.0, "MB": 1e-6,
+    "MiB": 2.0**-20, "": 1.0,
+}  # fmt: skip
+
+
+class Price(Strict):
+    """Something that a profile alone tells, in closed form.
+
+    of: a decode step, the LoRA products in it, a prefill of one prompt, a load over the link (seconds), an adapter's
+    size or that of a request's KV (bytes). rows: of the decode step. context: tokens that each has in its KV cache, or
+    that the prompt has. rank, adapters: every row's, and how many distinct ones there are; default: one per row. share:
+    of the price, as 1/32 for one of 32 layers.
+    """
+
+    of: Literal["decode", "lora", "prefill", "load", "adapter", "kv"]
+    profile: str
+    rows: PositiveInt = 1
+    context: int = Field(default=0, ge=0)
+    rank: int = Field(default=0, ge=0)
+    adapters: PositiveInt | None = None
+    targets: list[str] = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    share: PositiveFloat = 1.0
+
+
+class Term(Strict):
+    """Value of a cost model's term, and what it was fitted to, or where it is from."""
+
+    value: float = Field(ge=0)
+    source: str = Field(min_length=3)
+
+
+class System(Strict):
+    """A system of the paper's, as what it does.
+
+    does: in words. terms: dotted, in place of the profile's. set: dotted fields of the setup. static: it keeps a batch,
+    all of one adapter, until its longest answer has ended (`static_batches`).
+    """
+
+    does: str
+    terms: dict[str, Term] = {}
+    set: dict[str, Any] = {}
+    static: bool = False
+
+
+class Run(Strict):
+    """A simulation, or a price.
+
+    row: of the figure's study. set: dotted fields in place of its own and of the system's.
+    """
+
+    price: Price | None = None
+    row: str | None = None
+    system: str | None = None
+    set: dict[str, Any] = {}
+
+
+class Published(Strict):
+    """One published number, and how ours is computed.
+
+    published: the number; words where the text has only these; None where no text has it. unit: see `UNITS`. source:
+    section and the paper's own words. run, metric: where ours is from; a price's metric is "value". over, over_metric:
+    the run that it is compared with. form: of the comparison; "saving" is 1 less the ratio. open: the mechanism that is
+    not built yet, which is why there is no run. tolerance: share by which a closed form may differ from the number.
+    why: why ours differs, or that the number is what the profile was fitted to.
+    """
+
+    name: str = Field(min_length=1)
+    published: float | str | None = None
+    unit: str = ""
+    source: str = Field(min_length=3)
+    run: str | None = None
+    metric: str = "value"
+    over: str | None = None
+    over_metric: str | None = None
+    form: Literal["value", "increase", "ratio", "saving"] = "value"
+    open: str | None = None
+    tolerance: PositiveFloat | None = None
+    why: str = ""
+
+    @model_validator(mode="after")
+    def _is_computed_or_open(self) -> Published:
+        if self.unit not in UNITS:
+            raise ValueError(f"unit is {self.unit!r}; use one of {', '.join(map(repr, UNITS))}")
+        if (self.over is None) != (self.form == "value"):
+            raise ValueError(f"form is {self.form!r} and over {self.over!r}; a comparison needs both")
+        if self.run is not None and self.open is not None:
+            raise ValueError(f"there is a run, {self.run!r}, though the mechanism {self.open!r} is open; leave one out")
+        return self
+
+
+class Order(Strict):
+    """What is claimed of several rows. rising: from the least value to the largest; a number is a bound in the unit.
+
+    alike: rows whose values are the same within the share `within`, which is chosen here: papers say "roughly".
+    """
+
+    rising: list[str | float] = []
+    alike: list[str] = []
+    within: PositiveFloat = 0.05
+    source: str = Field(min_length=3)
+
+    @model_validator(mode="after")
+    def _is_one_claim(self) -> Order:
+        if (len(self.rising) < 2) == (len(self.alike) < 2):
+            raise ValueError("an order needs two rows or more, as either rising or alike; give one of them")
+        return self
+
+    @property
+    def rows(self) -> list[str]:
+        return [name for name in [*self.rising, *self.alike] if isinstance(name, str)]
+
+
+class Figure(Strict):
+    """A figure, a table, or numbers of one section.
+
+    setting: the paper's. assumed: what it does not state; alike for all rows. why: why ours differ, for all rows that
+    say nothing themselves. study: whose rows the runs name. set: dotted fields of all of these, which give way to the
+    study's quick ones. setup, quick: of runs without a study.
+    """
+
+    paper: str
+    name: str
+    title: str
+    setting: str
+    assumed: str = ""
+    why: str = ""
+    study: str | None = None
+    set: dict[str, Any] = {}
+    setup: dict[str, Any] = {}
+    quick: dict[str, Any] = {}
+    systems: dict[str, System] = {}
+    runs: dict[str, Run] = {}
+    rows: list[Published] = Field(min_length=1)
+    orders: list[Order] = []
+
+    @model_validator(mode="after")
+    def _names_exist(self) -> Figure:
+        for name, run in self.runs.items():
+            if run.system is not None and run.system not in self.systems:
+                raise ValueError(f"run {name!r}: {run.system!r} is no system; name one of {', '.join(self.systems)}")
+        names = [row.name for row in self.rows]
+        if len(set(names)) < len(names):
+            raise ValueError("two rows have one name; rename one")
+        for row in self.rows:
+            for run in (row.run, row.over):
+                if run is not None and run not in self.runs:
+                    raise ValueError(f"row {row.name!r}: {run!r} is no run; name one of {', '.join(self.runs)}")
+        computed = [row.name for row in self.rows if row.run is not None]
+        for name in (name for order in self.orders for name in order.rows):
+            if name not in computed:
+                raise ValueError(f"{name!r} is no row with a run; name one of {', '.join(computed)}")
+        return self
+
+    @property
+    def simulated(self) -> list[str]:
+        """Names of the runs that depend on a seed."""
+        return [name for name, run in self.runs.items() if run.price is None]
+
+    def setup_of(self, name: str, *, quick: bool = False, seed: int | None = None) -> Setup | Pool:
+        """Return the setup of a serving run. Raises StudyError."""
+        run, fields = self.runs[name], {}
+        if run.system is not None:
+            system = self.systems[run.system]
+            fields = system.set | {f"terms.{term}": each.value for term, each in system.terms.items()}
+        fields |= run.set
+        if run.row is None:
+            study = Study(
+                name=self.name, title=self.title, source=self.paper, why=self.why, metrics=["requests"],
+                setup=self.setup, quick=self.quick, rows=[Row(name=name, set=fields)],
+            )  # fmt: skip
+        else:
+            if self.study is None:
+                raise StudyError(f"{self.name}: run {name!r} names a row of a study; set study")
+            study = load_study(self.study)
+            known = {row.name: row for row in study.rows}
+            if run.row not in known:
+                raise StudyError(f"{self.name}: run {name!r}: {run.row!r} is no row of {self.study}; check its name")
+            shared = {name: value for name, value in self.set.items() if not (quick and name in study.quick)}
+            fields = shared | known[run.row].set | fields
+        setup = study.setup_of(Row(name=name, set=fields), quick=quick, seed=seed)
+        if isinstance(setup, Setup):
+            setup = setup.model_copy(update={"profile": profile_path(setup.profile)})
+        return setup
+
+    def is_static(self, name: str) -> bool:
+        """True if the run is one of a system that keeps its batches."""
+        system = self.runs[name].system
+        return system is not None and self.systems[system].static
+
+
+def profile_path(name: str) -> str:
+    """Return a profile's path if it is one of those beside the figures, which only they need; else its name."""
+    path = _shipped() / "profiles" / f"{name}.json"
+    return str(path) if path.is_file() else name
+
+
+def load_figures() -> list[Figure]:
+    """All figures, by paper. Raises StudyError."""
+    found = []
+    for entry in sorted((_shipped() / "papers").iterdir(), key=lambda entry: entry.name):
+        if entry.name.endswith(".toml"):
+            found += parse_figures(entry.read_text("utf-8"), entry.name)
+    return found
+
+
+def parse_figures(text: str, origin: str) -> list[Figure]:
+    """The figures of one paper. Raises StudyError, which begins with `origin`."""
+    try:
+        fields = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
+    paper, figures = fields.pop("paper", None), fields.pop("figures", [])
+    if fields or not isinstance(paper, str):
+        raise StudyError(f"{origin}: it must have a paper and figures, and nothing else; has {', '.join(fields)}")
+    return [_figure({**each, "paper": paper}, f"{origin}: {each.get('name', '?')}") for each in figures]
+
+
+def _figure(fields: dict[str, Any], origin: str) -> Figure:
+    try:
+        figure = Figure.model_validate_json(json.dumps(fields))
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        message = first["msg"].removeprefix("Value error, ")
+        raise StudyError(f"{origin}: {place}: {message}" if place else f"{origin}: {message}") from None
+    for run in figure.simulated:
+        figure.setup_of(run)
+    return figure
+
+
+def _shipped() -> Any:
+    return files(__name__.rpartition(".")[0])

@@ -1,0 +1,323 @@
+"""The papers' figures: that all are there with their sources, what is computed, and what the table says."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from chorus.perf.simulate.__main__ import main
+from chorus.perf.simulate.figures.baselines import static_batches
+from chorus.perf.simulate.figures.figure import load_figures, parse_figures
+from chorus.perf.simulate.figures.results import compute
+from chorus.perf.simulate.figures.table import document
+from chorus.perf.simulate.study import Setup, StudyError
+
+FIGURES = {figure.name: figure for figure in load_figures()}
+
+#: Every figure and table with numbers that the papers' texts print.
+ASKED = {
+    "caraserve": ["2", "3", "4", "5", "9", "10", "12", "13", "14", "15", "16", "17", "18", "19", "20", "sizes"],
+    "punica": ["1", "7", "8", "9", "10", "11", "12", "13", "loads"],
+    "dlora": ["2b", "5", "9", "10", "11", "12", "13", "14", "15", "sizes"],
+    "slora": ["table"],
+    "article": ["sizes", "overhead", "scheduling", "fragmentation"],
+}
+
+#: Numbers that must be among a figure's published ones.
+NUMBERS = {
+    "caraserve-3": [10, 16, 20],
+    "caraserve-5": [34.8, 35.8, 35.3, 35.9],
+    "caraserve-9": [0.96],
+    "caraserve-10": [412, 451, 22, 71, 78, 11, 50, 50, 9],
+    "caraserve-13": [88, 126, 36, 28, 36, 5, 25, 31, 6, 42, 41, 1, 25, 25, 10, 24, 20, 9],
+    "caraserve-14": [31, 22, 9, 8, 3, 3, 6, 3, 2, 39, 39, 7, 34, 32, 7, 31, 31, 8],
+    "caraserve-15": [20.2, 18.5],
+    "caraserve-19": [99, 16.1, 18.8, 36.4, 99, 36.0],
+    "caraserve-20": [80],
+    "punica-1": [11, 13, 17, 34, 32],
+    "punica-8": [37, 116, 46, 40],
+    "punica-9": [72, 75, 89, 118],
+    "punica-10": [72],
+    "punica-12": [457],
+    "slora-table": [8.05, 7.61, 5.5],
+    "dlora-5": [38.9],
+    "dlora-11": [3.6, 1.4],
+    "article-overhead": [28.5, 3.1, 10.9, 48.2, 8.6],
+}
+
+
+def test_the_baseline_of_punica_11_is_reproduced_before_anything_is_compared_with_it():
+    figure = FIGURES["punica-11"]
+    runs = {"vLLM, Identical", "13B: vLLM, Identical"}
+    figure = figure.model_copy(
+        update={
+            "runs": {run: figure.runs[run] for run in runs}, "rows": [row for row in figure.rows if row.name in runs],
+            "orders": [],
+        }
+    )  # fmt: skip
+    (result,) = compute([figure], seeds=3)
+    for line in result.lines:
+        assert line.ratio == pytest.approx(1, abs=0.03), line.row.name
+
+
+def test_every_figure_that_was_asked_for_is_there():
+    assert sorted(FIGURES) == sorted(f"{paper}-{name}" for paper, names in ASKED.items() for name in names)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_figure_has_all_of_its_published_numbers(name):
+    left = [row.published for row in FIGURES[name].rows]
+    for number in NUMBERS[name]:
+        left.remove(number)
+    assert not [number for number in left if isinstance(number, float)]
+
+
+def test_punica_11_has_both_models_and_vllm_beside_them():
+    published = {row.name: row.published for row in FIGURES["punica-11"].rows}
+    for popularity in ("Distinct", "Uniform", "Skewed", "Identical"):
+        assert published[f"Punica, {popularity}"] == 1044
+        assert published[f"13B: Punica, {popularity}"] == 693
+    assert published["vLLM, Identical"] == 1140
+    assert published["13B: vLLM, Identical"] == 789
+    assert published["Punica over vLLM, Distinct"] == 12
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_row_has_a_source_and_says_how_ours_is_found_or_why_not(name):
+    figure = FIGURES[name]
+    assert figure.setting
+    for row in figure.rows:
+        assert re.search(r"§|Fig|abstract|table|\"|ours|above|over|<|list of", row.source), row.source
+        if row.run is not None:
+            assert row.why or figure.why, f"{row.name} says nothing of why it may differ"
+        elif row.published is None or row.why or figure.why:
+            assert row.open is None or row.why == "", "it is open, or says why nothing is computed"
+        else:
+            assert row.open, f"{row.name} is neither computed nor names the mechanism that it waits for"
+    for system in figure.systems.values():
+        assert len(system.does.split()) > 2, "it says what the baseline does"
+
+
+#: Beginnings of the texts' file names.
+TEXTS = {"caraserve": "000_", "dlora": "001_", "punica": "002_", "article": "004_"}
+
+
+@pytest.mark.parametrize("paper", TEXTS)
+def test_quotes_are_the_papers_own_words(paper, shared_data):
+    found = list((shared_data.parent / "papers").glob(f"{TEXTS[paper]}*.txt"))
+    if not found:
+        pytest.skip("the papers' texts are not at hand")
+    text = words(found[0].read_text("utf-8"))
+    for figure in FIGURES.values():
+        for each in [*figure.rows, *figure.orders] if figure.name.startswith(paper) else ():
+            for quote in re.findall('"([^"]+)"', each.source):
+                for part in quote.split("..."):
+                    assert words(part) in text, f"{figure.name}: {quote}"
+
+
+def words(text):
+    """Words of four letters and more, without what the texts' mark-up adds to numbers and symbols."""
+    found = re.findall("[a-z]{4,}", text.lower())
+    return " ".join(["", *(word for word in found if word not in ("percent", "times", "mathrm", "math")), ""])
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_closed_forms_reproduce_what_they_claim_to(name):
+    figure = FIGURES[name]
+    if figure.simulated:
+        figure = figure.model_copy(
+            update={
+                "rows": [row for row in figure.rows if not {row.run, row.over} & set(figure.simulated)],
+                "orders": [], "runs": {run: figure.runs[run] for run in figure.runs.keys() - set(figure.simulated)},
+            }
+        )  # fmt: skip
+    (result,) = compute([figure], seeds=1)
+    for line in result.lines:
+        if line.row.tolerance is not None:
+            assert line.ratio == pytest.approx(1, abs=line.row.tolerance), line.row.name
+
+
+def test_fig_5_decides_as_the_paper_does():
+    (result,) = compute([FIGURES["caraserve-5"]], seeds=1)
+    assert [(claim.held, claim.seeds) for claim in result.claims] == [(1, 1), (1, 1)]
+
+
+def test_a_running_request_waits_for_the_loads_of_those_that_join_it():
+    (result,) = compute([FIGURES["caraserve-2"]], seeds=1)
+    ours = result.lines[0].ours
+    assert ours is not None
+    assert ours.median == pytest.approx(2, rel=1e-5)
+
+
+# -- what may be written
+
+
+TINY = """
+paper = "a paper"
+
+[[figures]]
+name = "tiny"
+title = "Fig. 0"
+setting = "any"
+
+[figures.setup]
+profile = "a10-llama2-7b-bgmv"
+
+[figures.setup.workload]
+requests = 20
+arrivals = { process = "poisson", rate = 10.0 }
+popularity = { kind = "uniform" }
+lengths = { kind = "alpaca" }
+adapters = { count = 5, ranks = { kind = "fixed", rank = 8 } }
+
+[figures.systems.slow]
+does = "takes longer"
+terms = { "overhead.base" = { value = 0.1, source = "made up" } }
+
+[figures.runs]
+one = {}
+two = { system = "slow" }
+load = { price = { of = "load", profile = "a10-llama2-7b-bgmv", rank = 8 } }
+
+[[figures.rows]]
+name = "first"
+published = 100.0
+unit = "ms"
+source = "§1: words"
+run = "one"
+metric = "ttft_mean"
+
+[[figures.rows]]
+name = "second"
+unit = "ms"
+source = "§1: words"
+run = "two"
+metric = "ttft_mean"
+
+[[figures.rows]]
+name = "loading"
+unit = "ms"
+source = "§1: words"
+run = "load"
+
+[[figures.rows]]
+name = "later"
+published = 3.0
+source = "§1: words"
+open = "magic"
+
+[[figures.orders]]
+rising = ["first", "second"]
+source = "§1: words"
+
+[[figures.orders]]
+alike = ["first", "second"]
+source = "§1: words"
+"""
+
+
+def changed(old, new):
+    assert old in TINY
+    return TINY.replace(old, new, 1)
+
+
+WRONG = {
+    "a run": (changed('run = "one"', 'run = "three"'), "'three' is no run; name one of one, two, load"),
+    "a unit": (changed('unit = "ms"', 'unit = "miles"'), "unit is 'miles'"),
+    "a system": (changed('system = "slow"', 'system = "fast"'), "'fast' is no system"),
+    "an order": (changed('alike = ["first", "second"]', 'alike = ["first", "last"]'), "'last' is no row with a run"),
+    "an open row": (changed('alike = ["first", "second"]', 'alike = ["first", "later"]'), "'later' is no row with"),
+    "no order": (changed('alike = ["first", "second"]', 'alike = ["first"]'), "needs two rows or more"),
+    "open and run": (changed('open = "magic"', 'open = "magic"\nrun = "one"'), "leave one out"),
+    "over without form": (changed('run = "load"', 'run = "load"\nover = "one"'), "a comparison needs both"),
+    "two names": (changed('name = "second"', 'name = "first"'), "two rows have one name"),
+    "a setup": (changed("requests = 20", "request = 20"), ""),
+    "TOML": (TINY + "[", "not TOML"),
+    "no paper": (changed('paper = "a paper"', ""), "it must have a paper"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_figures_are_refused(case):
+    text, message = WRONG[case]
+    with pytest.raises(StudyError) as caught:
+        compute(parse_figures(text, "tiny.toml"), seeds=1)
+    assert message in str(caught.value)
+
+
+# -- results
+
+
+def test_rows_are_medians_over_seeds_and_orders_are_counted_seed_by_seed():
+    (result,) = compute(parse_figures(TINY, "tiny.toml"), seeds=3)
+    first, second, loading, later = result.lines
+    (alone,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    seed, ours, slow, load = (line.ours for line in (alone.lines[0], first, second, loading))
+    assert seed and ours and slow and load
+    assert seed.low == seed.high == seed.median, "one seed"
+    assert ours.low < ours.median < ours.high
+    assert ours.low <= seed.median <= ours.high
+    assert first.ratio == pytest.approx(ours.median / 100)
+    assert slow.median > ours.median + 100, "every step takes 0.1 s more"
+    assert loading.exact and load.low == load.high
+    assert (later.status, later.ours, later.ratio) == ("open", None, None)
+    rising, alike = result.claims
+    assert (rising.held, rising.seeds) == (3, 3)
+    assert (alike.held, alike.seeds) == (0, 3)
+
+
+def test_results_do_not_depend_on_jobs():
+    one, two = (compute(parse_figures(TINY, "tiny.toml"), seeds=2, jobs=jobs)[0].to_json() for jobs in (1, 2))
+    assert one == two
+
+
+def test_the_page_names_sources_mechanisms_and_fits():
+    results = compute(parse_figures(TINY, "tiny.toml"), seeds=2)
+    page = document(results, "chorus simulate figures", 2)
+    assert "open: magic" in page
+    assert "made up" in page
+    assert re.search(r"\| loading \| picture only \| [\d.]+ ms \(exact\) \|", page)
+    assert "in 2 of 2 seeds" in page
+
+
+def test_the_command_prints_one_figure(capsys):
+    assert main(["figures", "--figure", "caraserve-5", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["figure"] == "caraserve-5"
+    assert {row["status"] for row in found["rows"]} == {"computed"}
+    assert main(["figures", "--figure", "punica-99"]) == 2
+    assert "punica-99 is none; use one of" in capsys.readouterr().err
+    assert main(["figures", "--list"]) == 0
+    assert "caraserve-10" in capsys.readouterr().out
+
+
+# -- baselines
+
+
+def test_static_batches_wait_for_their_longest_answer():
+    def setup(popularity, output):
+        return Setup.model_validate(
+            {
+                "profile": "a10-llama2-7b-bgmv",
+                "engine": {"max_num_seqs": 4},
+                "workload": {
+                    "requests": 64,
+                    "arrivals": {"process": "constant", "rate": 1e6},
+                    "popularity": {"kind": popularity},
+                    "lengths": {"kind": "laws", "prompt": {"law": "constant", "tokens": 16}, "output": output},
+                    "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
+                },
+            }
+        )
+
+    equal = {"law": "constant", "tokens": 50}
+    spread = {"law": "uniform", "low": 1, "high": 99}
+    alone = static_batches(setup("distinct", equal))
+    same = static_batches(setup("identical", equal))
+    mixed = static_batches(setup("identical", spread))
+    assert alone["busy_batch"] == pytest.approx(1)
+    assert same["busy_batch"] == pytest.approx(4)
+    assert 1.5 < mixed["busy_batch"] < 3, "rows that have ended are waste"
+    assert alone["tokens_per_second"] < mixed["tokens_per_second"] < same["tokens_per_second"]
