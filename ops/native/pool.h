@@ -77,6 +77,26 @@ class Team {
         barrier(phase);
     }
 
+    // Work that units of a phase wait for: how much of it, since the step began, has been handed out, and how much is done.
+    struct alignas(64) Gate {
+        std::atomic<int> given{0}, done{0};
+    };
+
+    // Return once the gate's work below `end` is done: work(i) here, of what nobody has yet. The work of a later phase follows
+    // that of the ones before.
+    template <class Work>
+    void pass(Gate& gate, int end, Work work) {
+        if (gate.done.load(std::memory_order_acquire) >= end) return;
+        for (int i = gate.given.load(std::memory_order_relaxed); i < end;) {
+            if (!gate.given.compare_exchange_weak(i, i + 1, std::memory_order_relaxed)) continue;
+            work(i);
+            if (gate.done.fetch_add(1) == end - 1 && sleepers_.load())
+                futex(gate.done, FUTEX_WAKE_BITSET_PRIVATE, INT_MAX);
+            i = gate.given.load(std::memory_order_relaxed);
+        }
+        wait(gate.done, [end](int done) { return done >= end; });
+    }
+
    private:
     using Clock = std::chrono::steady_clock;
 

@@ -41,14 +41,24 @@ class Projections {
         if (!few_)  // else the base product streams its weights, in tiles of as many rows as there are
             for (int s = 0; s < step.segments; s++) fused_ |= is_fused(step, s);
         cut(step);
+        const int chunks = (int)cuts_.size() - 1;
+        if ((int)gates_.size() < chunks) gates_ = std::vector<Team::Gate>(chunks);
+        for (auto& gate : gates_) gate.given = gate.done = 0;
         for (int g = 0; g < 4; g++) {
-            shrink_units(segments, groups_[g], shrink_[g]);
+            shrink_[g].clear();
+            shrink_chunk_[g].assign(1, 0);
+            for (int c = 0; c < chunks; c++) {
+                shrink_units(segments, groups_[g], cuts_[c], cuts_[c + 1], shrink_[g]);
+                shrink_chunk_[g].push_back((int)shrink_[g].size());
+            }
             expand_units(segments, 0, groups_[g], team_.size(), expand_[g]);
             auto& units = expand_[g];
             auto cost = [&](const LoraUnit& u) { return u.count * segments.adapters[u.segment]->rank; };
             auto is_long = [](const LoraUnit& u) { return u.tokens >= kLongSegment; };
             if (fused_) units.erase(std::remove_if(units.begin(), units.end(), is_long), units.end());
-            split(shrink_[g], team_.size(), shrink_split_[g], [&](const LoraUnit& u) { return u.count * u.tokens; });
+            if (few_)
+                split(shrink_[g], team_.size(), shrink_split_[g],
+                      [&](const LoraUnit& u) { return u.count * u.tokens; });
             split(units, team_.size(), expand_split_[g], cost);
             later_[g].resize(levels - 1);
             for (int level = 1; level < levels; level++) {
@@ -71,24 +81,25 @@ class Projections {
     // y (+)= x · wᵀ and the step's LoRA products of one group.
     //
     // Few tokens: base product and shrink side by side, then expand in chunks of columns long enough to stream.
-    // Many: shrink first, then expand as more of the base product's reduction dimension. By themselves still expand segments
-    // of few tokens, a second part of an adapter for the same tokens, and panels that hold columns of two modules.
+    // Many: a chunk's shrink by whoever comes to its first tiles, which is mostly the thread that wrote x, then expand as more
+    // of the base product's reduction dimension. By themselves still expand segments of few tokens, a second part of an
+    // adapter for the same tokens, and panels that hold columns of two modules.
     void run(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w,
              int n, float* y, long ldy, bool accumulate, const float* bias) {
-        const Product<T> product{
-            x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, few_ ? nullptr : &cuts_};
-        const auto &shrinks = shrink_[g], &expands = expand_[g];
-        if (fused_) {
-            shrink_all(step, thread, phase, g, layer, x, ldx, k);
-            each_tile(phase, thread, product.panels(), [&](int i) {
+        const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, &cuts_};
+        const auto& expands = expand_[g];
+        if (few_) {
+            run_units(
+                team_, phase, thread, product, shrink_[g], shrink_split_[g],
+                [&](int i, bool more) { product.run(i, more); },
+                [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
+        } else {
+            each_tile(phase, thread, product.panels(), [&](int i, bool more) {
+                shrink_chunk(step, thread, g, layer, x, ldx, k, i / product.panels());
+                if (!fused_) return product.run(i, more);
                 const Tile tile = product.tile_of(i);
                 run_tile(step, thread, g, layer, product, tile, y + tile.row * ldy + tile.column, ldy, false);
             });
-        } else {
-            run_units(
-                team_, phase, thread, product, shrinks, shrink_split_[g],
-                [&](int i, bool more) { product.run(i, more); },
-                [&](const LoraUnit& u) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
         }
         if (!expands.empty())
             each_split(team_, phase, thread, expands, expand_split_[g],
@@ -104,9 +115,9 @@ class Projections {
         const long ldx = spread<T>(m_.hidden), lda = spread<T>(m_.ffn);
         const Product<T> product{x,       ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden,
                                  nullptr, 0,   false,       w.gate_up_bias,      &cuts_};
-        shrink_all(step, thread, phase, 2, layer, x, ldx, m_.hidden);
         const int panels = m_.ffn / kPanel;
-        each_tile(phase, thread, panels, [&](int i) {
+        each_tile(phase, thread, panels, [&](int i, bool) {
+            shrink_chunk(step, thread, 2, layer, x, ldx, m_.hidden, i / panels);
             const Tile gate = product.tile_of(i / panels * 2 * panels + i % panels);
             Tile up = gate;
             up.column += m_.ffn;
@@ -129,51 +140,52 @@ class Projections {
         std::vector<int> split;
     };
 
-    // Row chunks of the products: a segment whose expand is part of them has its own, as each chunk packs its adapter's rows.
+    // Row chunks of the products: a segment whose expand is part of them has its own, as each chunk packs its adapter's rows;
+    // but none is so short that it reads all weights for few rows, as the tokens of running requests after a prompt's would.
     void cut(const StepDesc& step) {
         cuts_.assign(1, 0);
+        first_chunk_.clear();
+        if (few_) return cuts_.push_back(step.tokens);
         auto up_to = [&](int end) {  // in about equal parts, of whole tiles
             const int most = fused_ ? kSegmentChunk : kRowChunk, begin = cuts_.back(), rows = end - begin,
                       parts = (rows + most - 1) / most;
             for (int i = 1; i < parts; i++) cuts_.push_back(begin + (rows * i / parts + kRows / 2) / kRows * kRows);
             if (parts) cuts_.push_back(end);
         };
-        const int threads = team_.size();
-        const bool apart = step.tokens >= threads * kRowChunk;  // else threads share chunks: each reads all weights
-        first_chunk_.assign(apart, 0);
-        auto through = [&](int end) {  // chunks end where a thread's rows do
-            while (apart && (int)first_chunk_.size() < threads) {
-                const int row = part_begin(step.tokens, (int)first_chunk_.size(), threads) / kRows * kRows;
-                if (row > end) break;
-                up_to(std::max(row, cuts_.back()));
-                first_chunk_.push_back((int)cuts_.size() - 1);
+        // Chunks end where a thread's rows do, or threads share them where each would read all weights for few.
+        const int parts = step.tokens >= team_.size() * kRowChunk ? team_.size() : 1;
+        if (parts > 1) first_chunk_.push_back(0);
+        for (int part = 1; part <= parts; part++) {
+            const int end = part < parts ? part_begin(step.tokens, part, parts) / kRows * kRows : step.tokens;
+            for (int s = 0; fused_ && s < step.segments; s++) {
+                if (!is_fused(step, s) || step.segment_end[s] - step.segment_begin[s] < kShortChunk) continue;
+                for (int at : {step.segment_begin[s], step.segment_end[s]})
+                    if (at - cuts_.back() >= kShortChunk && end - at >= kShortChunk) up_to(at);
             }
             up_to(end);
-        };
-        if (fused_)
-            for (int s = 0; s < step.segments; s++) {
-                if (!is_fused(step, s) || step.segment_end[s] - step.segment_begin[s] < kSegmentChunk / 4) continue;
-                if (step.segment_begin[s] >= cuts_.back()) through(step.segment_begin[s]);
-                if (step.segment_end[s] > cuts_.back()) through(step.segment_end[s]);
-            }
-        through(step.tokens);
-        if (apart) first_chunk_.resize(threads + 1, (int)cuts_.size() - 1);
+            if (parts > 1) first_chunk_.push_back((int)cuts_.size() - 1);
+        }
     }
 
     // A product's units of work for many tokens: a thread's own are those of the rows that it normalises.
     template <class Work>
     void each_tile(int& phase, int thread, int panels, Work work) {
         const int units = ((int)cuts_.size() - 1) * panels;
-        if (first_chunk_.empty()) return each_part(team_, phase, thread, units, [&](int i, bool) { work(i); });
+        if (first_chunk_.empty()) return each_part(team_, phase, thread, units, work);
         team_.each_own(
             phase, thread, [&](int t) { return (first_chunk_[t + 1] - first_chunk_[t]) * panels; },
-            [&](int owner, int i, bool) { work(first_chunk_[owner] * panels + i); });
+            [&](int owner, int i, bool more) { work(first_chunk_[owner] * panels + i, more); });
     }
 
-    void shrink_all(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k) {
-        if (shrink_[g].empty()) return;
-        each_split(team_, phase, thread, shrink_[g], shrink_split_[g],
-                   [&](const LoraUnit& u, const LoraUnit*) { run_shrink(step, thread, g, layer, x, ldx, k, u); });
+    // Before a tile of the chunk: what its adapters' expands need.
+    void shrink_chunk(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, int chunk) {
+        auto units = [&](int group) { return shrink_chunk_[group][chunk + 1] - shrink_chunk_[group][chunk]; };
+        if (!units(g)) return;
+        int first = layer * (units(0) + units(1) + units(2) + units(3));  // of what passes the chunk's gate in a step
+        for (int group = 0; group < g; group++) first += units(group);
+        const LoraUnit* unit = shrink_[g].data() + shrink_chunk_[g][chunk];
+        team_.pass(gates_[chunk], first + units(g),
+                   [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, unit[i - first]); });
     }
 
     void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k,
@@ -265,7 +277,8 @@ class Projections {
     std::vector<Target> groups_[4];
     std::vector<LoraUnit> shrink_[4], expand_[4];
     std::vector<Later> later_[4];  // of the levels from 1 on
-    std::vector<int> cuts_, shrink_split_[4], expand_split_[4];
+    std::vector<Team::Gate> gates_;  // of the chunks
+    std::vector<int> cuts_, shrink_chunk_[4], shrink_split_[4], expand_split_[4];
     std::vector<int> first_chunk_;  // of each thread and their number; empty where threads share chunks
     Buffer<T> h_;
     int ldh_ = 2;

@@ -72,18 +72,20 @@ struct Target {
     int module, column, width;
 };
 
-// Units are the same for all layers; those of a segment without rows in a layer are skipped there.
-inline void shrink_units(const Segments& segments, const std::vector<Target>& group, std::vector<LoraUnit>& units) {
-    units.clear();
+// Units are the same for all layers; those of a segment without rows in a layer are skipped there. Appended: those of the
+// tokens begin … end-1.
+inline void shrink_units(const Segments& segments, const std::vector<Target>& group, int begin, int end,
+                         std::vector<LoraUnit>& units) {
     for (int s = 0; s < segments.count; s++) {
         const Adapter& adapter = *segments.adapters[s];
-        for (int t = segments.begin[s]; t < segments.end[s];
+        const int last = std::min(end, segments.end[s]);
+        for (int t = std::max(begin, segments.begin[s]); t < last;
              t += kTokenChunk)  // which stay in the cache for all modules
             for (int g = 0; g < (int)group.size(); g++) {
                 if (adapter.a_offset[group[g].module] < 0) continue;
                 for (int r = 0; r < adapter.rank; r += kRankChunk)
-                    units.push_back({s, g, r, std::min(kRankChunk, adapter.rank - r), t,
-                                     std::min(kTokenChunk, segments.end[s] - t)});
+                    units.push_back(
+                        {s, g, r, std::min(kRankChunk, adapter.rank - r), t, std::min(kTokenChunk, last - t)});
             }
     }
 }

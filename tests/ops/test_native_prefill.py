@@ -132,6 +132,25 @@ def test_an_adapters_long_segment_has_the_same_bits_wherever_it_lies(tmp_path, s
     rows.close()
 
 
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_prompts_and_running_requests_share_a_step(tmp_path, shape, threads):
+    """Chunks of several adapters, and single tokens that have no chunk of their own."""
+    rows = Rows(shape, "bfloat16", threads, tmp_path)
+    parts = [(176, 128), (300, 4), (300, 12), (245, 24), (1, 33), (1, 1), (1, 24)]
+    row = [
+        rows.sequence(30 + count, rows.adapter(rank, MODULES if rank != 12 else MODULES[:3])) for count, rank in parts
+    ]
+    alone = []
+    for each, (count, _) in zip(row, parts, strict=True):
+        rows.step([(each, 0, 30)])
+        alone += rows.step([(each, 30, 30 + count)])
+    for _ in range(3):
+        together = rows.step([(each, 30, 30 + count) for each, (count, _) in zip(row, parts, strict=True)])
+        for found, expected in zip(together, alone, strict=True):
+            assert torch.equal(found, expected)
+    rows.close()
+
+
 @pytest.mark.parametrize("length", [889, 890, 1190, 1191])
 def test_chunks_of_a_long_segment_fit_their_buffers(tmp_path, length):
     """Of these lengths, rounding to whole tiles makes a chunk longer than chunks are to be."""
