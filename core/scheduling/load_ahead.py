@@ -107,7 +107,9 @@ class LoadPolicy:
     """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
 
     The prefill waits for each layer when it reaches it, and with it every other request of the step. So the rest of the
-    read must not take much longer than the prefill itself, unless nothing else is running.
+    read must not take much longer than the prefill itself, unless nothing else is running and layers are coming. A read
+    that has brought nothing for longer than its rest was to take is not trusted to do so now: whoever comes meanwhile
+    would wait, too.
 
     max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are discarded.
     0: no request starts before its adapter has been read.
@@ -123,12 +125,17 @@ class LoadPolicy:
 
         num_tokens: tokens that it would compute in the step. alone: no other request would have to wait with it.
         """
-        if adapter.pages:
+        store = self.store
+        if adapter.pages and (adapter.references or not store.loads.is_reading(adapter)):
             return True
-        tier = self.store.tier(adapter)
+        tier = store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is not Tier.DISK  # a failed one may: starting it reports the error
         if self.max_stall == 0:
             return False
+        quiet = store.images.quiet_seconds(adapter)
+        if alone and quiet <= self.max_stall:
+            return True
+        left = store.loads.seconds_left(adapter)
         prefill = self.costs.prefix_page * num_tokens / self.block_tokens
-        return alone or self.store.loads.seconds_left(adapter) <= prefill + self.max_stall
+        return left <= prefill + self.max_stall and quiet <= left + self.max_stall

@@ -179,6 +179,15 @@ class HostImages(Generic[Key]):
         """True if it has been read for so long that others are read beside it."""
         return key in self._under_way and self._under_way[key][0].is_slow
 
+    def quiet_seconds(self, key: Key) -> float:
+        """Seconds for which a read under way has brought nothing, its wait for a thread included; 0 without one."""
+        if key not in self._under_way:
+            return 0.0
+        now, (_, watch) = self._clock(), self._under_way[key]
+        if watch.look(now):
+            self._last_moved = now
+        return watch.quiet_seconds(now)
+
     @property
     def has_failures(self) -> bool:
         """True if reads have failed, as of the last `watch`, that are not forgotten."""

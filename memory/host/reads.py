@@ -53,7 +53,7 @@ class InlineReads(Reads):
         """Nothing is under way."""
 
 
-#: Seconds that a thread without work stays.
+#: Seconds that a thread without work stays, unless it is the only one.
 IDLE_SECONDS = 10.0
 
 #: Seconds that `shutdown` waits at most for reads that were going well.
@@ -66,6 +66,9 @@ class ThreadReads(Reads):
     `threads` read at once. One whose read is set aside no longer counts, so that another may begin in its place: of
     those there are as many as make `most_threads` in all, and what is beyond waits. A read that never returns keeps its
     thread for good. The threads are daemons: neither `shutdown` nor the end of the process waits for one that hangs.
+
+    To start a thread takes milliseconds while others compute. So a thread that begins to read starts the one that will
+    come for the next read; only when there is none at all, whoever submits does.
     """
 
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
@@ -85,15 +88,14 @@ class ThreadReads(Reads):
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
         future: Future = Future()
         with self._changed:
+            is_first = self._num_threads == len(self._aside) and self._count_next()
+        if is_first:
+            self._start()
+        with self._changed:
             if self._is_closed:
                 raise RuntimeError("adapters are read no more: the engine was closed")
             self._queue.append((future, read))
-            try:
-                self._find_threads()
-            except RuntimeError:
-                if self._num_threads == len(self._aside):  # nobody is there to come to it
-                    self._queue.pop()
-                    raise
+            self._changed.notify()
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
@@ -115,10 +117,7 @@ class ThreadReads(Reads):
             if future not in self._running:
                 return False
             self._aside.add(future)
-            try:
-                self._find_threads()
-            except RuntimeError as error:
-                logger.warning("no thread could be started beside a slow adapter read: %s", error)
+            self._changed.notify()
         return True
 
     def shutdown(self) -> None:
@@ -137,23 +136,6 @@ class ThreadReads(Reads):
         with self._changed:
             self._changed.wait_for(lambda: self._num_threads <= len(self._aside), CLOSE_SECONDS)
 
-    def _find_threads(self) -> None:
-        """Have somebody come for each read in the queue, as far as threads may be. The caller holds the lock."""
-        self._changed.notify(len(self._queue))
-        while (
-            len(self._queue) > self._num_idle
-            and self._num_threads - len(self._aside) < self._num_wanted
-            and self._num_threads < self._most_threads
-        ):
-            self._num_threads += 1
-            self._num_idle += 1  # until it comes for the first
-            try:
-                threading.Thread(target=self._work, name="adapter-read", daemon=True).start()
-            except BaseException:
-                self._num_threads -= 1
-                self._num_idle -= 1
-                raise
-
     def _work(self) -> None:
         ask_for_short_slices()
         while (job := self._next()) is not None:
@@ -161,34 +143,54 @@ class ThreadReads(Reads):
             _run(future, read)
             done = future
             del job, future, read  # what they hold may not wait for the next
-            if not self._go_on_after(done):
-                return
+            with self._changed:
+                self._running.discard(done)
+                self._aside.discard(done)
+                self._num_idle += 1
             del done
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
         """Next read, waiting for it; None when the thread is to end. The thread counts as idle meanwhile."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._queue or self._is_closed, IDLE_SECONDS) or not self._queue:
-                self._num_idle -= 1
+            while not self._changed.wait_for(lambda: self._may_begin() or self._is_closed, IDLE_SECONDS):
+                if self._num_idle > 1:
+                    break
+            self._num_idle -= 1
+            if not self._may_begin():
                 self._num_threads -= 1
                 self._changed.notify_all()
                 return None
-            self._num_idle -= 1
             job = self._queue.popleft()
             self._running.add(job[0])
-            return job
+            is_last = self._count_next()
+        if is_last:
+            try:
+                self._start()
+            except Exception as error:
+                logger.warning("no thread could be started for the next adapter read: %s", error)
+        return job
 
-    def _go_on_after(self, done: Future) -> bool:
-        """True if the thread may look for another read; it was replaced if its last one was set aside."""
-        with self._changed:
-            self._running.discard(done)
-            self._aside.discard(done)
-            if self._num_threads - len(self._aside) > self._num_wanted:
+    def _may_begin(self) -> bool:
+        """True if a thread may come for a read. The caller holds the lock."""
+        return bool(self._queue) and len(self._running) - len(self._aside) < self._num_wanted
+
+    def _count_next(self) -> bool:
+        """Count one more thread, which the caller is to start, if none is idle and one may be. It holds the lock."""
+        if self._num_idle or self._num_threads == self._most_threads or self._is_closed:
+            return False
+        self._num_threads += 1
+        self._num_idle += 1
+        return True
+
+    def _start(self) -> None:
+        """Start the thread that `_count_next` has counted. The caller does not hold the lock."""
+        try:
+            threading.Thread(target=self._work, name="adapter-read", daemon=True).start()
+        except BaseException:
+            with self._changed:
                 self._num_threads -= 1
-                self._changed.notify_all()
-                return False
-            self._num_idle += 1
-            return True
+                self._num_idle -= 1
+            raise
 
 
 def _run(future: Future, read: Callable[[], Any]) -> None:
@@ -255,3 +257,9 @@ class ReadWatch:
     def stalled_seconds(self, now: float) -> float:
         """Seconds since anything came; 0 while it waits for a thread."""
         return 0.0 if self.began is None else now - self.last_moved
+
+    def quiet_seconds(self, now: float) -> float:
+        """Seconds since anything came or it began, as of the last look; while it waits for a thread since it was asked
+        for.
+        """
+        return now - self.last_moved
