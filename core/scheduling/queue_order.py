@@ -18,9 +18,9 @@ class QueueOrder:
     """Candidates for admission in one step.
 
     The policy chooses the tenant. Within a tenant, requests whose adapter is resident, or that need none, come first,
-    then those whose adapter is being read, each in queue order; those whose adapter is only on disk can't run and are
-    left out. A request that arrived before `overdue_before` has been overtaken for long enough and goes first, whatever
-    its adapter.
+    then those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has
+    taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
+    overtaken for long enough and goes first, whatever its adapter.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class QueueOrder:
             for adapter in adapters:
                 if adapter is None or adapter.pages:
                     kind = RESIDENT
-                elif store.images.is_requested(adapter):
+                elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
                     kind = COMING
                 else:
                     continue

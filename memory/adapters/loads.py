@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -112,12 +113,19 @@ class AdapterLoads:
         """True if an adapter has pages into which bytes are still being read."""
         return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
 
-    def seconds_left(self, adapter: Adapter) -> float:
-        """Seconds, by what reads have taken so far, until the rest of an adapter that is being read is here."""
+    def seconds_left(self, adapter: Adapter, patience: float) -> float:
+        """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
+        own pace.
+
+        Infinite for one that has brought nothing for `patience` longer than its rest was to take.
+        """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image
-        left = 1 - max(0, image.stream.num_ready) / adapter.layout.num_layers
-        return left * adapter.num_pages * self._costs.disk_adapter_page
+        num_layers = adapter.layout.num_layers
+        num_left = num_layers - max(0, image.stream.num_ready)
+        quiet, layer_seconds = self._images.pace(adapter)
+        left = num_left * max(layer_seconds, adapter.num_pages * self._costs.disk_adapter_page / num_layers)
+        return left if quiet <= left + patience else math.inf
 
     # -- from host memory into pages
 

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..files.error import AdapterFormatError, LoadFailure
@@ -81,8 +81,7 @@ class ThreadReads(Reads):
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
-        self._woken: Future = Future()
-        self._wake_lock = threading.Lock()
+        self._news = threading.Event()  # a read has ended, or somebody called `wake`
 
     def submit(self, read: Callable[[], Any]) -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
@@ -99,18 +98,16 @@ class ThreadReads(Reads):
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Sleep until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
-        if not pending:
-            return
-        wait([*pending, self._woken], timeout, FIRST_COMPLETED)
-        with self._wake_lock:
-            if self._woken.done():
-                self._woken = Future()
+        """Sleep until a read has ended or somebody calls `wake`, at most `timeout` seconds; not if nothing is pending.
+
+        However many are pending, it takes no longer to begin and to end.
+        """
+        if pending:
+            self._news.wait(timeout)
+            self._news.clear()
 
     def wake(self) -> None:
-        with self._wake_lock:
-            if not self._woken.done():
-                self._woken.set_result(None)
+        self._news.set()
 
     def set_aside(self, future: Future) -> bool:
         with self._changed:
@@ -147,6 +144,7 @@ class ThreadReads(Reads):
                 self._running.discard(done)
                 self._aside.discard(done)
                 self._num_idle += 1
+            self._news.set()
             del done
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
@@ -234,6 +232,10 @@ class ReadWatch:
     last_moved: float
     began: float | None = None
     _num_ready: int = 0
+    _last_brought: float = field(init=False)  # or when it was asked for
+
+    def __post_init__(self) -> None:
+        self._last_brought = self.last_moved
 
     @property
     def patience(self) -> float:
@@ -248,7 +250,7 @@ class ReadWatch:
         ready = self._image.stream.num_ready
         if ready == self._num_ready:
             return False
-        self._num_ready, self.last_moved = ready, now
+        self._num_ready, self.last_moved, self._last_brought = ready, now, now
         return True
 
     def is_slow(self, now: float) -> bool:
@@ -259,7 +261,10 @@ class ReadWatch:
         return 0.0 if self.began is None else now - self.last_moved
 
     def quiet_seconds(self, now: float) -> float:
-        """Seconds since anything came or it began, as of the last look; while it waits for a thread since it was asked
-        for.
-        """
-        return now - self.last_moved
+        """Seconds since anything came, or since it was asked for: that it has begun says nothing of its disk."""
+        return now - self._last_brought
+
+    @property
+    def layer_seconds(self) -> float:
+        """Seconds that a layer took, of those that came; 0 before the first."""
+        return 0.0 if self.began is None or self._num_ready <= 0 else (self.last_moved - self.began) / self._num_ready
