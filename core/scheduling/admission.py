@@ -150,7 +150,7 @@ class Admission:
             return False
         if adapter is None:
             return True
-        return self._loads.may_start(adapter, min(request.num_tokens, budget), alone=not step.running)
+        return self._loads.may_start(adapter, min(request.num_tokens, budget))
 
     def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all that run.

@@ -13,7 +13,7 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
 from ..config import EngineConfig
-from ..requests.request import Request
+from ..requests.request import Request, RequestState
 from ..requests.types import ExecutorLost
 from .request_memory import RequestMemory
 from .waiting import WaitingQueue
@@ -70,14 +70,18 @@ class LoadAhead:
             self._store.loads.ahead(adapters)
 
     def _first(self, waiting: Iterable[Request]) -> Iterator[Adapter]:
-        """Yield the non-resident adapters of the first requests that wait for no slow read."""
-        store, left = self._store, self._limits.lookahead
+        """Yield the non-resident adapters of the first requests that wait for no slow read.
+
+        Those that were sent back for a late adapter that is still being read need no read of their own.
+        """
+        images, left = self._store.images, self._limits.lookahead
         for request in itertools.islice(waiting, max(left, _MOST_LOOKED_AT)):
             adapter = request.adapter
-            if adapter is not None and not adapter.pages:
-                if store.images.is_slow(adapter):
+            if adapter is not None:
+                if images.is_slow(adapter) or (request.state is RequestState.LATE and images.is_requested(adapter)):
                     continue
-                yield adapter
+                if not adapter.pages:
+                    yield adapter
             left -= 1
             if left == 0:
                 return
@@ -106,8 +110,8 @@ class LoadAhead:
 class LoadPolicy:
     """Starts a request while its adapter is being read, if the rest of the read can hide behind the prefill.
 
-    The prefill waits for each layer when it reaches it, and with it every other request of the step. So the rest of the
-    read must not take much longer than the prefill itself, unless nothing else is running.
+    The prefill waits for each layer when it reaches it, and with it every other request of the step and whoever comes
+    meanwhile. So the rest of the read must not take much longer than the prefill itself.
 
     max_stall: the longest that a step waits for adapters, in seconds; rows of adapters that come later are discarded.
     0: no request starts before its adapter has been read.
@@ -118,17 +122,15 @@ class LoadPolicy:
     block_tokens: int
     max_stall: float
 
-    def may_start(self, adapter: Adapter, num_tokens: int, *, alone: bool) -> bool:
-        """True if a request for `adapter` may start now.
-
-        num_tokens: tokens that it would compute in the step. alone: no other request would have to wait with it.
-        """
-        if adapter.pages:
+    def may_start(self, adapter: Adapter, num_tokens: int) -> bool:
+        """True if a request for `adapter` that would compute so many tokens may start now."""
+        store = self.store
+        if adapter.pages and (adapter.references or not store.loads.is_reading(adapter)):
             return True
-        tier = self.store.tier(adapter)
+        tier = store.tier(adapter)
         if tier is not Tier.LOADING:
             return tier is not Tier.DISK  # a failed one may: starting it reports the error
         if self.max_stall == 0:
             return False
-        prefill = self.costs.prefix_page * num_tokens / self.block_tokens
-        return alone or self.store.loads.seconds_left(adapter) <= prefill + self.max_stall
+        most = self.costs.prefix_page * num_tokens / self.block_tokens + self.max_stall
+        return store.loads.seconds_left(adapter, self.max_stall) <= most

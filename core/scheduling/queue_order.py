@@ -59,8 +59,8 @@ class QueueOrder:
 
     Whose turn it is comes first: that of an account that has waited too long for one, else of the one that stands
     lowest with the policy. Within an account, requests whose adapter is resident, or that need none, come first, then
-    those whose adapter is being read, each in queue order; those whose adapter is only on disk can't run and are left
-    out. A request that arrived before `overdue_before` has been overtaken for long enough and goes first in its
+    those whose adapter is being read, each in queue order; those whose adapter is only on disk, or whose read has taken
+    long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been overtaken for long enough and goes first in its
     account, whatever its adapter.
     """
 
@@ -149,7 +149,7 @@ class QueueOrder:
         for adapter in adapters:
             if adapter is None or adapter.pages:
                 kind = RESIDENT
-            elif store.images.is_requested(adapter):
+            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
                 kind = COMING
             else:
                 continue

@@ -186,11 +186,6 @@ class Scheduler:
                     still.append(request)
         self._loading = still
 
-    def _is_awaited(self, request: Request) -> bool:
-        """True if a request was sent back for a late adapter that is still being read; it needs no read of its own."""
-        adapter = request.adapter
-        return request.state is RequestState.LATE and adapter is not None and self._store.images.is_requested(adapter)
-
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
         for request, error in self._ahead.hopeless(self.waiting):
@@ -286,7 +281,7 @@ class Scheduler:
         if not preempted:
             admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-        self._ahead.read(request for request in self.waiting if not self._is_awaited(request))
+        self._ahead.read(self.waiting)
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
         return admitted

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -108,10 +109,23 @@ class AdapterLoads:
             image = self._images.take(adapter)
         return image.stream.num_ready == adapter.layout.num_layers
 
-    def seconds_left(self, adapter: Adapter) -> float:
-        """Seconds, by what reads have taken so far, until the rest of an adapter that is being read is here."""
-        left = 1 - max(0, self._images.peek(adapter).stream.num_ready) / adapter.layout.num_layers
-        return left * adapter.num_pages * self._costs.disk_adapter_page
+    def is_reading(self, adapter: Adapter) -> bool:
+        """True if an adapter has pages into which bytes are still being read."""
+        return adapter.transfer is not None and _is_coming(self.under_way[adapter.transfer])
+
+    def seconds_left(self, adapter: Adapter, patience: float) -> float:
+        """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
+        own pace.
+
+        Infinite for one that has brought nothing for `patience` longer than its rest was to take.
+        """
+        load = None if adapter.transfer is None else self.under_way[adapter.transfer]
+        image = self._images.peek(adapter) if load is None else load.image
+        num_layers = adapter.layout.num_layers
+        num_left = num_layers - max(0, image.stream.num_ready)
+        quiet, layer_seconds = self._images.pace(adapter)
+        left = num_left * max(layer_seconds, adapter.num_pages * self._costs.disk_adapter_page / num_layers)
+        return left if quiet <= left + patience else math.inf
 
     # -- from host memory into pages
 
@@ -170,8 +184,7 @@ class AdapterLoads:
 
     def unread(self) -> list[Adapter]:
         """Adapters that have pages into which bytes are still being read."""
-        loads = [load for load in self.under_way.values() if load.left is None and load.image.error is None]
-        return [load.adapter for load in loads if not _is_whole(load)]
+        return [load.adapter for load in self.under_way.values() if load.left is None and _is_coming(load)]
 
     def cancel(self, transfer: Transfer, pages: list[int]) -> None:
         """End a load before its time; its pages are free once nothing writes to them."""
@@ -204,6 +217,11 @@ class AdapterLoads:
 def _is_whole(load: _Load) -> bool:
     """True once all of its bytes have been read."""
     return load.image.stream.num_ready == load.adapter.layout.num_layers
+
+
+def _is_coming(load: _Load) -> bool:
+    """True while some of its bytes are still being read."""
+    return load.image.error is None and not _is_whole(load)
 
 
 def _may_drop(adapter: Adapter) -> bool:

@@ -176,8 +176,19 @@ class HostImages(Generic[Key]):
         return entry is not None and entry.has_ended
 
     def is_slow(self, key: Key) -> bool:
-        """True if it has been read for so long that others are read beside it."""
+        """True if it has been read for so long that others are read beside it, as of the last look."""
         return key in self._under_way and self._under_way[key][0].is_slow
+
+    def pace(self, key: Key) -> tuple[float, float]:
+        """Seconds for which a read under way has brought nothing, its wait for a thread included, and that each of its
+        layers has taken so far; zeros without one.
+        """
+        if key not in self._under_way:
+            return 0.0, 0.0
+        now, (_, watch) = self._clock(), self._under_way[key]
+        if watch.look(now):
+            self._last_moved = now
+        return watch.quiet_seconds(now), watch.layer_seconds
 
     @property
     def has_failures(self) -> bool:
@@ -227,17 +238,21 @@ class HostImages(Generic[Key]):
             self.num_bytes -= entry.num_bytes
 
     def watch(self) -> None:
-        """Look how reads under way get on: those that take long are set aside, those that bring nothing given up."""
+        """Look how reads under way get on: those that take long are set aside, those that bring nothing given up.
+
+        At those that take long it looks now and then only, as there may be many and it is called before every step.
+        """
         if not self._under_way and not self._given_up:
             return
         now = self._clock()
+        is_due = now >= self._next_look
         for key, (entry, _) in list(self._under_way.items()):
-            if entry.future.done():
+            if (is_due or not entry.is_slow) and entry.future.done():
                 del self._under_way[key]
                 self._last_moved = now
                 if entry.image.error is not None:
                     self._failed.add(key)
-        if now < self._next_look:
+        if not is_due:
             return
         self._next_look = now + _LOOK_SECONDS
         self._forget_returned()

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..files.error import AdapterFormatError, LoadFailure
@@ -53,7 +53,7 @@ class InlineReads(Reads):
         """Nothing is under way."""
 
 
-#: Seconds that a thread without work stays.
+#: Seconds that a thread without work stays, unless it is the only one.
 IDLE_SECONDS = 10.0
 
 #: Seconds that `shutdown` waits at most for reads that were going well.
@@ -66,6 +66,9 @@ class ThreadReads(Reads):
     `threads` read at once. One whose read is set aside no longer counts, so that another may begin in its place: of
     those there are as many as make `most_threads` in all, and what is beyond waits. A read that never returns keeps its
     thread for good. The threads are daemons: neither `shutdown` nor the end of the process waits for one that hangs.
+
+    To start a thread takes milliseconds while others compute. So a thread that begins to read starts the one that will
+    come for the next read; only when there is none at all, whoever submits does.
     """
 
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
@@ -78,47 +81,40 @@ class ThreadReads(Reads):
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
-        self._woken: Future = Future()
-        self._wake_lock = threading.Lock()
+        self._news = threading.Event()  # a read has ended, or somebody called `wake`
 
     def submit(self, read: Callable[[], Any]) -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
         future: Future = Future()
         with self._changed:
+            is_first = self._num_threads == len(self._aside) and self._count_next()
+        if is_first:
+            self._start()
+        with self._changed:
             if self._is_closed:
                 raise RuntimeError("adapters are read no more: the engine was closed")
             self._queue.append((future, read))
-            try:
-                self._find_threads()
-            except RuntimeError:
-                if self._num_threads == len(self._aside):  # nobody is there to come to it
-                    self._queue.pop()
-                    raise
+            self._changed.notify()
         return future
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Sleep until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
-        if not pending:
-            return
-        wait([*pending, self._woken], timeout, FIRST_COMPLETED)
-        with self._wake_lock:
-            if self._woken.done():
-                self._woken = Future()
+        """Sleep until a read has ended or somebody calls `wake`, at most `timeout` seconds; not if nothing is pending.
+
+        However many are pending, it takes no longer to begin and to end.
+        """
+        if pending:
+            self._news.wait(timeout)
+            self._news.clear()
 
     def wake(self) -> None:
-        with self._wake_lock:
-            if not self._woken.done():
-                self._woken.set_result(None)
+        self._news.set()
 
     def set_aside(self, future: Future) -> bool:
         with self._changed:
             if future not in self._running:
                 return False
             self._aside.add(future)
-            try:
-                self._find_threads()
-            except RuntimeError as error:
-                logger.warning("no thread could be started beside a slow adapter read: %s", error)
+            self._changed.notify()
         return True
 
     def shutdown(self) -> None:
@@ -137,23 +133,6 @@ class ThreadReads(Reads):
         with self._changed:
             self._changed.wait_for(lambda: self._num_threads <= len(self._aside), CLOSE_SECONDS)
 
-    def _find_threads(self) -> None:
-        """Have somebody come for each read in the queue, as far as threads may be. The caller holds the lock."""
-        self._changed.notify(len(self._queue))
-        while (
-            len(self._queue) > self._num_idle
-            and self._num_threads - len(self._aside) < self._num_wanted
-            and self._num_threads < self._most_threads
-        ):
-            self._num_threads += 1
-            self._num_idle += 1  # until it comes for the first
-            try:
-                threading.Thread(target=self._work, name="adapter-read", daemon=True).start()
-            except BaseException:
-                self._num_threads -= 1
-                self._num_idle -= 1
-                raise
-
     def _work(self) -> None:
         ask_for_short_slices()
         while (job := self._next()) is not None:
@@ -161,34 +140,55 @@ class ThreadReads(Reads):
             _run(future, read)
             done = future
             del job, future, read  # what they hold may not wait for the next
-            if not self._go_on_after(done):
-                return
+            with self._changed:
+                self._running.discard(done)
+                self._aside.discard(done)
+                self._num_idle += 1
+            self._news.set()
             del done
 
     def _next(self) -> tuple[Future, Callable[[], Any]] | None:
         """Next read, waiting for it; None when the thread is to end. The thread counts as idle meanwhile."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._queue or self._is_closed, IDLE_SECONDS) or not self._queue:
-                self._num_idle -= 1
+            while not self._changed.wait_for(lambda: self._may_begin() or self._is_closed, IDLE_SECONDS):
+                if self._num_idle > 1:
+                    break
+            self._num_idle -= 1
+            if not self._may_begin():
                 self._num_threads -= 1
                 self._changed.notify_all()
                 return None
-            self._num_idle -= 1
             job = self._queue.popleft()
             self._running.add(job[0])
-            return job
+            is_last = self._count_next()
+        if is_last:
+            try:
+                self._start()
+            except Exception as error:
+                logger.warning("no thread could be started for the next adapter read: %s", error)
+        return job
 
-    def _go_on_after(self, done: Future) -> bool:
-        """True if the thread may look for another read; it was replaced if its last one was set aside."""
-        with self._changed:
-            self._running.discard(done)
-            self._aside.discard(done)
-            if self._num_threads - len(self._aside) > self._num_wanted:
+    def _may_begin(self) -> bool:
+        """True if a thread may come for a read. The caller holds the lock."""
+        return bool(self._queue) and len(self._running) - len(self._aside) < self._num_wanted
+
+    def _count_next(self) -> bool:
+        """Count one more thread, which the caller is to start, if none is idle and one may be. It holds the lock."""
+        if self._num_idle or self._num_threads == self._most_threads or self._is_closed:
+            return False
+        self._num_threads += 1
+        self._num_idle += 1
+        return True
+
+    def _start(self) -> None:
+        """Start the thread that `_count_next` has counted. The caller does not hold the lock."""
+        try:
+            threading.Thread(target=self._work, name="adapter-read", daemon=True).start()
+        except BaseException:
+            with self._changed:
                 self._num_threads -= 1
-                self._changed.notify_all()
-                return False
-            self._num_idle += 1
-            return True
+                self._num_idle -= 1
+            raise
 
 
 def _run(future: Future, read: Callable[[], Any]) -> None:
@@ -232,6 +232,10 @@ class ReadWatch:
     last_moved: float
     began: float | None = None
     _num_ready: int = 0
+    _last_brought: float = field(init=False)  # or when it was asked for
+
+    def __post_init__(self) -> None:
+        self._last_brought = self.last_moved
 
     @property
     def patience(self) -> float:
@@ -246,7 +250,7 @@ class ReadWatch:
         ready = self._image.stream.num_ready
         if ready == self._num_ready:
             return False
-        self._num_ready, self.last_moved = ready, now
+        self._num_ready, self.last_moved, self._last_brought = ready, now, now
         return True
 
     def is_slow(self, now: float) -> bool:
@@ -255,3 +259,12 @@ class ReadWatch:
     def stalled_seconds(self, now: float) -> float:
         """Seconds since anything came; 0 while it waits for a thread."""
         return 0.0 if self.began is None else now - self.last_moved
+
+    def quiet_seconds(self, now: float) -> float:
+        """Seconds since anything came, or since it was asked for: that it has begun says nothing of its disk."""
+        return now - self._last_brought
+
+    @property
+    def layer_seconds(self) -> float:
+        """Seconds that a layer took, of those that came; 0 before the first."""
+        return 0.0 if self.began is None or self._num_ready <= 0 else (self.last_moved - self.began) / self._num_ready

@@ -29,6 +29,7 @@ from ...memory.files.format import AdapterManifest
 from ...memory.host.image import HostImage
 from ...memory.pages.adapter_layout import AdapterLayout
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
+from ...server.launch import take_short_turns
 from ...server.worker import EngineWorker
 from ..report.command import judge, parser
 from ..report.table import Goal, Table, spread
@@ -90,6 +91,7 @@ def run_round(slow_adapters: int, args: argparse.Namespace, seed: int, where: Pa
 
     worker = EngineWorker(build)
     worker.start()
+    take_short_turns()  # as a server does once it is loaded
     try:
         ordinary = [None, *(path.name for path in sources[:2])]
         return _serve(worker, random.Random(seed), args, ordinary, [path.name for path in copies])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import re
 import resource
@@ -19,6 +20,7 @@ from .record import LoadError
 
 _LISTENING = re.compile(r"listening on (http\S+)")
 _STOP_SECONDS = 60
+_PR_SET_PDEATHSIG = 1
 
 
 class LaunchedServer:
@@ -95,19 +97,24 @@ def stop(process: subprocess.Popen[str]) -> int:
 
 @contextmanager
 def launched(flags: Sequence[str], descriptors: int | None = None) -> Iterator[LaunchedServer]:
-    """`chorus serve` on a free port. Raises LoadError if it does not start.
+    """`chorus serve` on a free port, which is told to end when this thread does, whatever ends it. Raises LoadError if
+    it does not start.
 
     descriptors: most that it may have open.
     """
+    libc, parent = ctypes.CDLL(None), os.getpid()
 
-    def limit() -> None:
+    def prepare() -> None:
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent:  # which has ended before the system was asked
+            os.kill(os.getpid(), signal.SIGTERM)
         if descriptors is not None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))
 
     command = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", "serve", "--port", "0", *flags]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True,
-        preexec_fn=limit,
+        preexec_fn=prepare,
     ) as process:  # fmt: skip
         try:
             yield LaunchedServer(process)

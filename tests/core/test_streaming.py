@@ -208,26 +208,29 @@ def test_decoding_waits_for_an_adapter_too(gqa, start):
 class FakeStore:
     def __init__(self, tier, seconds=0.0):
         self.tier = lambda adapter: tier
-        self.loads = SimpleNamespace(seconds_left=lambda adapter: seconds)
+        self.loads = SimpleNamespace(
+            seconds_left=lambda adapter, patience: seconds, is_reading=lambda adapter: tier is Tier.LOADING
+        )
 
 
 class FakeAdapter:
-    def __init__(self, pages=()):
+    def __init__(self, pages=(), references=0):
         self.pages = list(pages)
+        self.references = references
 
 
 @pytest.mark.parametrize(
-    ("tier", "seconds", "alone", "may"),
-    [
-        (Tier.DISK, 0.0, True, False),
-        (Tier.HOST, 9.0, False, True),
-        (Tier.LOADING, 0.23, False, False),
-        (Tier.LOADING, 0.21, False, True),
-        (Tier.LOADING, 0.23, True, True),
-    ],
+    ("tier", "seconds", "may"),
+    [(Tier.DISK, 0.0, False), (Tier.HOST, 9.0, True), (Tier.LOADING, 0.23, False), (Tier.LOADING, 0.21, True)],
 )
-def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, alone, may):
-    costs = RestoreCosts(prefix_page=0.1)
-    policy = LoadPolicy(FakeStore(tier, seconds), costs, block_tokens=16, max_stall=0.02)
-    assert policy.may_start(FakeAdapter(), 32, alone=alone) is may
-    assert policy.may_start(FakeAdapter([3]), 1, alone=False)
+def test_a_request_starts_when_the_rest_comes_with_its_prefill_or_little_later(tier, seconds, may):
+    policy = LoadPolicy(FakeStore(tier, seconds), RestoreCosts(prefix_page=0.1), block_tokens=16, max_stall=0.02)
+    assert policy.may_start(FakeAdapter(), 32) is may
+
+
+def test_a_request_joins_those_that_run_with_its_adapter():
+    policy = LoadPolicy(FakeStore(Tier.LOADING, 9.0), RestoreCosts(), block_tokens=16, max_stall=0.02)
+    assert policy.may_start(FakeAdapter([3], references=1), 1)
+    assert not policy.may_start(FakeAdapter([3]), 1)
+    there = LoadPolicy(FakeStore(Tier.DEVICE), RestoreCosts(), block_tokens=16, max_stall=0.02)
+    assert there.may_start(FakeAdapter([3]), 1)

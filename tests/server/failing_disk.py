@@ -12,6 +12,7 @@ import errno
 import fcntl
 import os
 import platform
+import select
 import socket
 import struct
 import sys
@@ -50,6 +51,13 @@ def hand_over_reads() -> int:
     return fd
 
 
+def _has_ended(listener: int) -> bool:
+    """True if no process is left whose calls are handed over."""
+    poll = select.poll()
+    poll.register(listener, 0)  # a hang-up is told all the same
+    return bool(poll.poll(0))
+
+
 class FailingDisk:
     """Answers the reads of a process that was started with `chorus`: those below `directory` fail while `fails`."""
 
@@ -74,9 +82,11 @@ class FailingDisk:
                 fcntl.ioctl(listener, _SEND, _ANSWER.pack(*answer))
             except InterruptedError:
                 continue
-            except OSError:  # the process has ended
-                os.close(listener)
-                return
+            except OSError as error:
+                if error.errno != errno.ENOENT or _has_ended(listener):
+                    os.close(listener)
+                    return
+                # Else the process was stopped in its call, which it makes again. Without a listener it would fail.
 
 
 if __name__ == "__main__":

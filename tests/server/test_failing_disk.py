@@ -4,9 +4,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import httpx
@@ -98,3 +100,26 @@ def test_files_that_were_written_over_are_told(client, adapters):
     refused = ask(client, "reverse")
     assert refused.status_code == 424 and refused.json()["error"]["code"] == "adapter_changed"
     assert ask(client, "upper").json()["choices"][0]["text"] == "ABCDEF"
+
+
+def test_a_server_that_is_stopped_in_the_middle_of_a_read_reads_on(client, disk, monkeypatch):
+    """As a debugger does, or who makes room for others: the system asks again what was asked before."""
+    readlink, stopped = os.readlink, []
+
+    def stop_once(link):
+        if not stopped:
+            stopped.append(link)
+            pid = int(link.split("/")[2])
+            os.kill(pid, signal.SIGSTOP)
+            while "(stopped)" not in Path(f"/proc/{pid}/status").read_text():
+                time.sleep(0.001)
+            os.kill(pid, signal.SIGCONT)
+        return readlink(link)
+
+    monkeypatch.setattr(os, "readlink", stop_once)
+    disk.fails = True
+    refused = ask(client, "reverse")
+    assert stopped
+    assert "Input/output error" in refused.json()["error"]["message"]
+    disk.fails = False
+    assert ask(client, "reverse").json()["choices"][0]["text"] == "fedcba"

@@ -25,7 +25,7 @@ RANK = {None: 0, Tier.DEVICE: 0, Tier.HOST: 1, Tier.LOADING: 1, Tier.FAILED: 1}
 
 class FakeAdapter:
     def __init__(self, where: Tier) -> None:
-        self.where = where
+        self.where, self.is_slow = where, False
         self.pages = [1] if where is Tier.DEVICE else []
 
 
@@ -38,6 +38,9 @@ class FakeStore:
 
     def is_requested(self, adapter):
         return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
+
+    def is_slow(self, adapter):
+        return adapter.is_slow
 
 
 def waiting(*tiers, tenants=None):
@@ -75,6 +78,13 @@ def order(queue, overdue_before=0.0, policy=None, charge=0):
 def test_resident_then_on_their_way_without_the_cold():
     requests = waiting(Tier.DISK, Tier.LOADING, Tier.DEVICE, Tier.HOST, None, Tier.DISK, Tier.DEVICE)
     assert order(requests) == [2, 4, 6, 1, 3]
+
+
+def test_a_read_that_takes_long_is_not_looked_at_before_it_has_ended():
+    """There may be any number of them, and every step looks for candidates."""
+    requests = waiting(Tier.LOADING, Tier.LOADING, Tier.HOST)
+    next(iter(requests)).adapter.is_slow = True
+    assert order(requests) == [1, 2]
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.admission import DOUBT_SECONDS
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.policies import Policies, TokenCounters
@@ -23,19 +24,25 @@ from ..test_state_machine import CheckingExecutor, Clock, Expected
 
 
 class HeldReads(InlineReads):
-    """Reads that are under way until the test lets them end."""
+    """Reads that are under way until the test lets them end. begins: else they wait for a thread."""
 
-    def __init__(self):
+    def __init__(self, begins=True):
+        self._begins = begins
         self._pending = []
 
     def submit(self, read):
         future = Future()
-        future.set_running_or_notify_cancel()
+        if self._begins:
+            future.set_running_or_notify_cancel()
         self._pending.append((future, read))
         return future
 
     def wait(self, pending, timeout):
         """No time goes by."""
+
+    def begin(self):
+        for future, _ in self._pending:
+            future.set_running_or_notify_cancel()
 
     def finish(self):
         for future, read in self._pending:
@@ -116,7 +123,7 @@ def test_a_request_whose_adapter_is_late_gives_its_seat_and_pages():
     house = House(reads, "a", max_num_seqs=1)
     slow = house.add("slow", "a")
     house.step()  # asks for the read
-    house.step()  # begins, as nobody else would have to wait, and is computed in vain
+    house.step()  # begins, as it should soon be there, and is computed in vain
     assert slow.state is RequestState.LATE
     assert house.engine.stats().num_running == house.engine.stats().num_kv_pages == 0
     house.add("base")
@@ -155,6 +162,43 @@ def test_after_one_late_adapter_no_step_waits_for_another():
             house.step()
     tried = {name for plan in house.plans for name, _ in plan if name.startswith("slow")}
     assert tried == {"slow a"}
+
+
+@pytest.mark.parametrize("begins", [True, False])
+def test_nothing_starts_whose_read_brings_nothing(begins):
+    """Its step would wait in vain, and whoever comes meanwhile would wait, too, though the engine is idle."""
+    reads = HeldReads(begins)
+    house = House(reads, "ab", adapter_read_seconds=1000)
+    house.add("slow a", "a")
+    house.step()
+    house.step()
+    house.add("slow b", "b")
+    while house.clock.now < 5 * DOUBT_SECONDS:
+        house.step()
+        house.clock.now += 0.05
+    if not begins:
+        reads.begin()
+    house.step()
+    assert [name for plan in house.plans for name, _ in plan] == ["slow a"]
+
+
+def test_who_asks_again_for_a_late_adapter_waits_for_its_read():
+    """Its pages are there, but not its bytes."""
+    reads = HeldReads()
+    house = House(reads, "a")
+    for attempt in range(4):
+        house.add(f"slow {attempt}", "a")
+        for _ in range(3):
+            house.step()
+            house.clock.now += 1
+        house.engine.abort(f"slow {attempt}")
+        house.add(f"base {attempt}")
+        house.step()
+    assert sum(name.startswith("slow") for plan in house.plans for name, _ in plan) == 1
+    house.add("last", "a")
+    reads.finish()
+    house.drain()
+    assert house.expected["last"].reason is not None
 
 
 # -- the limit on adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from chorus.memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads
+from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
@@ -36,6 +38,7 @@ class Memory:
     def __init__(self, pool, backend, reads, host_bytes=1000):
         order, costs = EvictionOrder(), RestoreCosts()
         self.order = order
+        self.costs = costs
         self.images = HostImages(host_bytes, reads)
         self.store = AdapterStore(pool, backend, self.images, order, costs, PAGE_BYTES, clock=lambda: 0.0)
         prefix = PrefixCache(pool, order, costs, 4)
@@ -713,3 +716,25 @@ def test_a_request_that_comes_after_a_failed_read_has_it_tried_again(slow, backe
     backend.broken.clear()
     slow.store.hold(a)
     assert slow.store.tier(a) is Tier.DISK
+
+
+# -- what is expected of reads
+
+
+@pytest.mark.parametrize(
+    ("quiet", "layer_seconds", "left"),
+    [(0.0, 0.0, 3 * 0.02), (0.07, 0.0, 3 * 0.02), (0.09, 0.0, math.inf), (0.0, 0.5, 3 * 0.5), (1.5, 0.5, 3 * 0.5),
+     (1.6, 0.5, math.inf)],
+)  # fmt: skip
+def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
+    pool, backend, monkeypatch, quiet, layer_seconds, left
+):
+    layout = AdapterLayout((), num_elems=8, num_pages=8, num_layers=4)
+    monkeypatch.setattr(backend, "layout", lambda manifest: layout)
+    memory = Memory(pool, backend, SlowReads())
+    memory.costs.disk_adapter_page = 0.01
+    adapter = memory.store.register("a", Path("one"))
+    memory.store.loads.request(adapter)
+    memory.images.peek(adapter).publish(1)
+    monkeypatch.setattr(memory.images, "pace", lambda adapter: (quiet, layer_seconds))
+    assert memory.store.loads.seconds_left(adapter, patience=0.02) == pytest.approx(left)

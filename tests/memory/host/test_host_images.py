@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 import time
@@ -341,6 +342,24 @@ def test_a_slow_read_that_goes_on_may_take_its_time(watched):
     watched.steps["slow"].release()
     watched.until(lambda: watched.images.is_ready("slow"))
     assert watched.images.take("slow").data == "slow"
+
+
+def test_the_pace_of_a_read_is_its_own(watched):
+    """As exact as the looks at it are frequent."""
+    near = functools.partial(pytest.approx, abs=0.06)
+    watched.request("slow", layers=4)
+    image = watched.images.peek("slow")
+    assert watched.began["slow"].wait(60)
+    watched.request("behind")
+    watched.wait(0.9)
+    assert watched.images.pace("slow") == (near(0.9), 0.0)
+    assert watched.images.pace("behind") == (near(0.9), 0.0), "its wait for a thread counts"
+    watched.steps["slow"].release()
+    watched.until(lambda: image.stream.num_ready == 1)
+    assert watched.images.pace("slow") == (0.0, near(0.9))
+    watched.wait(2, count=80)
+    assert watched.images.pace("slow") == (near(2), near(0.9))
+    assert watched.images.pace("unknown") == (0.0, 0.0)
 
 
 def test_large_layers_may_take_longer(watched):

@@ -58,7 +58,7 @@ def test_no_more_than_asked_for_read_at_once(reads, num_threads):
         assert one.began.wait(WAIT)
     behind = reads.submit(lambda: 7)
     assert not behind.running()
-    assert num_threads() == 2
+    assert num_threads() == 3, "two that read, and who comes next"
     hung[0].go.set()
     assert behind.result(WAIT) == 7
     hung[1].go.set()
@@ -87,6 +87,44 @@ def test_threads_are_bounded_and_what_is_beyond_waits(reads, num_threads):
     for one in hung:
         one.go.set()
     assert futures[5].result(WAIT) == "late"
+
+
+def test_who_asks_for_reads_starts_the_first_thread_only(reads, monkeypatch):
+    """The engine's thread would wait for each until it runs, and all requests with it."""
+    start, starters = threading.Thread.start, []
+
+    def note(self):
+        starters.append(threading.current_thread())
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", note)
+    hung, futures = hang(reads, 5)
+    for one, future in zip(hung, futures, strict=True):
+        assert one.began.wait(WAIT)
+        assert reads.set_aside(future)
+    assert starters.count(threading.current_thread()) == 1
+    assert len(starters) == 5
+    for one in hung:
+        one.go.set()
+
+
+def test_a_thread_that_could_not_be_started_beforehand_is_started_when_it_is_wanted(reads, monkeypatch):
+    start, refused = threading.Thread.start, []
+
+    def refuse(self):
+        if threading.current_thread() is not threading.main_thread():
+            refused.append(self)
+            raise RuntimeError("can't start new thread")
+        start(self)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    (hung,), (future,) = hang(reads, 1)
+    assert hung.began.wait(WAIT)
+    assert len(refused) == 1
+    assert reads.set_aside(future)
+    assert reads.submit(lambda: 7).result(WAIT) == 7
+    hung.go.set()
+    assert future.result(WAIT) == "late"
 
 
 def test_what_has_not_begun_or_has_ended_is_not_set_aside(reads):
@@ -150,12 +188,15 @@ def test_a_thread_that_cannot_be_started_is_told(reads, monkeypatch):
     assert reads.submit(lambda: 7).result(WAIT) == 7
 
 
-def test_threads_go_when_there_is_nothing_to_do(monkeypatch, num_threads):
+def test_all_threads_but_one_go_when_there_is_nothing_to_do(monkeypatch, num_threads, reads):
     monkeypatch.setattr("chorus.memory.host.reads.IDLE_SECONDS", 0.01)
-    reads = ThreadReads()
-    assert reads.submit(lambda: 7).result(WAIT) == 7
+    hung, futures = hang(reads, 2)
+    for one in hung:
+        assert one.began.wait(WAIT)
+        one.go.set()
+    assert [future.result(WAIT) for future in futures] == ["late", "late"]
     deadline = time.monotonic() + WAIT
-    while num_threads():
+    while num_threads() > 1:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert reads.submit(lambda: 8).result(WAIT) == 8

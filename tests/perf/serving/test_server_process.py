@@ -1,0 +1,37 @@
+"""Servers that a measurement launches end with it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WAIT = 120
+
+LAUNCHES = """
+import time
+from chorus.perf.serving.server_process import launched
+with launched(["--threads", "1"]) as server:
+    print(server.pid, flush=True)
+    time.sleep(1e6)
+"""
+
+
+def runs(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def test_a_command_that_is_killed_leaves_no_server():
+    with subprocess.Popen([sys.executable, "-c", LAUNCHES], stdout=subprocess.PIPE, text=True) as command:
+        pid = command.stdout.readline().strip()
+        assert runs(pid)
+        command.send_signal(signal.SIGTERM)
+    deadline = time.monotonic() + WAIT
+    while runs(pid):
+        assert time.monotonic() < deadline, f"server {pid} outlives the command that launched it"
+        time.sleep(0.05)
