@@ -59,9 +59,9 @@ class QueueOrder:
 
     Whose turn it is comes first: that of an account that has waited too long for one, else of the one that stands
     lowest with the policy. Within an account, requests whose adapter is resident, or that need none, come first, then
-    those whose adapter is being read, each in queue order; those whose adapter is only on disk, or whose read has taken
-    long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been overtaken for long enough and goes first in its
-    account, whatever its adapter.
+    those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has taken
+    long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been overtaken for
+    long enough and goes first in its account, whatever its adapter.
     """
 
     def __init__(
