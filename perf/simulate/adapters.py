@@ -77,7 +77,12 @@ class SimReads(Reads):
 
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
-        self._free_at = [0.0] * threads
+        self._free_at = [clock.now] * threads
+
+    @property
+    def free_at(self) -> float:
+        """When a read that is asked for next would begin."""
+        return min(self._free_at)
 
     def submit(self, read: Callable[[], Any]) -> Future:
         clock, now = self._clock, self._clock.now
@@ -197,9 +202,14 @@ class SimAdapterBackend:
         self._costs = costs
         self._clock = clock
         self._stream = stream
-        self._link_free_at = 0.0
+        self._link_free_at = clock.now
         self._reads: list[tuple[float, float]] = []  # start and end of those under way or to come
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
+
+    @property
+    def link_free_at(self) -> float:
+        """When a copy that is asked for next would begin."""
+        return self._link_free_at
 
     @property
     def is_loading(self) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
+from ...core.scheduling.policies import Policies
 from .adapters import SimAdapters, SimReads, VirtualClock
 from .executor import SimExecutor
 from .scheduler import SimScheduler
@@ -42,13 +43,14 @@ def simulated_engine(
     mix: bool = True,
     read_threads: int = 2,
     engine_type: type[Engine] = SimEngine,
+    policies: Policies | None = None,
 ) -> tuple[Engine, SimExecutor]:
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
-    engine_type: `Engine` takes any request and one step at a time. The prefix cache works on the tokens of prompts:
-    leave it off where those are made up.
+    engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. The prefix cache works on the
+    tokens of prompts: leave it off where those are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
     executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix)
-    return engine_type(config, executor, clock, SimReads(clock, read_threads)), executor
+    return engine_type(config, executor, clock, SimReads(clock, read_threads), policies), executor

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ....core.costs.models import CostModel
 from .replica_state import ReplicaState, Routed
 
-_MOST_SCORES = 1 << 18
+_MOST_STEPS = 1 << 18
 
 
 class RankAware:
@@ -18,6 +18,9 @@ class RankAware:
     its queue takes to prefill with the request, Δdecode by how much longer its decode step takes with it, both by the
     cost model; the penalty if that step then takes longer than `slo`. Candidates are the replicas with room; where none
     has any, all are.
+
+    The paper's decode step depends on ranks alone. Here it has the cost model's KV term, too, which decides for long
+    prompts: that of the running requests, of the prompts that wait, and of the request's own.
     """
 
     def __init__(self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0) -> None:
@@ -26,12 +29,13 @@ class RankAware:
         self._slo = slo
         self._mean_output_tokens = mean_output_tokens
         self._penalty = penalty
-        self._scores: dict[tuple[int, int, int, int, int], float] = {}  # of decoding, see `_score`
+        self._steps: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}  # see `_decode_steps`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
         alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
-        best, least, fits, scores = 0, math.inf, False, self._scores
+        per_kv_token, slo = self._costs.decode.per_kv_token, self._slo
+        best, least, fits, steps = 0, math.inf, False, self._steps
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
             if fits and not room:
@@ -39,21 +43,27 @@ class RankAware:
             prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
             requests = replica.num_requests
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
-            score = scores.get(key)
-            if score is None:
-                score = self._score(*key)
-                if len(scores) < _MOST_SCORES:
-                    scores[key] = score
-            total = (prefill / self._mean_output_tokens + score) * requests
+            step = steps.get(key)
+            if step is None:
+                step = self._decode_steps(*key)
+                if len(steps) < _MOST_STEPS:
+                    steps[key] = step
+            more, after = step
+            score = prefill / self._mean_output_tokens + more + per_kv_token * tokens
+            if after + per_kv_token * (replica.kv_tokens + replica.pending_tokens + tokens) > slo:
+                score += self._penalty
+            total = score * requests
             if total < least or (room and not fits):
                 best, least, fits = index, total, room
         return best
 
-    def _score(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> float:
-        """Seconds that a decode step takes longer with a request of `rank`, and the penalty. users: of adapters."""
+    def _decode_steps(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> tuple[float, float]:
+        """Return by how much a decode step takes longer with a request of `rank`, and its seconds then; both but for
+        what is in the KV cache. users: of adapters.
+        """
         before = self._decode_seconds(requests, users, sum_ranks, max_rank)
         after = self._decode_seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
-        return after - before + (self._penalty if after > self._slo else 0.0)
+        return after - before, after
 
     def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
         """A decode step of a batch; every request counts as one with an adapter of its own."""
