@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import StepWork
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import BASE_SLOT, StepPlan, StepResult
+from ...graphs.runner import StepMode
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
+from .charges import Charges
 from .repeats import RepeatedPlan, RepeatedResult
-
-if TYPE_CHECKING:
-    from ...memory.adapters.adapter import Adapter
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
@@ -87,8 +85,10 @@ class SimExecutor:
         *,
         stream: bool = True,
         mix: bool = True,
+        degree: int = 1,
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
+        degree: `Charges`'.
 
         mix: prefill chunks and decode rows of a step share one pass over the weights; otherwise the decode rows wait
         until the prefill is over, as in engines where a prompt interrupts decoding.
@@ -104,6 +104,10 @@ class SimExecutor:
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
+        self.charges = Charges(
+            self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
+            hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
+        )  # fmt: skip
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
@@ -121,23 +125,31 @@ class SimExecutor:
         """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
-        costs, rows = self.costs, plan.rows
-        if self._mix or plan.bucket is not None or len(rows[-1].tokens) > 1:
-            first = StepWork.of(plan, costs.kernel).seconds(costs)
+        costs, rows, charges = self.costs, plan.rows, self.charges
+        computed = plan if charges.is_idle else charges.work(plan)
+        if plan.mode is StepMode.MERGED:
+            first = charges.merged_seconds(computed)
+        elif self._mix or plan.bucket is not None or len(rows[-1].tokens) > 1:
+            first = StepWork.of(computed, costs.kernel).seconds(costs)
         else:
-            first = self._apart(plan)
+            first = self._apart(computed)
         if plan.bucket is None and costs.overhead.per_prompt:
             first += costs.overhead.seconds(len(rows), sum(len(row.tokens) > 1 for row in rows))
         else:
             first += costs.overhead.seconds(len(rows))
+        if not charges.is_idle:
+            first += charges.each_step(computed)
         reading = self.adapters.is_reading
         if reading:
             first += self.adapters.delay(first)
         growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
         if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
-            price = self._stalled(first, growth, plan.adapters)
+            price = self._stalled(first, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
+        if once := charges.once(plan, self._clock.now):
+            price.first += once
+            price.single = True
         self._priced = plan, price
         return price
 
@@ -184,10 +196,14 @@ class SimExecutor:
             seconds += StepWork.of(part, self.costs.kernel).seconds(self.costs)
         return seconds
 
-    def _stalled(self, first: float, growth: float, adapters: list[Adapter]) -> StepPrice:
+    def _stalled(self, first: float, growth: float, plan: StepPlan) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
-        coming = [(slot, adapter.transfer) for slot, adapter in enumerate(adapters) if adapter.transfer is not None]
+        coming = [
+            (slot, adapter.transfer) for slot, adapter in enumerate(plan.adapters) if adapter.transfer is not None
+        ]
         stalls = {slot: transfer.stall(self._clock.now, first) for slot, transfer in coming}
+        if self.costs.cpu_lora is not None:
+            stalls = {slot: self.charges.assisted(plan, slot, stall) for slot, stall in stalls.items()}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(stalls.values()))
         return StepPrice(first + stall, growth, stall, late)

@@ -13,7 +13,7 @@ from ...core.costs.profile import Profile
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
 from ...core.scheduling.policies import Policies
-from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
@@ -21,6 +21,7 @@ from ..workload.request import TraceRequest
 from .adapters import SimAdapters, SimReads, VirtualClock
 from .engine import MODEL, simulated_engine
 from .executor import TOKEN
+from .link import Urgency
 from .records import Served
 from .repeats import RepeatedPlan
 from .scheduler import SimRequest
@@ -50,6 +51,9 @@ class Progress(NamedTuple):
 
 
 NOTHING = Progress()
+
+#: Chooses which of a plan's adapters it runs merged, None for none (dLoRA Algorithm 1).
+Mode = Callable[[StepPlan], Adapter | None]
 
 
 class Left(NamedTuple):
@@ -84,19 +88,24 @@ class Replica:
         read_threads: int = 2,
         keep_idle: bool = True,
         policies: Policies | None = None,
+        degree: int = 1,
+        swap: bool = False,
+        mode: Mode | None = None,
         now: float = 0.0,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
-        once. now: when it begins to serve. The other arguments are those of `simulated_engine`.
+        once. mode: chooses the adapter that each step runs merged. now: when it begins to serve. The others are
+        `simulated_engine`'s.
         """
         self.index = index
         self.phase = Phase.SERVING
         self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, read_threads=read_threads, policies=policies,
+            stream=stream, mix=mix, read_threads=read_threads, policies=policies, degree=degree,
+            swap=swap,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf
@@ -112,6 +121,7 @@ class Replica:
         self._reads = reads
         self._adapters = adapters
         self._keep_idle = keep_idle
+        self._mode = mode
         self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
@@ -184,6 +194,8 @@ class Replica:
         if not self._keep_idle:
             engine.reclaim_idle()
         self._plan = plan = engine.begin_step()
+        if self._mode is not None and plan is not None:
+            self.executor.charges.merge(plan, self._mode(plan))
         self._tell(plan)
         if plan is not None:
             self.wake = self.executor.end(plan)
@@ -197,7 +209,7 @@ class Replica:
         grown = int(self._growth * (now - self.clock.now)) if self._growth else 0
         state.kv_tokens = self._kv_tokens + grown
         state.free_tokens = self._free_tokens - grown
-        state.link_seconds = max(0.0, self.executor.adapters.link_free_at - now)
+        state.link_seconds = max(0.0, self.executor.adapters.link.free_at - now)
         state.disk_seconds = max(0.0, self._reads.free_at - now)
         return state
 
@@ -215,20 +227,25 @@ class Replica:
             return
         self._queue.pop(request_id, None)
         self.engine.abort(request_id)
+        self.executor.charges.forget(request_id)
         self.state.remove(each.rank)
         self.left.append(Left(each.item, each.progress_at(self._stalled()), to, seconds))
 
     def preload(self, adapter: str) -> bool:
-        """Read an adapter and load it over the link while nobody waits for it; False if it finds no free pages."""
+        """Read an adapter and load it over the link, behind what is waited for; False if it finds no free pages."""
         store = self.engine.store
         self._register(adapter)
         found = store.get(adapter)
         if found.pages:
             return True
+        backend = self.executor.adapters
+        backend.urgency = Urgency.AHEAD
         try:
             store.prefetch(found)
         except OutOfPages:
             return False
+        finally:
+            backend.urgency = Urgency.LOAD
         return True
 
     def place(self, adapters: list[str]) -> list[str]:
@@ -238,7 +255,7 @@ class Replica:
         """
         now, self.clock.now = self.clock.now, self.clock.now - _BEFORE
         left = [adapter for adapter in adapters if not self.preload(adapter)]
-        self.clock.now = self.executor.adapters.link_free_at
+        self.clock.now = self.executor.adapters.link.free_at
         self.engine.store.poll()
         self.clock.now = now
         self._tell(None)

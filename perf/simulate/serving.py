@@ -26,6 +26,9 @@ from .study import Router, Setup, Step, StudyError
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
 
+#: Parts that a profile may lack, and a study add.
+_OPTIONAL = ("overhead", "merge", "network", "all_reduce", "cpu_lora")
+
 
 @dataclass
 class Outcome:
@@ -48,7 +51,8 @@ def run_serving(setup: Setup) -> Outcome:
     def make(index: int, now: float = 0.0) -> Replica:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
-            read_threads=setup.read_threads, keep_idle=setup.keep_idle, now=now,
+            read_threads=setup.read_threads, keep_idle=setup.keep_idle,
+            degree=setup.tensor_parallel, swap=setup.swap, now=now,
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]
@@ -85,11 +89,18 @@ def _profile(setup: Setup) -> Profile:
     for name, value in setup.terms.items():
         part, _, term = name.partition(".")
         terms = getattr(profile, part, None)
+        if terms is None and part in _OPTIONAL:
+            terms = Terms(terms={})
         if not isinstance(terms, Terms) or not term:
             raise StudyError(f"terms.{name}: no such cost model in profile {profile.name}; write it like link.per_byte")
         changed = {**terms.terms, term: Number(value=value, source="set by the study")}
         profile = profile.model_copy(update={part: Terms(terms=changed)})
-    profile.costs()
+    costs = profile.costs()
+    if setup.tensor_parallel > 1 and costs.all_reduce is None:
+        raise StudyError(
+            f"tensor_parallel is {setup.tensor_parallel} and profile {profile.name} has no all-reduce cost; "
+            "set terms all_reduce.latency and all_reduce.per_byte"
+        )
     return profile
 
 
