@@ -58,7 +58,7 @@ def run(settings: Settings, output: Path, batches: int, rounds: int, out: TextIO
 def table(profile: Profile) -> str:
     """The terms of every model and how well each explains what was measured."""
     lines = [f"profile    {profile.model}", f"on         {profile.device}"]
-    for name in ("decode", "prefill", "disk", "link", "overhead"):
+    for name in ("step", "disk", "link", "overhead"):
         part = getattr(profile, name)
         if part is None:
             continue
@@ -66,15 +66,15 @@ def table(profile: Profile) -> str:
         quality = "" if report is None else (
             f"R² {report.r2:.4f}   mean error {report.mean_error:.1%}   {report.samples} samples"
         )  # fmt: skip
-        weak = name in ("decode", "prefill") and report is not None and report.r2 < GOOD_R2
+        if report is not None and report.decode_r2 is not None:
+            quality += f"   R² of decode steps {report.decode_r2:.4f}"
+        weak = name == "step" and report is not None and min(report.r2, report.decode_r2 or report.r2) < GOOD_R2
         lines.append(f"{name:10s} {quality}{'   (weak)' if weak else ''}")
         lines += [f"  {term:18s} {_shown(term, number.value)}" for term, number in part.terms.items()]
     return "\n".join(lines)
 
 
 def _shown(term: str, value: float) -> str:
-    if term == "knee":
-        return f"{value:7.0f} rows"
     return f"{value:14.6f}" if term == "contention" else f"{value * 1e6:14.6f} µs"
 
 

@@ -19,8 +19,8 @@ from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import StepPlan, StepResult
 from .fit import Fit, fit
-from .measure import MeasureError, Samples, StepProfiler, fit_decode, fit_prefill, fit_transfer, typical
-from .models import Kernel
+from .measure import MeasureError, StepProfiler, fit_steps, fit_transfer, r2_of, typical
+from .models import Kernel, StepCost
 from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
 
 _OVERHEAD_PROMPT = 24  # tokens: more than a block, so that it is one to cache
@@ -104,6 +104,8 @@ def _measure(
     model = ModelConfig.read(config.model)
     device = device_name(config.device)
     how = f"measured on this machine in {rounds} rounds"
+    steps = fit_steps(decode + prefill)
+    step = _terms(steps, how, r2_of(StepCost(**steps.terms), decode))
     disk = _terms(fit_transfer(transfers.num_bytes, transfers.read), how)
     disk.terms["contention"] = Number(value=transfers.contention, source="steps that ran beside these reads")
     profile = Profile(
@@ -125,13 +127,12 @@ def _measure(
             itemsize=executor.layout.itemsize,
         ),
         memory_bytes=Whole(value=executor.num_pages * executor.layout.page_bytes, source="the engine's arena"),
-        decode=_terms(fit_decode(decode), how),
-        prefill=_terms(fit_prefill(prefill), how),
+        step=step,
         disk=disk,
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
         overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
     )
-    return Measured(profile, _noise(decode, prefill), transfers.uncached)
+    return Measured(profile, max(decode.noise, prefill.noise), transfers.uncached)
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:
@@ -187,15 +188,11 @@ def _overhead_of(
         spent = 0.0
 
 
-def _terms(found: Fit, how: str) -> Terms:
+def _terms(found: Fit, how: str, decode_r2: float | None = None) -> Terms:
     return Terms(
         terms={name: Number(value=value, source=how) for name, value in found.terms.items()},
-        fit=FitReport(r2=found.r2, mean_error=found.mean_error, samples=found.num_samples),
+        fit=FitReport(r2=found.r2, decode_r2=decode_r2, mean_error=found.mean_error, samples=found.num_samples),
     )
-
-
-def _noise(*parts: Samples) -> float:
-    return max(part.noise for part in parts)
 
 
 def _describe(engine: Engine) -> str:

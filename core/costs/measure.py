@@ -7,7 +7,6 @@ medians. How far medians are above the least times is reported as noise.
 
 from __future__ import annotations
 
-import math
 import os
 import random
 import time
@@ -27,8 +26,8 @@ from ..executors.base import Executor
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from .fit import Fit, fit
-from .models import Kernel
-from .work import DECODE_TERMS, PREFILL_TERMS, StepWork, term_values
+from .models import Kernel, StepCost
+from .work import STEP_TERMS, StepWork, term_values
 
 _PARAMS = SamplingParams(temperature=0.0)
 _KV_SHARE = 0.8  # of the pages that adapters leave, how many a step's rows may hold
@@ -37,7 +36,7 @@ _SPIKE = 1.5
 _AGREED = 1.08  # the median of a step's rounds and the least of them, at most
 _ALONE_STEPS = 3  # before each read
 _MOST_CONTENTION = 0.9
-_KNEE_GAIN = 1e-4  # of R², below which a knee explains nothing
+_KNEE_GAIN = 1e-3  # of the mean error, below which a knee explains nothing
 
 
 class MeasureError(ValueError):
@@ -66,6 +65,9 @@ class Samples:
     work: list[StepWork]
     seconds: list[float]
     noise: float
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples(self.work + other.work, self.seconds + other.seconds, max(self.noise, other.noise))
 
 
 class StepProfiler:
@@ -270,19 +272,25 @@ def steady(every: Sequence[Sequence[float]]) -> list[float]:
     return [scale * seconds for seconds in medians]
 
 
-def fit_decode(samples: Samples) -> Fit:
-    """The terms of `DecodeCost`; `knee` is the bucket size with which they explain the most, 0 where none helps."""
-    best: Fit | None = None
-    for knee in (math.inf, *sorted({work.rows for work in samples.work})[:-1]):
-        found = fit(DECODE_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
-        if best is None or found.r2 > best.r2 + _KNEE_GAIN:
-            best = replace(found, terms=found.terms | {"knee": 0.0 if math.isinf(knee) else float(knee)})
+def fit_steps(samples: Samples) -> Fit:
+    """The terms of `StepCost`, with the knee of decode batches that explains the most; none where none helps."""
+    best, at = None, 0.0
+    for knee in (0.0, *sorted({work.tokens for work in samples.work if not work.ragged})):
+        found = fit(STEP_TERMS, [term_values(work, knee) for work in samples.work], samples.seconds)
+        if best is None or found.mean_error < best.mean_error - _KNEE_GAIN:
+            best, at = found, float(knee)
     assert best is not None
-    return best
+    return replace(best, terms={**best.terms, "weights": at * best.terms["per_token"]})
 
 
-def fit_prefill(samples: Samples) -> Fit:
-    return fit(PREFILL_TERMS, [term_values(work) for work in samples.work], samples.seconds)
+def r2_of(cost: StepCost, samples: Samples) -> float:
+    """Share of the variance of `samples` that `cost` explains."""
+    middle = mean(samples.seconds)
+    left = sum(
+        (work.seconds(cost) - took) ** 2 for work, took in zip(samples.work, samples.seconds, strict=True)
+    )  # fmt: skip
+    spread = sum((took - middle) ** 2 for took in samples.seconds)
+    return 1.0 - left / spread if spread else 1.0
 
 
 def fit_transfer(num_bytes: Sequence[int], seconds: Sequence[float]) -> Fit:

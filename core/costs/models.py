@@ -1,8 +1,11 @@
 """Cost models: seconds as sums of a few terms, so that evaluating one takes about a microsecond.
 
+A step has one price, whatever its mixture of prefill chunks and decode rows: a roofline of its matrix products, which
+all its tokens share, and what each row adds (attention, LoRA, logits). More of anything never makes it cheaper.
+
 Rank terms follow CaraServe §5: a kernel that pads every request to the largest rank of its batch costs
 `α·|S|·max rank + β`, one that does not costs `α·Σ rank + β`. Punica's Fig. 8 adds that requests of one
-adapter share its bytes, so Σ rank is taken twice: over requests (arithmetic) and over distinct adapters (bytes).
+adapter share its bytes, so ranks are summed over requests, over tokens (arithmetic) and over distinct adapters (bytes).
 """
 
 from __future__ import annotations
@@ -18,69 +21,76 @@ class Kernel(StrEnum):
     BGMV = "bgmv"
     SGMV = "sgmv"
 
-    def rank_work(self, tokens: int, token_ranks: int, max_rank: int) -> int:
-        """Rank-rows computed for `tokens` tokens that use adapters. token_ranks: sum over these of their ranks."""
-        return tokens * max_rank if self is Kernel.BGMV else token_ranks
+    def rank_work(self, count: int, ranks: int, max_rank: int) -> int:
+        """Rank-rows computed for `count` rows, or tokens, that use adapters. ranks: the sum of theirs."""
+        return count * max_rank if self is Kernel.BGMV else ranks
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeCost:
-    """Seconds of a step in which every row computes one token.
+class StepCost:
+    """Seconds of a step: prefill chunks, decode rows, or both.
 
-    per_row: per row computed, padding to the bucket included. per_kv_token: per token in the rows' KV cache.
-    lora: once when any row uses an adapter. per_rank: per rank-row of work (`Kernel.rank_work`).
-    per_adapter_rank: per rank-row of the distinct adapters.
-    per_row_beyond: what each row beyond `knee` costs more. Up to so many rows it takes longer to read the weights than
-    to multiply with them, as in a roofline.
+    base: launches and whatever else every step takes. ragged: once where a row computes more than one token: such a
+    step is not one that was captured.
+    weights, per_token: the projections take the longer of reading them once and multiplying every token with them.
+    head, per_logits: likewise the LM head, which every row is multiplied with once. per_row: all else that a row takes.
+    per_padding: what one that pads a bucket takes beside its share of the products.
+    per_kv_token: per token in the rows' KV cache, which is read however few tokens attend to it. per_pair: per (token,
+    token that it attends to) of the rows that compute more than one: their attention is arithmetic.
+    per_longest: per token that the longest row has in its KV cache already, where attention reads a row's with few
+    processors.
+    lora: once where any row uses an adapter. per_rank, per_token_rank: per rank-row of work (`Kernel.rank_work`) over
+    the rows and over the tokens. per_adapter_rank: per rank-row of the distinct adapters.
     """
 
     base: float = 0.0
-    per_row: float = 0.0
-    per_kv_token: float = 0.0
-    lora: float = 0.0
-    per_rank: float = 0.0
-    per_adapter_rank: float = 0.0
-    per_row_beyond: float = 0.0
-    knee: float = 0.0
-
-    def seconds(self, rows: int, kv_tokens: int, rank_work: int = 0, adapter_ranks: int = 0) -> float:
-        """rows: bucket size. adapter_ranks: sum of the distinct adapters' ranks, 0 when none is used."""
-        seconds = self.base + self.per_row * rows + self.per_kv_token * kv_tokens
-        if rows > self.knee:
-            seconds += self.per_row_beyond * (rows - self.knee)
-        if adapter_ranks:
-            seconds += self.lora + self.per_rank * rank_work + self.per_adapter_rank * adapter_ranks
-        return seconds
-
-
-@dataclass(frozen=True, slots=True)
-class PrefillCost:
-    """Seconds of a step that holds prefill chunks, beside which decode rows may run.
-
-    floor: the step never takes less, however few tokens it has: one pass over the weights.
-    per_token: per token computed. per_pair: per (token, token that it attends to): grows with a prompt's square.
-    per_row: per row, each of which computes logits. The rank terms are `DecodeCost`'s.
-    per_kv_token: per token in the rows' KV cache, which is read however few tokens attend to it.
-    """
-
-    floor: float = 0.0
-    base: float = 0.0
+    ragged: float = 0.0
+    weights: float = 0.0
     per_token: float = 0.0
+    head: float = 0.0
+    per_logits: float = 0.0
     per_row: float = 0.0
+    per_padding: float = 0.0
+    per_kv_token: float = 0.0
     per_pair: float = 0.0
+    per_longest: float = 0.0
     lora: float = 0.0
     per_rank: float = 0.0
+    per_token_rank: float = 0.0
     per_adapter_rank: float = 0.0
-    per_kv_token: float = 0.0
 
     def seconds(
-        self, tokens: int, rows: int, pairs: float, rank_work: int = 0, adapter_ranks: int = 0, kv_tokens: int = 0
+        self,
+        tokens: int,
+        rows: int,
+        kv_tokens: int = 0,
+        longest: int = 0,
+        row_ranks: int = 0,
+        token_ranks: int = 0,
+        adapter_ranks: int = 0,
+        pairs: float = 0.0,
+        ragged: bool = False,
     ) -> float:
-        seconds = self.base + self.per_token * tokens + self.per_row * rows + self.per_pair * pairs
-        seconds += self.per_kv_token * kv_tokens
+        """See `StepWork` for what is counted. Without `ragged`, tokens above the number of rows are padding."""
+        products, head = self.per_token * tokens, self.per_logits * rows
+        seconds = (
+            self.base
+            + (products if products > self.weights else self.weights)
+            + (head if head > self.head else self.head)
+            + self.per_row * rows
+            + self.per_kv_token * kv_tokens
+            + self.per_longest * longest
+        )
         if adapter_ranks:
-            seconds += self.lora + self.per_rank * rank_work + self.per_adapter_rank * adapter_ranks
-        return seconds if seconds > self.floor else self.floor
+            seconds += self.lora + self.per_rank * row_ranks + self.per_token_rank * token_ranks
+            seconds += self.per_adapter_rank * adapter_ranks
+        if ragged:
+            return seconds + self.ragged + self.per_pair * pairs
+        return seconds + self.per_padding * (tokens - rows)
+
+    def growth(self, rows: int) -> float:
+        """Return by how much a decode step of `rows` requests takes longer than the one before it."""
+        return self.per_kv_token * rows + self.per_longest
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,8 +157,7 @@ class CostModel:
     """
 
     kernel: Kernel
-    prefill: PrefillCost
-    decode: DecodeCost
+    step: StepCost
     disk: DiskCost
     link: TransferCost
     overhead: OverheadCost = OverheadCost()
@@ -157,24 +166,41 @@ class CostModel:
     all_reduce: AllReduceCost | None = None
     cpu_lora: CpuLoraCost | None = None
 
-    def decode_seconds(self, ranks: Iterable[int], kv_tokens: int = 0) -> float:
+    def decode_seconds(self, ranks: Iterable[int], kv_tokens: int = 0, longest: int = 0) -> float:
         """A decode step of one request per rank, each with an adapter of its own; rank 0 is the base model.
 
         CaraServe's Perf(S), with which a router compares replicas.
         """
-        rows = tokens = total = largest = 0
+        rows = users = total = largest = 0
         for rank in ranks:
             rows += 1
             if rank:
-                tokens += 1
+                users += 1
                 total += rank
                 largest = max(largest, rank)
-        return self.decode.seconds(rows, kv_tokens, self.kernel.rank_work(tokens, total, largest), total)
+        return self.batch_seconds(rows, users, total, largest, kv_tokens, longest)
+
+    def batch_seconds(
+        self, rows: int, users: int, ranks: int, max_rank: int, kv_tokens: int = 0, longest: int = 0
+    ) -> float:
+        """A decode step of `rows` requests, of which `users` have an adapter each; ranks: the sum of theirs."""
+        work = self.kernel.rank_work(users, ranks, max_rank)
+        return self.step.seconds(rows, rows, kv_tokens, longest, work, work, ranks)
+
+    def queue_seconds(self, tokens: int, prompts: int, token_ranks: int, max_rank: int) -> float:
+        """The prompts of a queue in one step; token_ranks: the sum of ranks over their tokens.
+
+        What they attend to is left out, as the queue's lengths are not known; they are taken as equally long, and to
+        share an adapter of the largest rank.
+        """
+        ranks = self.kernel.rank_work(prompts, token_ranks * prompts // max(1, tokens), max_rank)
+        work = self.kernel.rank_work(tokens, token_ranks, max_rank)
+        return self.step.seconds(tokens, prompts, 0, 0, ranks, work, max_rank, ragged=True)
 
     def prefill_seconds(self, num_tokens: int, rank: int = 0) -> float:
         """One prompt of `num_tokens` tokens, alone in its step."""
         pairs = num_tokens * (num_tokens + 1) / 2
-        return self.prefill.seconds(num_tokens, 1, pairs, num_tokens * rank, rank, num_tokens)
+        return self.step.seconds(num_tokens, 1, num_tokens, 0, rank, num_tokens * rank, rank, pairs, True)
 
     def swap_seconds(self, num_bytes: int) -> float:
         """KV of `num_bytes` out to the host, or back in."""

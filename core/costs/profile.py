@@ -19,16 +19,15 @@ from .models import (
     AllReduceCost,
     CostModel,
     CpuLoraCost,
-    DecodeCost,
     DiskCost,
     Kernel,
     MergeCost,
     OverheadCost,
-    PrefillCost,
+    StepCost,
     TransferCost,
 )
 
-FORMAT = 1
+FORMAT = 2
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -59,9 +58,13 @@ class Whole(_Strict):
 
 
 class FitReport(_Strict):
-    """Goodness of a fit to the steps that were measured. samples: steps, each the mean of its repeats."""
+    """Goodness of a fit to the steps that were measured. samples: steps, each the mean of its repeats.
+
+    decode_r2: that of the decode steps alone, where there are any.
+    """
 
     r2: float = Field(le=1)
+    decode_r2: float | None = Field(default=None, le=1)
     mean_error: float = Field(ge=0)
     samples: int = Field(ge=1)
 
@@ -111,7 +114,7 @@ class Geometry(_Strict):
 class Profile(_Strict):
     """Contents of a profile's JSON file. memory_bytes: the arena that KV and adapters share."""
 
-    format: Literal[1] = FORMAT
+    format: Literal[2] = FORMAT
     name: str = Field(min_length=1)
     device: str = Field(min_length=1)
     model: str = Field(min_length=1)
@@ -119,8 +122,7 @@ class Profile(_Strict):
     kernel: Literal["bgmv", "sgmv"]
     geometry: Geometry
     memory_bytes: Whole
-    prefill: Terms
-    decode: Terms
+    step: Terms
     disk: Terms
     link: Terms
     overhead: Terms | None = None
@@ -133,8 +135,7 @@ class Profile(_Strict):
         """The cost model. ProfileError for a term that a model doesn't have."""
         return CostModel(
             kernel=Kernel(self.kernel),
-            prefill=self._model("prefill", PrefillCost),
-            decode=self._model("decode", DecodeCost),
+            step=self._model("step", StepCost),
             disk=self._model("disk", DiskCost),
             link=self._model("link", TransferCost),
             overhead=self._model("overhead", OverheadCost) if self.overhead else OverheadCost(),
@@ -186,6 +187,11 @@ def parse_profile(data: bytes, origin: str) -> Profile:
         raw: Any = strict_json.loads(data)
     except ValueError as error:
         raise ProfileError(f"{origin}: no JSON: {error}") from None
+    if isinstance(raw, dict) and raw.get("format") == 1:
+        raise ProfileError(
+            f"{origin}: format is 1, in which prefills and decode steps had prices of their own; since {FORMAT} there "
+            "is one, `step`: measure the profile again with `chorus profile`"
+        )
     try:
         profile = Profile.model_validate(raw)
     except ValidationError as error:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .models import CostModel, Kernel
+from .models import Kernel, StepCost
 
 if TYPE_CHECKING:
     from ..requests.types import StepPlan
@@ -16,18 +15,22 @@ if TYPE_CHECKING:
 class StepWork:
     """Counts over a plan's rows.
 
-    decodes: every row computes one token, padded to a bucket. rows: the bucket then, else the number of rows.
-    kv_tokens: tokens in the rows' KV cache once the step has run. pairs: (token, token that it attends to).
-    rank_work: rank-rows computed over all tokens. adapter_ranks: sum of the distinct adapters' ranks.
+    tokens: those computed, with the padding of a bucket, which a step with a prompt does without. rows: without it.
+    kv_tokens: tokens in the rows' KV cache once the step has run. longest: the most that a row has there before it.
+    row_ranks, token_ranks: rank-rows computed, once per row and once per token. adapter_ranks: sum of the distinct
+    adapters' ranks. pairs: (token, token that it attends to) of the rows that compute more than one.
+    ragged: there are such rows.
     """
 
-    decodes: bool
-    rows: int
     tokens: int
+    rows: int
     kv_tokens: int
-    pairs: float
-    rank_work: int
+    longest: int
+    row_ranks: int
+    token_ranks: int
     adapter_ranks: int
+    pairs: float = 0.0
+    ragged: bool = False
 
     @classmethod
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
@@ -35,42 +38,55 @@ class StepWork:
         ranks = [adapter.rank for adapter in plan.adapters]
         adapter_ranks = sum(ranks)
         ranks.append(0)  # the base model's slot is the last
-        kv_tokens, using, token_ranks = tokens, 0, 0
+        kv_tokens, longest, using, row_ranks = tokens, 0, 0, 0
         for row in rows:
-            kv_tokens += row.start
+            start = row.start
+            kv_tokens += start
+            if start > longest:
+                longest = start
             if rank := ranks[row.slot]:
                 using += 1
-                token_ranks += rank
-        pairs = kv_tokens  # of a token: those before it, and itself
-        if plan.bucket is None:
-            for row in rows:
-                more = len(row.tokens) - 1
-                if more == 0:
-                    break  # chunks come first
-                pairs += more * (row.start + (more + 1) / 2)
-                if rank := ranks[row.slot]:
-                    using += more
-                    token_ranks += more * rank
-        work = kernel.rank_work(using, token_ranks, max(ranks)) if using else 0
-        return cls(plan.bucket is not None, plan.bucket or len(rows), tokens, kv_tokens, pairs, work, adapter_ranks)
+                row_ranks += rank
+        if plan.bucket is not None:
+            work = kernel.rank_work(using, row_ranks, max(ranks)) if using else 0
+            return cls(plan.bucket, tokens, kv_tokens, longest, work, work, adapter_ranks)
+        pairs, more_using, token_ranks = 0.0, 0, row_ranks
+        for row in rows:
+            count = len(row.tokens)
+            if count == 1:
+                break  # chunks come first
+            pairs += count * (row.start + (count + 1) / 2)
+            if rank := ranks[row.slot]:
+                more_using += count - 1
+                token_ranks += (count - 1) * rank
+        largest = max(ranks)
+        return cls(
+            tokens, len(rows), kv_tokens, longest, kernel.rank_work(using, row_ranks, largest),
+            kernel.rank_work(using + more_using, token_ranks, largest), adapter_ranks, pairs, True,
+        )  # fmt: skip
 
-    def seconds(self, costs: CostModel) -> float:
+    def seconds(self, cost: StepCost) -> float:
         """Of the executor; the engine's overhead comes on top."""
-        if self.decodes:
-            return costs.decode.seconds(self.rows, self.kv_tokens, self.rank_work, self.adapter_ranks)
-        return costs.prefill.seconds(
-            self.tokens, self.rows, self.pairs, self.rank_work, self.adapter_ranks, self.kv_tokens
-        )
+        return cost.seconds(
+            self.tokens, self.rows, self.kv_tokens, self.longest, self.row_ranks, self.token_ranks, self.adapter_ranks,
+            self.pairs, self.ragged,
+        )  # fmt: skip
 
 
-DECODE_TERMS = ("base", "per_row", "per_kv_token", "lora", "per_rank", "per_adapter_rank", "per_row_beyond")
-PREFILL_TERMS = ("base", "per_token", "per_row", "per_pair", "lora", "per_rank", "per_adapter_rank", "per_kv_token")
+STEP_TERMS = (
+    "base", "ragged", "per_token", "per_row", "per_padding", "per_kv_token", "per_pair", "lora", "per_rank",
+    "per_token_rank", "per_adapter_rank",
+)  # fmt: skip
+"""The terms that are fitted; `weights` follows from the knee, and those of the LM head are not told from others."""
 
 
-def term_values(work: StepWork, knee: float = math.inf) -> tuple[float, ...]:
-    """Return the factor of each of DECODE_TERMS, or PREFILL_TERMS: a row for `fit`."""
-    lora = 1.0 if work.adapter_ranks else 0.0
-    if work.decodes:
-        beyond = max(0.0, work.rows - knee)
-        return 1.0, work.rows, work.kv_tokens, lora, work.rank_work, work.adapter_ranks, beyond
-    return 1.0, work.tokens, work.rows, work.pairs, lora, work.rank_work, work.adapter_ranks, work.kv_tokens
+def term_values(work: StepWork, knee: float = 0.0) -> tuple[float, ...]:
+    """Return the factor of each of STEP_TERMS: a row for `fit`.
+
+    knee: tokens up to which reading the weights takes longer than multiplying with them.
+    """
+    return (
+        1.0, float(work.ragged), max(work.tokens, knee), work.rows, 0.0 if work.ragged else work.tokens - work.rows,
+        work.kv_tokens, work.pairs, 1.0 if work.adapter_ranks else 0.0, work.row_ranks, work.token_ranks,
+        work.adapter_ranks,
+    )  # fmt: skip

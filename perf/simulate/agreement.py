@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         virtual.extend(both[1])
         table(compare(*both)).show(Console(stderr=True, width=120))
     found = compare(real, virtual)
-    found["decode_r2"] = [profile.decode.fit.r2 for profile in profiles if profile.decode.fit is not None]
+    found["decode_r2"] = [profile.step.fit.decode_r2 for profile in profiles if profile.step.fit is not None]
     if arguments.json:
         print(json.dumps(found))
     else:

@@ -69,6 +69,7 @@ class Charges:
         if not self._swapped:
             return plan
         rows = [self._without_swapped(row) for row in plan.rows]
+        rows.sort(key=lambda row: len(row.tokens) == 1)  # chunks come first
         return StepPlan(plan.step_id, rows, plan.adapters, plan.bucket)
 
     def merged_seconds(self, plan: StepPlan) -> float:
@@ -82,11 +83,12 @@ class Charges:
         places = {plan.adapters.index(each): place for place, each in enumerate(others)}
         rows = [replace(row, slot=places.get(row.slot, BASE_SLOT)) for row in plan.rows]
         work = StepWork.of(StepPlan(plan.step_id, rows, others, plan.bucket), self._costs.kernel)
-        apart = sum(len(row.tokens) for row in plan.rows if row.slot != slot)
+        apart = [len(row.tokens) for row in plan.rows if row.slot != slot]
         if apart:
-            work.rank_work += apart * merged.rank
+            work.row_ranks += len(apart) * merged.rank
+            work.token_ranks += sum(apart) * merged.rank
             work.adapter_ranks += merged.rank
-        return work.seconds(self._costs)
+        return work.seconds(self._costs.step)
 
     def each_step(self, plan: StepPlan) -> float:
         """Seconds of the all-reduces: two a layer, after attention and MLP. What else is on the link waits for them."""

@@ -117,7 +117,7 @@ def simulate_clients(
     sender = _Clients(source, think, turns, seed)
     cluster = Cluster(replicas, route, prompt, sender, staleness=staleness, controller=controller, make=make)
     for request in itertools.islice(source, clients):
-        cluster.offer(request._replace(arrival=0.0))
+        cluster.offer(sender.begun(request)._replace(arrival=0.0))
     return cluster.finish()
 
 
@@ -130,12 +130,20 @@ class _Clients:
         self._stay = 1 - 1 / turns
         self._random = random.Random(seed)
 
-    def answered(self, now: float, ended: Sequence[tuple[str | None, int]]) -> Iterator[TraceRequest]:
-        """The next requests of the clients whose last ones, for these adapters of these ranks, have ended."""
+    def begun(self, request: TraceRequest) -> TraceRequest:
+        """Return a client's first request, or its first in a row."""
+        return request if request.session else request._replace(session=f"session-{request.id}")
+
+    def answered(self, now: float, ended: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+        """The next requests of the clients whose last ones have ended; those in a row are turns of one session."""
         sent = now + self._think
-        for request, (adapter, rank) in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
+        for request, last in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
             if self._stay and self._random.random() < self._stay:
-                request = request._replace(adapter=adapter, rank=rank)
+                request = request._replace(
+                    adapter=last.adapter, rank=last.rank, tenant=last.tenant, session=last.session
+                )  # fmt: skip
+            else:
+                request = self.begun(request)
             yield request._replace(arrival=sent)
 
 

@@ -51,14 +51,20 @@ def simulated_engine(
 ) -> tuple[Engine, SimExecutor]:
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
+    mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
     engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
     parallelism. swap: the KV of preempted requests is swapped out over the link, not computed again. The prefix cache
     works on the tokens of prompts: leave it off where those are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, mix=mix, degree=degree)
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream, degree=degree)
     policies = policies or Policies()
     if swap:
         policies = replace(policies, victim=Swapping(policies.victim, executor.charges))
-    return engine_type(config, executor, clock, SimReads(clock, read_threads), policies), executor
+    engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)
+    if isinstance(engine, SimEngine):
+        engine.scheduler.mix = mix
+    elif not mix:
+        raise ValueError("mix is False, but the serving scheduler mixes prompts and decoding; use SimEngine")
+    return engine, executor

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import StepWork
 from ...core.executors.base import ModelInfo
-from ...core.requests.types import BASE_SLOT, StepPlan, StepResult
+from ...core.requests.types import StepPlan, StepResult
 from ...graphs.runner import StepMode
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
 from .charges import Charges
@@ -84,14 +84,10 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         stream: bool = True,
-        mix: bool = True,
         degree: int = 1,
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
         degree: `Charges`'.
-
-        mix: prefill chunks and decode rows of a step share one pass over the weights; otherwise the decode rows wait
-        until the prefill is over, as in engines where a prompt interrupts decoding.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -111,7 +107,6 @@ class SimExecutor:
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
-        self._mix = mix
         self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
         self._timed: tuple[StepPlan, float, tuple[int, float]] | None = None  # with its horizon
@@ -128,23 +123,22 @@ class SimExecutor:
         costs, rows, charges = self.costs, plan.rows, self.charges
         computed = plan if charges.is_idle else charges.work(plan)
         if plan.mode is StepMode.MERGED:
-            first = charges.merged_seconds(computed)
-        elif self._mix or plan.bucket is not None or len(rows[-1].tokens) > 1:
-            first = StepWork.of(computed, costs.kernel).seconds(costs)
+            computing = charges.merged_seconds(computed)
         else:
-            first = self._apart(computed)
-        if plan.bucket is None and costs.overhead.per_prompt:
-            first += costs.overhead.seconds(len(rows), sum(len(row.tokens) > 1 for row in rows))
-        else:
-            first += costs.overhead.seconds(len(rows))
+            computing = StepWork.of(computed, costs.kernel).seconds(costs.step)
         if not charges.is_idle:
-            first += charges.each_step(computed)
+            computing += charges.each_step(computed)
+        growth, prompts = 0.0, 0
+        if plan.bucket is not None:
+            growth = costs.step.growth(len(rows))
+        elif costs.overhead.per_prompt:
+            prompts = sum(len(row.tokens) > 1 for row in rows)
+        first = computing + costs.overhead.seconds(len(rows), prompts)
         reading = self.adapters.is_reading
         if reading:
             first += self.adapters.delay(first)
-        growth = costs.decode.per_kv_token * len(rows) if plan.bucket is not None else 0.0
         if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
-            price = self._stalled(first, growth, plan)
+            price = self._stalled(first, computing, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
         if once := charges.once(plan, self._clock.now):
@@ -183,25 +177,14 @@ class SimExecutor:
         self._timed = plan, horizon, length
         return length
 
-    def _apart(self, plan: StepPlan) -> float:
-        """Seconds of the prefill chunks, and then of the decode rows."""
-        seconds = 0.0
-        for decodes in (False, True):
-            rows = [row for row in plan.rows if (len(row.tokens) == 1) == decodes]
-            slots = {slot: index for index, slot in enumerate(dict.fromkeys(row.slot for row in rows if row.slot >= 0))}
-            part = StepPlan(
-                plan.step_id, [replace(row, slot=slots.get(row.slot, BASE_SLOT)) for row in rows],
-                [plan.adapters[slot] for slot in slots], len(rows) if decodes else None,
-            )  # fmt: skip
-            seconds += StepWork.of(part, self.costs.kernel).seconds(self.costs)
-        return seconds
+    def _stalled(self, first: float, computing: float, growth: float, plan: StepPlan) -> StepPrice:
+        """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late.
 
-    def _stalled(self, first: float, growth: float, plan: StepPlan) -> StepPrice:
-        """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late."""
-        coming = [
-            (slot, adapter.transfer) for slot, adapter in enumerate(plan.adapters) if adapter.transfer is not None
-        ]
-        stalls = {slot: transfer.stall(self._clock.now, first) for slot, transfer in coming}
+        computing: the part of `first` that goes through the layers, under which bytes may come.
+        """
+        adapters = enumerate(plan.adapters)
+        coming = [(slot, adapter.transfer) for slot, adapter in adapters if adapter.transfer is not None]
+        stalls = {slot: transfer.stall(self._clock.now, computing) for slot, transfer in coming}
         if self.costs.cpu_lora is not None:
             stalls = {slot: self.charges.assisted(plan, slot, stall) for slot, stall in stalls.items()}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)

@@ -114,7 +114,7 @@ class Replica:
             self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA), on_host=_Adapters(store, _HOST)
         )
         self.num_failed = 0
-        self.ended: list[tuple[str | None, int]] = []  # adapters, and their ranks, of requests that the last step ended
+        self.ended: list[TraceRequest] = []  # by the last step
         self.left: list[Left] = []  # what the last step's end gave up
         reads = store.images.reads
         assert isinstance(reads, SimReads)
@@ -274,9 +274,10 @@ class Replica:
         self._free_tokens = state.free_tokens = self.engine.num_available_pages * self._block_tokens
         self._growth = 0.0
         if plan is None:
-            self._kv_tokens = 0
+            self._kv_tokens = state.longest_tokens = 0
         else:
-            self._kv_tokens = plan.num_tokens + sum([row.start for row in plan.rows])
+            starts = [row.start for row in plan.rows]
+            self._kv_tokens, state.longest_tokens = plan.num_tokens + sum(starts), max(starts)
             if isinstance(plan, RepeatedPlan):
                 self._growth = len(plan.rows) / self.executor.price(plan).first
         state.kv_tokens = self._kv_tokens
@@ -297,7 +298,7 @@ class Replica:
                 del requests[output.request_id]
                 item, request = each.item, each.request
                 self.state.remove(each.rank)
-                self.ended.append((item.adapter, each.rank))
+                self.ended.append(item)
                 found = each.progress_at(self.executor.stalled_seconds)
                 started = now if found.start is None else found.start
                 done(

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
-from ...core.requests.types import RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from ...core.scheduling.admission import Admission, Step
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
@@ -122,7 +122,11 @@ class SimAdmission(Admission):
 
 
 class SimScheduler(Scheduler):
-    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may."""
+    """Takes `SimRequest`s only. Every row draws `TOKEN`, which ends no request, so that each draws all that it may.
+
+    mix: prompts and decoding requests share steps, as when serving. Otherwise a prompt interrupts decoding: its step
+    holds no other rows, and decoding goes on once no prompt is left (CaraServe, Fig. 2).
+    """
 
     admission_type = SimAdmission
     _admission: SimAdmission
@@ -130,6 +134,7 @@ class SimScheduler(Scheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.mix = True
         self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
         self._all_drew = False  # every running request drew a token in the last step
 
@@ -142,7 +147,7 @@ class SimScheduler(Scheduler):
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
         if plan is None or len(plan.rows) != self._num_decoding:
-            return plan
+            return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 
     def _all_decode(self) -> bool:
@@ -245,3 +250,17 @@ class SimScheduler(Scheduler):
     def _give_back(self, request: SimRequest) -> None:
         super()._give_back(request)
         request.quiet_until = 0
+
+
+def _prompts_first(plan: StepPlan) -> StepPlan:
+    """Return the prompts of a step that also decodes; other plans as they are.
+
+    The decode rows are decided again after it, as those of any plan that was not run.
+    """
+    rows = [row for row in plan.rows if len(row.tokens) > 1]
+    if not rows or len(rows) == len(plan.rows):
+        return plan
+    slots = {slot: index for index, slot in enumerate(sorted({row.slot for row in rows} - {BASE_SLOT}))}
+    for row in rows:
+        row.slot = slots.get(row.slot, BASE_SLOT)
+    return StepPlan(plan.step_id, rows, [plan.adapters[slot] for slot in slots])

@@ -15,9 +15,10 @@ def test_profile_of_the_builtin_model(tmp_path, capsys):
     assert main(["profile", *flags]) == 0
     printed = capsys.readouterr().out
     profile = load_profile(output)
-    assert profile.decode.fit.samples == 16
-    assert f"R² {profile.decode.fit.r2:.4f}" in printed
-    assert "16 samples" in printed
+    assert profile.step.fit.samples == 56
+    assert f"R² {profile.step.fit.r2:.4f}" in printed
+    assert f"R² of decode steps {profile.step.fit.decode_r2:.4f}" in printed
+    assert "56 samples" in printed
     assert "per_adapter_rank" in printed
     assert "noise" in printed
     assert str(output) in printed
@@ -27,8 +28,11 @@ def test_profile_of_the_builtin_model(tmp_path, capsys):
 def test_a_weak_fit_is_called_weak():
     profile = load_profile("a100-llama2-7b")
     assert "weak" not in table(profile)
-    weak = profile.decode.model_copy(update={"fit": FitReport(r2=0.94, mean_error=0.2, samples=200)})
-    assert "R² 0.9400   mean error 20.0%   200 samples   (weak)" in table(profile.model_copy(update={"decode": weak}))
+    for r2, decode_r2, marked in ((0.94, None, True), (0.99, 0.94, True), (0.99, 0.99, False)):
+        fit = FitReport(r2=r2, decode_r2=decode_r2, mean_error=0.2, samples=200)
+        printed = table(profile.model_copy(update={"step": profile.step.model_copy(update={"fit": fit})}))
+        assert f"R² {r2:.4f}   mean error 20.0%   200 samples" in printed
+        assert ("(weak)" in printed) is marked
 
 
 @pytest.mark.parametrize(
@@ -37,7 +41,6 @@ def test_a_weak_fit_is_called_weak():
         (["--batches", "0"], 2, "--batches: 0 is below 1"),
         (["--output", "nowhere/profile.json"], 1, "there is no directory nowhere"),
         (["--model", "nowhere"], 1, "there is no model directory nowhere"),
-        (["--batches", "3", "--rounds", "1", "--threads", "1"], 1, "3 samples can't determine 7 terms"),
     ],
 )
 def test_what_is_asked_wrongly(flags, code, message, capsys):

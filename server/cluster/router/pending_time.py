@@ -45,15 +45,18 @@ class PendingTime:
         costs, tokens, kv_tokens = self._costs, replica.pending_tokens, replica.kv_tokens
         seconds = 0.0
         if tokens:
-            work = costs.kernel.rank_work(tokens, replica.pending_token_ranks, replica.pending_max_rank)
-            seconds = costs.prefill.seconds(tokens, replica.num_waiting, 0.0, work, replica.pending_max_rank)
+            seconds = costs.queue_seconds(
+                tokens, replica.num_waiting, replica.pending_token_ranks, replica.pending_max_rank
+            )  # fmt: skip
         seats_short = replica.num_requests + 1 - replica.max_num_seqs
         tokens_short = tokens + prompt_tokens - replica.free_tokens
         if seats_short > 0 or (tokens_short > 0 and kv_tokens):
-            users, rows = replica.num_with_adapter, min(replica.num_requests, replica.max_num_seqs)
-            work = costs.kernel.rank_work(users, replica.sum_ranks, replica.max_rank)
-            answer = self._mean_output_tokens * costs.decode.seconds(rows, kv_tokens, work, replica.sum_ranks)
+            step = costs.batch_seconds(
+                min(replica.num_requests, replica.max_num_seqs), replica.num_with_adapter, replica.sum_ranks,
+                replica.max_rank, kv_tokens, replica.longest_tokens,
+            )  # fmt: skip
             # The running requests end one after another, evenly over a mean answer's time.
             seats = max(0, seats_short) / replica.max_num_seqs
-            seconds += answer * max(seats, tokens_short / kv_tokens if kv_tokens else 0.0)
+            pages = tokens_short / kv_tokens if kv_tokens else 0.0
+            seconds += self._mean_output_tokens * step * max(seats, pages)
         return seconds

@@ -33,8 +33,8 @@ class RankAware:
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
-        alone = self._prefill_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
-        per_kv_token, slo = self._costs.decode.per_kv_token, self._slo
+        alone = self._costs.queue_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
+        per_kv_token, per_longest, slo = self._costs.step.per_kv_token, self._costs.step.per_longest, self._slo
         best, least, fits, steps = 0, math.inf, False, self._steps
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
@@ -49,8 +49,14 @@ class RankAware:
                 if len(steps) < _MOST_STEPS:
                     steps[key] = step
             more, after = step
-            score = prefill / self._mean_output_tokens + more + per_kv_token * tokens
-            if after + per_kv_token * (replica.kv_tokens + replica.pending_tokens + tokens) > slo:
+            longest = replica.longest_tokens
+            more += per_kv_token * tokens
+            if tokens > longest:
+                more += per_longest * (tokens - longest)
+                longest = tokens
+            kv_tokens = replica.kv_tokens + replica.pending_tokens + tokens
+            score = prefill / self._mean_output_tokens + more
+            if after + per_kv_token * kv_tokens + per_longest * longest > slo:
                 score += self._penalty
             total = score * requests
             if total < least or (room and not fits):
@@ -67,18 +73,12 @@ class RankAware:
 
     def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
         """A decode step of a batch; every request counts as one with an adapter of its own."""
-        work = self._costs.kernel.rank_work(users, sum_ranks, max_rank)
-        return self._costs.decode.seconds(requests, 0, work, sum_ranks) if requests else 0.0
+        return self._costs.batch_seconds(requests, users, sum_ranks, max_rank) if requests else 0.0
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
         waiting, pending = replica.num_waiting, replica.pending_tokens
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
-        after = self._prefill_seconds(
+        after = self._costs.queue_seconds(
             pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
         )  # fmt: skip
-        return after - self._prefill_seconds(pending, waiting, token_ranks, largest)
-
-    def _prefill_seconds(self, tokens: int, rows: int, token_ranks: int, max_rank: int) -> float:
-        """A queue's prompts in one step; what they attend to is left out, as the queue's lengths are not known."""
-        work = self._costs.kernel.rank_work(tokens, token_ranks, max_rank)
-        return self._costs.prefill.seconds(tokens, rows, 0.0, work, max_rank)
+        return after - self._costs.queue_seconds(pending, waiting, token_ranks, largest)

@@ -29,7 +29,8 @@ class ReplicaState:
     for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
     num_with_adapter, sum_ranks and max_rank follow from it. pending_tokens: prompt
     tokens of the waiting ones; pending_token_ranks: the sum over these tokens of their adapter's rank;
-    pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests.
+    pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
+    longest_tokens: of the one that has most.
     free_tokens: tokens whose KV finds room, in pages that are free or that nobody uses. resident: names of the adapters
     in the arena; on_host: of those that need not be read from the disk. disk_seconds, link_seconds: until a read, or a
     copy to the device, that were asked for now would begin.
@@ -46,6 +47,7 @@ class ReplicaState:
     pending_token_ranks: int = 0
     pending_max_rank: int = 0
     kv_tokens: int = 0
+    longest_tokens: int = 0
     free_tokens: int = 1 << 40
     resident: Container[str] = frozenset()
     on_host: Container[str] = frozenset()

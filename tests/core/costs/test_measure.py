@@ -14,15 +14,15 @@ from chorus.core.costs.measure import (
     MeasureError,
     Samples,
     StepProfiler,
-    fit_decode,
-    fit_prefill,
+    fit_steps,
     fit_transfer,
+    r2_of,
     steady,
     typical,
 )
-from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.models import Kernel, StepCost
 from chorus.core.costs.profile import load_profile
-from chorus.core.costs.work import DECODE_TERMS, PREFILL_TERMS, StepWork
+from chorus.core.costs.work import STEP_TERMS, StepWork
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.graphs.runner import DecodeBuckets
 
@@ -104,20 +104,22 @@ def test_prefill_steps_are_mixed(profiler, executor):
 
 def test_the_steps_tell_the_terms_apart(profiler):
     """A machine that costs exactly what a model says is found to cost just that."""
-    decode = DecodeCost(4e-3, 2e-4, 1e-6, 3e-4, 2e-6, 1e-5, 5e-4, 4.0)
-    prefill = PrefillCost(0.0, 3e-3, 3e-4, 7e-4, 4e-7, 2e-4, 1e-6, 1e-5, 3e-7)
-    costs = CostModel(Kernel.SGMV, prefill, decode, DiskCost(), TransferCost())
-    for plans, fitted, model, terms in (
-        (profiler.decode_plans(200), fit_decode, decode, (*DECODE_TERMS, "knee")),
-        (profiler.prefill_plans(80), fit_prefill, prefill, PREFILL_TERMS),
-    ):
-        work = [StepWork.of(plan, Kernel.SGMV) for plan in plans]
-        found = fitted(Samples(work, [each.seconds(costs) for each in work], 0.0))
-        assert found.r2 == pytest.approx(1.0)
-        assert found.terms == pytest.approx({name: getattr(model, name) for name in terms}, rel=1e-5)
-        generator = np.random.default_rng(1)
-        noisy = [each.seconds(costs) * (1 + generator.exponential(0.02)) for each in work]
-        assert fitted(Samples(work, noisy, 0.0)).r2 > 0.97
+    truth = StepCost(
+        base=3e-3, ragged=1e-3, weights=4 * 3e-4, per_token=3e-4, per_row=2e-4, per_padding=1.5e-4,
+        per_kv_token=1e-6, per_pair=4e-7, lora=3e-4, per_rank=2e-6, per_token_rank=1e-6, per_adapter_rank=1e-5,
+    )  # fmt: skip
+    decodes, prefills = profiler.decode_plans(200), profiler.prefill_plans(80)
+    work = [StepWork.of(plan, Kernel.SGMV) for plan in decodes + prefills]
+    exact = Samples(work, [each.seconds(truth) for each in work], 0.0)
+    found = fit_steps(exact)
+    assert found.r2 == pytest.approx(1.0)
+    assert found.terms == pytest.approx({name: getattr(truth, name) for name in (*STEP_TERMS, "weights")}, rel=1e-4)
+    generator = np.random.default_rng(1)
+    noisy = Samples(work, [seconds * (1 + generator.exponential(0.02)) for seconds in exact.seconds], 0.0)
+    found = fit_steps(noisy)
+    assert found.r2 > 0.97
+    assert r2_of(StepCost(**found.terms), Samples(work[:200], noisy.seconds[:200], 0.0)) > 0.97
+    assert min(found.terms.values()) >= 0, "so that more work never takes less time"
 
 
 def test_transfers_leave_the_adapters_in_the_arena(profiler, executor):
@@ -159,11 +161,11 @@ def test_a_machine_is_measured_into_a_profile(gqa, tmp_path):
     measured = measure_machine(config(gqa), batches=16, rounds=1, progress=lambda *at: done.append(at))
     profile = measured.profile
     assert done[-1] == (56, 56)
-    assert profile.decode.fit.samples == 16
-    assert profile.prefill.fit.samples == 40
+    assert profile.step.fit.samples == 56
+    assert profile.step.fit.decode_r2 <= 1
     assert profile.geometry.num_layers == 3
     assert (8 << 20) * 0.99 < profile.memory_bytes.value <= 8 << 20
-    assert "measured on this machine" in profile.decode.terms["base"].source
+    assert "measured on this machine" in profile.step.terms["base"].source
     profile.save(tmp_path / "here.json")
     costs = load_profile(tmp_path / "here.json").costs()
     assert costs.decode_seconds([8] * 4, 100) >= 0
@@ -201,7 +203,8 @@ def test_what_disturbs_one_round_of_a_thing_is_shared_by_all():
 
 
 def test_rows_without_a_knee_have_none():
-    work = [StepWork(True, rows, rows, 10 * rows + kv, 0.0, 0, 0) for rows in (1, 2, 4, 8) for kv in (0, 5, 70)]
-    flat = DecodeCost(1e-3, 2e-4, 1e-6)
-    found = fit_decode(Samples(work, [flat.seconds(each.rows, each.kv_tokens) for each in work], 0.0))
-    assert (found.terms["knee"], found.terms["per_row_beyond"]) == (0.0, 0.0)
+    work = [StepWork(rows, rows, 10 * rows + kv, 0, 0, 0, 0) for rows in (1, 2, 4, 8) for kv in (0, 5, 70)]
+    flat = StepCost(1e-3, per_row=2e-4, per_kv_token=1e-6)
+    found = fit_steps(Samples(work, [each.seconds(flat) for each in work], 0.0))
+    assert found.terms["weights"] == 0.0
+    assert found.mean_error < 1e-9

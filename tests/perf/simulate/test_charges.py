@@ -73,7 +73,7 @@ def test_a_merge_is_charged_once_per_switch_and_its_rows_then_cost_no_lora():
 
 
 def test_others_run_beside_a_merged_adapter():
-    """They add their own part and take away the merged one's, so that they cost more than without."""
+    """They add their own part and take away the merged one's."""
     change = {"merge": terms(base=0.0)}
 
     def merge_a(plan):
@@ -82,20 +82,16 @@ def test_others_run_beside_a_merged_adapter():
     requests = [asked(0, 0.0, 300, "a"), asked(1, 0.0, 300, "b")]
     plain = simulate(requests, [replica(change=change)]).column("e2e").max()
     mixed = simulate(requests, [replica(change=change, mode=merge_a)]).column("e2e").max()
-    costs = PROFILE.costs().decode
-    ranks_before, ranks_after = 8 + 64, 64 + 8  # distinct adapters: b, and a to take away
-    assert ranks_before == ranks_after
-    assert mixed == pytest.approx(plain, rel=1e-3)  # a's own rows cost nothing, b's pay for a's part
-    assert costs.per_adapter_rank >= 0
+    assert mixed == pytest.approx(plain, rel=1e-3)  # a's own row costs no LoRA, b's pays for taking away a's part
 
 
 def test_the_cpu_assists_where_that_is_faster_than_to_wait():
     slow = {"link": terms(per_byte=1e-8)}  # about 1.6 s for rank 64
     waits, _ = e2e(replica(change=slow), asked(0, 0.0, 1, "b"))
-    found = replica(change={**slow, "cpu_lora": terms(base=0.01, per_token_rank=1e-5)})
+    found = replica(change={**slow, "cpu_lora": terms(base=0.01, per_token_rank=5e-6)})
     assisted, records = e2e(found, asked(0, 0.0, 1, "b"))
     assert found.executor.charges.num_assisted == 1
-    assert records.column("cold")[0] == pytest.approx(0.01 + 20 * 64 * 1e-5)
+    assert records.column("cold")[0] == pytest.approx(0.01 + 20 * 64 * 5e-6)
     assert waits[0.0] > assisted[0.0] + 0.5
     found = replica(change={**slow, "cpu_lora": terms(base=100.0)})
     assert e2e(found, asked(0, 0.0, 1, "b"))[0][0.0] == waits[0.0]
@@ -117,7 +113,8 @@ def test_a_swapped_request_comes_back_over_the_link(slow):
     seconds = charges.num_swapped_tokens * found.executor.layout.page_bytes / 16 * per_byte
     prefill = PROFILE.costs().prefill_seconds(charges.num_swapped_tokens + 1)
     one = PROFILE.costs().prefill_seconds(1)
-    assert back - again == pytest.approx(seconds + one - prefill, abs=0.01)
+    more = back - again - (one - prefill)
+    assert seconds - 0.01 < more < 2 * seconds + 0.01  # it comes back behind what is still on its way out
     assert (back > again) == slow
     found.engine.check_integrity()
 

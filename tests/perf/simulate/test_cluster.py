@@ -111,7 +111,10 @@ def test_clients_go_on_with_their_adapters():
     def serve(turns):
         asked_for.clear()
         requests = [asked(n, 0.0, 5, "ab"[n % 2]) for n in range(60)]
-        simulate_clients(requests, 1, make_replicas(1), route, turns=turns, seed=1)
+        records = simulate_clients(requests, 1, make_replicas(1), route, turns=turns, seed=1)
+        sessions = set(records.column("session"))
+        assert None not in sessions
+        assert (len(sessions) == 60) == (turns == 1.0)
         assert set(asked_for) == {("a", 8), ("b", 64)}
         return sum(one == other for one, other in itertools.pairwise(asked_for))
 
@@ -160,7 +163,7 @@ def seen_by(look, staleness=0.0, requests=None):
         return next(turn) % len(states)
 
     requests = requests or [asked(n, 0.05 * n, 40, "ab"[n % 2]) for n in range(40)]
-    replicas = make_replicas(2, max_num_seqs=8)
+    replicas = make_replicas(2, max_num_seqs=8, read_threads=1)
     assert len(simulate(requests, replicas, route, staleness=staleness)) == len(requests)
     return replicas
 

@@ -42,12 +42,12 @@ class Run:
     engine_type: `Engine` for the serving scheduler, which decides every step and tells every token.
     """
 
-    def __init__(self, profile=PROFILE, *, adapters=(), stream=True, engine_type=SimEngine, **config):
+    def __init__(self, profile=PROFILE, *, adapters=(), stream=True, mix=True, engine_type=SimEngine, **config):
         config = EngineConfig(model=MODEL, **{"prefix_cache": False, **config})
         self.clock = VirtualClock()
         self.catalogue = SimAdapters(profile.geometry.page_layout(config.block_tokens))
         self.engine, self.executor = simulated_engine(
-            profile, self.catalogue, config, self.clock, stream=stream, engine_type=engine_type
+            profile, self.catalogue, config, self.clock, stream=stream, mix=mix, engine_type=engine_type
         )
         for name, rank, pages in adapters:
             page = self.executor.layout.page_bytes
@@ -289,13 +289,13 @@ def test_a_step_costs_what_the_model_says():
     run.add("y", 20, 3)
     costs = run.executor.costs
     link = costs.link.seconds(10 * PAGE_BYTES)
-    prefill = costs.prefill.seconds(70, 2, 50 * 51 / 2 + 20 * 21 / 2, 50 * 16, 16)
+    prefill = costs.step.seconds(70, 2, 70, 0, 16, 50 * 16, 16, 50 * 51 / 2 + 20 * 21 / 2, True)
     stall = max(link / LAYERS, link + prefill / LAYERS - prefill)
     assert run.step() == pytest.approx(prefill + stall)
     assert run.executor.stalled_seconds == pytest.approx(stall)
     run.executor.horizon = run.clock.now
-    assert run.step() == pytest.approx(costs.decode.seconds(2, 72, 16, 16))
-    assert run.step() == pytest.approx(costs.decode.seconds(2, 74, 16, 16))
+    assert run.step() == pytest.approx(costs.step.seconds(2, 2, 72, 50, 16, 16, 16))
+    assert run.step() == pytest.approx(costs.step.seconds(2, 2, 74, 51, 16, 16, 16))
     assert run.finished == {"x": run.clock.now, "y": run.clock.now}
 
 
@@ -308,6 +308,57 @@ def test_loading_without_overlap_holds_everything_up():
     assert slow.executor.stalled_seconds == pytest.approx(link)
     assert fast.executor.stalled_seconds == pytest.approx(link / LAYERS)
     assert slow.clock.now - fast.clock.now == pytest.approx(link * (1 - 1 / LAYERS))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_prompt_interrupts_decoding_unless_they_mix(stream):
+    """CaraServe's Fig. 2: load, prefill, then decoding goes on; the newcomer's first token waits for no decode step."""
+    run = Run(adapters=[("a", 16, 30)], stream=stream, mix=False)
+    for index in range(4):
+        run.add(f"r{index}", 100, 50)
+    run.step()
+    run.executor.horizon = run.clock.now  # a step at a time
+    before = run.step()
+    run.add("new", 20, 3, "a")
+    told = {name: len(outputs) for name, outputs in run.outputs.items()}
+    costs = run.executor.costs
+    alone = costs.prefill_seconds(20, 16)
+    link = costs.link.seconds(30 * PAGE_BYTES)
+    stall = max(link / LAYERS, link + alone / LAYERS - alone) if stream else link
+    assert run.step() == pytest.approx(alone + stall), "layers come under the prefill alone"
+    assert run.outputs["new"] == [(run.clock.now, 1)]
+    assert {name: len(outputs) for name, outputs in run.outputs.items()} == {**told, "new": 1}, "nobody else drew"
+    after = run.step()
+    expected = costs.step.seconds(8, 5, 4 * 102 + 21, 101, 16, 16, 16)
+    assert after == pytest.approx(expected), "a decode step of all five"
+    assert after > before
+    while run.engine.has_work():
+        run.executor.horizon = float("inf")
+        run.step()
+    assert sorted(run.finished) == ["new", "r0", "r1", "r2", "r3"]
+    run.engine.check_integrity()
+
+
+@given(arrivals=traces(), num_pages=st.sampled_from([20, 40, 120]), stream=st.booleans())
+def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):
+    """No step holds both; whoever decodes goes on after the prompts."""
+    run = Run(adapters=ADAPTERS, stream=stream, mix=False, num_pages=num_pages, max_num_batched_tokens=48,
+              max_model_len=190, max_num_seqs=16)  # fmt: skip
+    price, seen = run.executor.price, []
+
+    def watched(plan):
+        seen.append({len(row.tokens) > 1 for row in plan.rows})
+        return price(plan)
+
+    run.executor.price = watched
+    run.serve(arrivals)
+    assert all(len(kinds) == 1 for kinds in seen)
+    assert len(run.finished) == len(arrivals)
+
+
+def test_the_serving_scheduler_can_not_keep_them_apart():
+    with pytest.raises(ValueError, match="mix is False"):
+        Run(mix=False, engine_type=Engine)
 
 
 def test_a_prefetched_adapter_is_there_when_its_request_may_run():
@@ -341,7 +392,7 @@ def test_a_step_does_not_wait_longer_than_it_may():
     run.add("y", 40, 4, "a")
     run.executor.horizon = run.clock.now
     costs = run.executor.costs
-    assert run.step() == pytest.approx(costs.prefill.seconds(41, 2, 820 + 41, 40 * 16, 16) + 0.02)
+    assert run.step() == pytest.approx(costs.step.seconds(41, 2, 81, 40, 16, 640, 16, 820, True) + 0.02)
     assert x.num_output_tokens == 2
     assert run.outputs["y"] == []
     while not run.outputs["y"]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.costs.models import CostModel, DecodeCost, DiskCost, Kernel, PrefillCost, TransferCost
+from chorus.core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
 from chorus.core.costs.profile import load_profile
 from chorus.server.cluster.router import (
     Consolidate,
@@ -32,14 +32,11 @@ class Asked:
     rank: int | None = 64
 
 
-def costs(kernel=Kernel.BGMV, *, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9, per_kv=0.0, disk=0.0):
-    return CostModel(
-        kernel,
-        prefill=PrefillCost(floor=floor, per_token=per_token),
-        decode=DecodeCost(base=0.03, per_rank=per_rank, per_kv_token=per_kv),
-        disk=DiskCost(per_byte=disk),
-        link=TransferCost(per_byte=per_byte),
-    )
+def costs(
+    kernel=Kernel.BGMV, *, base=0.03, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9, per_kv=0.0, disk=0.0
+):
+    step = StepCost(base=base, weights=floor, per_token=per_token, per_rank=per_rank, per_kv_token=per_kv)
+    return CostModel(kernel, step, DiskCost(per_byte=disk), TransferCost(per_byte=per_byte))
 
 
 ranks = st.sampled_from([0, 8, 16, 64])
@@ -134,18 +131,19 @@ def test_rank_aware_chooses_as_in_caraserves_example(kernel, expected):
 
 def test_rank_aware_scores_by_hand():
     """Algorithm 1 without violations: (Δprefill / mean + Δdecode) · requests."""
-    policy = RankAware(costs(per_rank=1e-5, per_token=1e-4), slo=1.0, mean_output_tokens=10.0)
-    # padded: 3 of rank 8 become 4 of rank 64: 1e-5 · (256 − 24) = 2.32e-3; + 20 tokens / 10: 2e-4; · 3 = 7.56e-3
+    policy = RankAware(costs(base=0.0, per_rank=1e-5, per_token=1e-4), slo=1.0, mean_output_tokens=10.0)
+    # of rank 64, 20 tokens and 64 rank-rows to prefill: 2.64e-3 / 10; a row more to decode: 1e-4
+    # padded: 3 of rank 8 become 4 of rank 64: 1e-5 · (256 − 24) = 2.32e-3; + 3.64e-4; · 3 = 8.05e-3
     small = ReplicaState.of(SEATS, [8, 8, 8])
-    # 5 of rank 64 become 6: 6.4e-4; + 2e-4; · 5 = 4.2e-3
+    # 5 of rank 64 become 6: 6.4e-4; + 3.64e-4; · 5 = 5.02e-3
     large = ReplicaState.of(SEATS, [64] * 5)
     assert policy(Asked(rank=64), [small, large]) == 1
-    # rank 8: 3 become 4: 8e-5 + 2e-4 = 2.8e-4, · 3 = 8.4e-4; among rank 64 it is padded as before
+    # rank 8: 3 become 4: 8e-5 + 2.08e-4 + 1e-4 = 3.88e-4, · 3 = 1.16e-3; among rank 64 it is padded as before
     assert policy(Asked(rank=8), [large, small]) == 1
 
 
 def test_rank_aware_leaves_a_replica_that_would_miss_the_slo():
-    policy = RankAware(costs(Kernel.SGMV), slo=0.0310, mean_output_tokens=10.0)
+    policy = RankAware(costs(Kernel.SGMV, per_token=0.0), slo=0.0310, mean_output_tokens=10.0)
     tight, long = ReplicaState.of(SEATS, [48]), ReplicaState.of(SEATS, [8] * 4)
     assert policy(Asked(rank=64), [tight, long]) == 1  # 0.03 + 1e-5 · 112 is above, 0.03 + 1e-5 · 96 is not
     assert RankAware(costs(Kernel.SGMV), 1.0, 10.0)(Asked(rank=64), [tight, long]) == 0
@@ -166,15 +164,23 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
         users = [rank for rank in members if rank]
         if not members:
             return 0.0
-        return model.decode.seconds(len(members), kv_tokens, len(users) * max(users, default=0), sum(users))
+        return model.batch_seconds(len(members), len(users), sum(users), max(users, default=0), kv_tokens)
 
-    def prefill(tokens):
-        return model.prefill.seconds(tokens, 1, 0.0)
+    def prefill(state, *more):
+        """more: the request, if it is counted."""
+        if not (prompts := state.num_waiting + len(more)):
+            return 0.0
+        tokens = [each.prompt_tokens for each in more]
+        token_ranks = sum(each.rank * each.prompt_tokens for each in more)
+        ranks = [each.rank for each in more]
+        return model.queue_seconds(
+            state.pending_tokens + sum(tokens), prompts, state.pending_token_ranks + token_ranks,
+            max(state.pending_max_rank, *ranks, 0),
+        )  # fmt: skip
 
     def total(state):
         exists = list(state.ranks.elements())
-        before = prefill(state.pending_tokens) if state.num_waiting else 0.0
-        score = (prefill(state.pending_tokens + request.prompt_tokens) - before) / mean
+        score = (prefill(state, request) - prefill(state)) / mean
         kv_tokens = state.kv_tokens + state.pending_tokens
         after = decode([*exists, request.rank], kv_tokens + request.prompt_tokens)
         score += after - decode(exists, kv_tokens)
@@ -193,6 +199,9 @@ def test_rank_aware_prices_the_kv_cache():
     policy = RankAware(model, slo=0.045, mean_output_tokens=50.0)
     assert policy(Asked(rank=8), [long, short]) == 1  # 0.03 + 8020 · 2 µs is above 45 ms
     assert RankAware(model, 0.1, 50.0)(Asked(rank=8), [long, short]) == 0
+    longest = replace(short, longest_tokens=9000)
+    by_longest = replace(model, step=replace(model.step, per_longest=2e-6))
+    assert RankAware(by_longest, 0.045, 50.0)(Asked(rank=8), [longest, short]) == 1
     waiting = ReplicaState.of(SEATS, [8] * 3, [(8000, 8)])
     assert policy(Asked(rank=8), [waiting, short]) == 1  # what waits will be in the cache, too
 
