@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...server.flags import UsageError
+from .metrics import SHARE
 
 if TYPE_CHECKING:
+    from .results import Results
     from .study import Study
 
 HELP = "compare policies in virtual time, beside published numbers"
@@ -24,10 +27,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
     add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus[plots])")
-    add("--seed", type=int, metavar="N", help="another seed for requests and random policies")
+    add("--markdown", type=Path, metavar="FILE", help="write the tables of all studies there, as docs/studies.md")
+    add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
+    add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")
+    add("--jobs", type=int, default=1, metavar="N", help="processes; results don't depend on them (default: 1)")
+    add("--region", action="store_true", help="also at other loads, replicas and so on: where does an order hold?")
     add("--scale", type=float, default=1.0, metavar="X", help="multiply each row's duration (default: 1)")
-    add("--quick", action="store_true", help="the study's own small version, for a first look")
-    add("--check", action="store_true", help="fail (exit code 1) unless every published order of rows is reproduced")
+    add("--quick", action="store_true", help="the study's own small version with fewer seeds, for a first look")
+    add(
+        "--check",
+        type=float,
+        nargs="?",
+        const=SHARE,
+        metavar="SHARE",
+        help=f"fail (exit code 1) unless every order holds in this share of seeds (default: {SHARE:g})",
+    )
     add("--time", action="store_true", help="print what the simulation itself took, to standard error")
 
 
@@ -35,6 +49,7 @@ def run(arguments: argparse.Namespace) -> int:
     from rich.console import Console
 
     from ...core.costs.profile import ProfileError
+    from .document import document
     from .study import StudyError, load_study, shipped_studies
     from .table import print_list
 
@@ -47,18 +62,30 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"chorus simulate: error: --scale is {arguments.scale:g}; give a number above 0")
     if arguments.seed is not None and arguments.seed < 0:
         raise UsageError(f"chorus simulate: error: --seed is {arguments.seed}; give 0 or more")
+    for name, least in (("seeds", 1), ("jobs", 1)):
+        value = getattr(arguments, name)
+        if value is not None and value < least:
+            raise UsageError(f"chorus simulate: error: --{name} is {value}; give {least} or more")
+    if arguments.check is not None and not 0 < arguments.check <= 1:
+        raise UsageError(f"chorus simulate: error: --check is {arguments.check:g}; give a share above 0, at most 1")
     names = shipped_studies() if arguments.studies == ["all"] else arguments.studies
     try:
         studies = [load_study(name) for name in names]
-        holds = [_run_one(study, arguments) for study in studies]
+        results = [_run_one(study, arguments) for study in studies]
     except (StudyError, ProfileError) as error:
         print(f"chorus simulate: error: {error}", file=sys.stderr)
         return 2
-    return 1 if arguments.check and not all(holds) else 0
+    if arguments.markdown is not None:
+        flags = "".join(f" --{name}" for name in ("quick", "region") if getattr(arguments, name))
+        flags += f" --seeds {arguments.seeds}" if arguments.seeds is not None else ""
+        command = f"chorus simulate {' '.join(arguments.studies)}{flags} --markdown {arguments.markdown.name}"
+        text = document(results, command, arguments.check or SHARE)
+        arguments.markdown.write_text(text, encoding="utf-8")
+    share = arguments.check
+    return 1 if share and not all(order.holds_in(share) for each in results for order in each.orders) else 0
 
 
-def _run_one(study: Study, arguments: argparse.Namespace) -> bool:
-    """True if every published order holds."""
+def _run_one(study: Study, arguments: argparse.Namespace) -> Results:
     import resource
 
     from rich.console import Console
@@ -67,25 +94,31 @@ def _run_one(study: Study, arguments: argparse.Namespace) -> bool:
     from .results import run_study
     from .table import print_results
 
-    wall, cpu = time.perf_counter(), time.process_time()
+    wall, cpu = time.perf_counter(), _cpu_seconds()
     with Console(stderr=True).status(study.name) as status:
         results = run_study(
-            study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed,
-            told=lambda row: status.update(f"{study.name}: {row}"),
+            study, quick=arguments.quick, scale=arguments.scale, seed=arguments.seed, seeds=arguments.seeds,
+            jobs=arguments.jobs, region=arguments.region, told=status.update,
         )  # fmt: skip
     if arguments.time:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20 if sys.platform == "darwin" else 1 << 10)
-        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        wall, cpu = time.perf_counter() - wall, _cpu_seconds() - cpu
         print(f"{study.name}: {wall:.1f} s ({cpu:.1f} s of CPU), {peak:.0f} MiB at most", file=sys.stderr)
     text = json.dumps(results.to_json())
     if arguments.json:
         print(text)
     else:
         console = Console()
-        print_results(results, console if console.is_terminal else Console(width=160))
+        console = console if console.is_terminal else Console(width=160)
+        print_results(results, console, arguments.check or SHARE)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{study.name}.json").write_text(f"{text}\n", encoding="utf-8")
     for path in write_plots(results, arguments.plots) if arguments.plots else ():
         print(f"wrote {path}", file=sys.stderr)
-    return all(order.holds for order in results.orders)
+    return results
+
+
+def _cpu_seconds() -> float:
+    """Of this process and of those that it has waited for."""
+    return sum(os.times()[:4])

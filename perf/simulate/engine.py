@@ -43,6 +43,7 @@ def simulated_engine(
     *,
     stream: bool = True,
     mix: bool = True,
+    most_prompts: int | None = None,
     read_threads: int = 2,
     engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
@@ -52,6 +53,7 @@ def simulated_engine(
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
+    most_prompts: in a step; None for no limit.
     engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
     parallelism. swap: the KV of preempted requests is swapped out over the link, not computed again. The prefix cache
     works on the tokens of prompts: leave it off where those are made up.
@@ -65,6 +67,7 @@ def simulated_engine(
     engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
-    elif not mix:
-        raise ValueError("mix is False, but the serving scheduler mixes prompts and decoding; use SimEngine")
+        engine.scheduler.limit_prompts(most_prompts)
+    elif not mix or most_prompts is not None:
+        raise ValueError(f"mix is {mix} and most_prompts {most_prompts}: only SimEngine's scheduler keeps them")
     return engine, executor

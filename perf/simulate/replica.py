@@ -85,6 +85,7 @@ class Replica:
         index: int = 0,
         stream: bool = True,
         mix: bool = True,
+        most_prompts: int | None = None,
         read_threads: int = 2,
         keep_idle: bool = True,
         policies: Policies | None = None,
@@ -104,8 +105,8 @@ class Replica:
         self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, read_threads=read_threads, policies=policies, degree=degree,
-            swap=swap,
+            stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads, policies=policies,
+            degree=degree, swap=swap,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf

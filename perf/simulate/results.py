@@ -1,66 +1,146 @@
-"""Runs a study, compares its rows with what was published, and writes both down."""
+"""Runs a study with many seeds, compares its rows seed by seed, and writes down in how many each order holds."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing import get_context
 from statistics import median
 from typing import Any
 
 from .fragmentation import run_fragmentation
-from .metrics import INCREASES
+from .metrics import INCREASES, SHARE
 from .serving import Outcome, run_serving
-from .study import Pool, Row, Setup, Study, StudyError
+from .study import Axis, Pool, Row, Setup, Study, StudyError
 
 #: Significant digits of results: more than anybody reads, fewer than sums in another order would change.
 _DIGITS = 7
 
+#: How sure an interval is to hold the median of all seeds, where there are enough of them.
+CONFIDENCE = 0.95
 
-@dataclass(frozen=True)
+#: Metrics of each row, in one run.
+_Run = dict[str, dict[str, float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Spread:
+    """The median over the seeds, and an interval for the median over all seeds that there could be."""
+
+    median: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Spread:
+        ordered = sorted(values)
+        rank, _ = interval(len(ordered))
+        return cls(_rounded(median(ordered)), ordered[rank], ordered[-1 - rank])
+
+    def to_json(self) -> list[float]:
+        return [self.median, self.low, self.high]
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two rows of an order. held: seeds in which they come in it. gap: high − low, of each seed's two runs."""
+
+    low: str
+    high: str
+    held: int
+    gap: Spread
+
+
+@dataclass(frozen=True, slots=True)
 class Order:
-    """One published order of rows by a metric, and whether ours is the same.
+    """One published order of rows by a metric.
 
-    wrong: pairs of rows that come in the other order here, or as equals. held: in how many runs, each with a seed of
-    its own, none does.
+    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within: see `Expectation`.
     """
 
     metric: str
     rows: list[str]
-    wrong: list[tuple[str, str]]
+    pairs: list[Pair]
     source: str
-    held: int = 0
+    within: float
+    held: int
+    seeds: int
 
     @property
     def holds(self) -> bool:
-        return not self.wrong
+        return self.holds_in(SHARE)
+
+    def holds_in(self, share: float) -> bool:
+        """True if it holds in that share of the seeds."""
+        return self.held >= share * self.seeds
+
+    def to_json(self) -> dict[str, Any]:
+        pairs = [
+            {"low": pair.low, "high": pair.high, "held": pair.held, "gap": pair.gap.to_json()} for pair in self.pairs
+        ]
+        return {
+            "metric": self.metric, "rows": self.rows, "source": self.source, "within": self.within,
+            "held": self.held, "seeds": self.seeds, "pairs": pairs,
+        }  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Strip:
+    """One axis of the region: the orders at each of its points."""
+
+    axis: Axis
+    points: list[tuple[Any, list[Order]]]
 
 
 @dataclass(frozen=True)
 class Results:
-    """A study's options and results: medians over its seeds."""
+    """A study's options and results.
+
+    seeds: of the runs. rows: with the medians; samples and loads are the first seed's. spreads: each row's metrics.
+    region: empty unless it was asked for.
+    """
 
     study: Study
     quick: bool
     scale: float
-    seed: int | None
+    seeds: list[int | None]
     rows: list[tuple[Row, Outcome]]
+    spreads: dict[str, dict[str, Spread]]
     orders: list[Order]
+    region: list[Strip]
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; the same study, scale and seed give the same ones on every run."""
-        return {
+        """Plain values; the same study, scale and seeds give the same ones on every run."""
+        names = self.study.metrics
+        found: dict[str, Any] = {
             "study": self.study.name,
-            "load": {"quick": self.quick, "scale": self.scale, "seed": self.seed},
+            "load": {"quick": self.quick, "scale": self.scale, "seeds": self.seeds},
             "rows": [
-                {"row": row.name, **{name: outcome.metrics[name] for name in self.study.metrics}, "paper": row.paper}
+                {"row": row.name, **{name: outcome.metrics[name] for name in names}, "paper": row.paper}
                 for row, outcome in self.rows
             ],
-            "orders": [
-                {"metric": order.metric, "rows": order.rows, "holds": order.holds, "seeds": order.held}
-                for order in self.orders
-            ],
+            "spreads": {row.name: {name: self.spreads[row.name][name].to_json() for name in names}
+                        for row, _ in self.rows},
+            "orders": [order.to_json() for order in self.orders],
         }  # fmt: skip
+        if self.region:
+            found["region"] = [
+                {
+                    "axis": strip.axis.name,
+                    "fields": strip.axis.fields,
+                    "points": [
+                        {"point": point, "orders": [order.to_json() for order in orders]}
+                        for point, orders in strip.points
+                    ],
+                }
+                for strip in self.region
+            ]
+        return found
 
 
 def run_study(
@@ -69,66 +149,128 @@ def run_study(
     quick: bool = False,
     scale: float = 1.0,
     seed: int | None = None,
+    seeds: int | None = None,
+    jobs: int = 1,
+    region: bool = False,
     told: Callable[[str], None] = lambda row: None,
 ) -> Results:
-    """told: called with a row's name before it is simulated. seed: the first, where the study has several.
+    """Simulate every row with every seed; rows are compared with those of the same seed, which have the same requests.
 
-    Raises StudyError.
+    seed: the first. seeds: how many; default: the study's own number. jobs: processes; the results don't depend on
+    them. region: also at every point of the study's axes, at its quick size. told: called with a row's name once it
+    has been simulated. Raises StudyError.
     """
-    start = seed or 0
-    seeds = [seed] if study.seeds == 1 else list(range(start, start + study.seeds))
-    runs: list[dict[str, Outcome]] = [{} for _ in seeds]
-    for row in study.rows:
-        told(row.name)
-        for run, each in zip(runs, seeds, strict=True):
-            run[row.name] = _run(study, row, study.setup_of(row, quick=quick, scale=scale, seed=each))
-    for run in runs:
-        _complete(study, run)
-    rows = [(row, _median([run[row.name] for run in runs])) for row in study.rows]
-    in_all, *in_each = (
-        _orders(study, {name: outcome.metrics for name, outcome in run.items()})
-        for run in ({row.name: outcome for row, outcome in rows}, *runs)
-    )
-    held = [sum(order.holds for order in same) for same in zip(*in_each, strict=True)]
-    orders = [replace(order, held=count) for order, count in zip(in_all, held, strict=True)]
-    return Results(study, quick, scale, seed, rows, orders)
+    count = seeds or (study.quick_seeds if quick else study.seeds)
+    numbers: list[int | None] = [seed] if count == 1 else list(range(seed or 0, (seed or 0) + count))
+    places: list[tuple[Axis, Any] | None] = [None]
+    if region:
+        places += [(axis, point) for axis in study.region for point in axis.points]
+    tasks = [
+        _Task(
+            f"{study.name}: row {row.name!r}",
+            study.setup_of(row, quick=quick or place is not None, scale=scale, seed=number, at=place),
+        )
+        for place, number, row in itertools.product(places, numbers, study.rows)
+    ]
+    shown = {task.key for task in tasks[: len(study.rows)]}  # those of which samples are kept
+    found: dict[str, Outcome] = {}
+    todo = list({task.key: task for task in tasks}.values())  # points may be the study's own
+    with _mapped(min(jobs, len(todo))) as mapped:
+        for task, outcome in zip(todo, mapped(partial(_simulated, shown), todo), strict=True):
+            found[task.key] = outcome
+            told(task.origin)
+    each = iter(tasks)
+    runs = [
+        [_completed(study, {row.name: found[next(each).key].metrics for row in study.rows}) for _ in numbers]
+        for _ in places
+    ]
+    spreads = {
+        row.name: {name: Spread.of(run[row.name][name] for run in runs[0]) for name in runs[0][0][row.name]}
+        for row in study.rows
+    }
+    rows = [
+        (row, replace(found[task.key], metrics={name: each.median for name, each in spreads[row.name].items()}))
+        for row, task in zip(study.rows, tasks, strict=False)
+    ]
+    orders = [_orders(study, same) for same in runs]
+    at = iter(orders[1:])
+    strips = [Strip(axis, [(point, next(at)) for point in axis.points]) for axis in study.region] if region else []
+    return Results(study, quick, scale, numbers, rows, spreads, orders[0], strips)
 
 
-def _complete(study: Study, run: dict[str, Outcome]) -> None:
-    """Add the metrics that compare rows, and round all."""
+def interval(count: int) -> tuple[int, float]:
+    """Return k and how sure it is that the k+1-th smallest and largest of `count` values enclose the median.
+
+    It is that of the order statistics, which supposes nothing of how values are distributed: the narrowest with
+    `CONFIDENCE`, or all of the values where they are too few for it.
+    """
+    outside, best = 0.0, (0, 1 - 0.5 ** (count - 1) if count > 1 else 0.0)
+    for rank in range(count // 2):
+        outside += 2 * math.comb(count, rank) * 0.5**count
+        if 1 - outside >= CONFIDENCE:
+            best = rank, 1 - outside
+    return best
+
+
+@dataclass(frozen=True)
+class _Task:
+    """One simulation. origin: what errors begin with. Equal keys give equal outcomes."""
+
+    origin: str
+    setup: Setup | Pool
+
+    @property
+    def key(self) -> str:
+        return self.setup.model_dump_json()
+
+
+def _simulated(shown: set[str], task: _Task) -> Outcome:
+    try:
+        setup = task.setup
+        outcome = run_serving(setup) if isinstance(setup, Setup) else run_fragmentation(setup)
+    except StudyError as error:
+        raise StudyError(f"{task.origin}: {error}") from None
+    return outcome if task.key in shown else Outcome(outcome.metrics)
+
+
+@contextmanager
+def _mapped(jobs: int) -> Iterator[Callable[..., Iterable[Outcome]]]:
+    """`map`, in so many processes."""
+    if jobs <= 1:
+        yield map
+        return
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        try:
+            yield pool.map
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _completed(study: Study, run: Mapping[str, Mapping[str, float]]) -> _Run:
+    """The metrics of each row, rounded, with those that compare rows."""
+    full = {name: dict(metrics) for name, metrics in run.items()}
     for row in study.rows:
-        metrics = run[row.name].metrics
+        metrics = full[row.name]
         for name, base in INCREASES.items():
             if row.reference is not None:
-                metrics[name] = metrics[base] / run[row.reference].metrics[base] - 1
+                metrics[name] = run[row.name][base] / run[row.reference][base] - 1
             elif base in metrics:
                 metrics[name] = 0.0
         missing = [name for name in study.metrics if name not in metrics]
         if missing:
             raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")
-    for outcome in run.values():
-        outcome.metrics.update({name: _rounded(value) for name, value in outcome.metrics.items()})
-
-
-def _median(runs: list[Outcome]) -> Outcome:
-    """The first run, with the median of every metric."""
-    metrics = {name: _rounded(median(run.metrics[name] for run in runs)) for name in runs[0].metrics}
-    return replace(runs[0], metrics=metrics)
+    return {name: {key: _rounded(value) for key, value in metrics.items()} for name, metrics in full.items()}
 
 
 def _rounded(value: float) -> float:
     return float(f"{value:.{_DIGITS}g}")
 
 
-def _run(study: Study, row: Row, setup: Setup | Pool) -> Outcome:
-    try:
-        return run_serving(setup) if isinstance(setup, Setup) else run_fragmentation(setup)
-    except StudyError as error:
-        raise StudyError(f"{study.name}: row {row.name!r}: {error}") from None
-
-
-def _orders(study: Study, outcomes: dict[str, dict[str, float]]) -> list[Order]:
-    claimed = [(each.metric, each.order, list(itertools.pairwise(each.order)), each.source) for each in study.expect]
+def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
+    found = [
+        _order(each.metric, each.order, list(itertools.pairwise(each.order)), each.source, each.within, runs)
+        for each in study.expect
+    ]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
         rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
         rows.sort(key=lambda row: row.paper[metric])
@@ -138,10 +280,16 @@ def _orders(study: Study, outcomes: dict[str, dict[str, float]]) -> list[Order]:
             if low.paper[metric] < high.paper[metric]
         ]
         if pairs:
-            claimed.append((metric, [row.name for row in rows], pairs, study.source))
-    return [
-        Order(
-            metric, rows, [pair for pair in pairs if not outcomes[pair[0]][metric] < outcomes[pair[1]][metric]], source
-        )
-        for metric, rows, pairs, source in claimed
+            found.append(_order(metric, [row.name for row in rows], pairs, study.source, 0.0, runs))
+    return found
+
+
+def _order(
+    metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, within: float, runs: Sequence[_Run]
+) -> Order:
+    each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
+    found = [
+        Pair(low, high, sum(holds), Spread.of(_rounded(run[high][metric] - run[low][metric]) for run in runs))
+        for (low, high), holds in each.items()
     ]
+    return Order(metric, rows, found, source, within, sum(map(all, zip(*each.values(), strict=True))), len(runs))

@@ -48,12 +48,15 @@ class SimRequest(Request):
 class SimAdmission(Admission):
     """Admission that also counts cold starts.
 
+    most_prompts: in one step; None for as many as there is room for.
     awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
     unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
     """
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.most_prompts: int | None = None
+        self._most_rows = math.inf  # of the step being decided
         self.awaits_growth = False
         self.num_cold_starts = 0
         self.unnoted: dict[SimRequest, None] = {}
@@ -63,6 +66,9 @@ class SimAdmission(Admission):
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
+        if self.most_prompts is not None:
+            prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in running)
+            self._most_rows = rows + self.most_prompts - prompts
         admitted = super().admit(running, budget, rows)
         for request in admitted:
             self.unnoted.pop(request, None)
@@ -72,6 +78,9 @@ class SimAdmission(Admission):
         if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
             self._note_cold()
         return admitted
+
+    def _has_place(self, running: Running, rows: int) -> bool:
+        return rows < self._most_rows and super()._has_place(running, rows)
 
     def _order(self, step: Step) -> QueueOrder:
         self._current_order = super()._order(step)
@@ -142,6 +151,10 @@ class SimScheduler(Scheduler):
     def num_cold_starts(self) -> int:
         """Requests whose adapter was not all there when they could begin."""
         return self._admission.num_cold_starts
+
+    def limit_prompts(self, most: int | None) -> None:
+        """Let no step begin more than `most` prompts, as in Punica (§5), whose limit is 1."""
+        self._admission.most_prompts = most
 
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,11 +18,12 @@ from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import Cluster, Event, Happened, first, simulate, simulate_clients
+from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
-from .study import Router, Setup, Step, StudyError
+from .study import Setup, Step, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
@@ -51,13 +53,13 @@ def run_serving(setup: Setup) -> Outcome:
     def make(index: int, now: float = 0.0) -> Replica:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
-            read_threads=setup.read_threads, keep_idle=setup.keep_idle,
+            most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
             degree=setup.tensor_parallel, swap=setup.swap, now=now,
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]
     _place(setup, spec, adapters, replicas)
-    policy = _policy(setup.router, profile, adapters.num_bytes, spec.seed)
+    policy = _policy(setup, profile, adapters.num_bytes, spec)
     looks: list[list[int]] = []
 
     def look(time: float, seen: Sequence[Replica]) -> None:
@@ -193,15 +195,20 @@ class _Script:
                 cluster.preload(step.replica, self._name(step.adapter))
 
 
-def _policy(router: Router, profile: Profile, num_bytes: Callable[[str], int], seed: int) -> Policy:
-    costs, tokens = profile.costs(), router.mean_output_tokens or 0.0
+def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spec: WorkloadSpec) -> Policy:
+    router, costs = setup.router, profile.costs()
+    tokens = router.mean_output_tokens or 0.0
+    shared_by = tokens if router.prices_prefill else math.inf
     makers: dict[str, Callable[[], Policy]] = {
         "first": lambda: first, "most_idle": MostIdle, "first_fit": FirstFit, "consolidate": Consolidate,
-        "random": lambda: Random(seed), "rank_aware": lambda: RankAware(costs, router.slo or 0.0, tokens),
+        "random": lambda: Random(spec.seed),
+        "rank_aware": lambda: RankAware(costs, router.slo or 0.0, shared_by, mix=setup.mix),
         "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
     }  # fmt: skip
     policy = makers[router.policy]()
-    return policy if router.choices is None else Sampled(policy, router.choices, seed)
+    if not router.sees_ranks:
+        policy = RankBlind(policy, mean_rank(spec))
+    return policy if router.choices is None else Sampled(policy, router.choices, spec.seed)
 
 
 def _outcome(

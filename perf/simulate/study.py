@@ -18,6 +18,11 @@
     set = { "engine.max_overtake_seconds" = 0.0 }
     paper = { ttft_mean = 0.142 }
 
+    [[region]]                    # where orders hold: see `Axis`
+    name = "load"
+    fields = ["workload.arrivals.rate"]
+    factors = [0.5, 0.7, 1.0, 1.3, 1.6]
+
 A row's name is its key; rows of one `group` are compared with each other only.
 """
 
@@ -43,8 +48,9 @@ class StudyError(ValueError):
 
 class Router(Strict):
     """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
-    tokens. choices: it chooses among so many replicas that are drawn for each request; default: all. staleness: seconds
-    between two reports of the replicas, 0: it knows everything.
+    tokens. sees_ranks, prices_prefill: a control takes them away; without ranks every adapter has the mean of the
+    workload's requests, without prices prompts take no time. choices: it chooses among so many replicas that are drawn
+    for each request; default: all. staleness: seconds between two reports of the replicas, 0: it knows everything.
     """
 
     policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
@@ -52,6 +58,8 @@ class Router(Strict):
     mean_output_tokens: PositiveFloat | None = None
     choices: PositiveInt | None = None
     staleness: float = Field(default=0.0, ge=0)
+    sees_ranks: bool = True
+    prices_prefill: bool = True
 
     @model_validator(mode="after")
     def _has_what_it_needs(self) -> Router:
@@ -95,9 +103,9 @@ class Setup(Strict):
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
     metrics. slo: seconds per token, the prompt's time included; slo_classes: of requests of a class of the workload's
-    own. read_threads, stream, mix, keep_idle, swap: `Replica`'s; tensor_parallel: its degree. placement: for each
-    replica, or the first few, numbers of adapters that it has in the arena from the start, the most popular being 0.
-    script: what is done to replicas when.
+    own. read_threads, stream, mix, most_prompts, keep_idle, swap: `Replica`'s; tensor_parallel: its degree. placement:
+    for each replica, or the first few, numbers of adapters that it has in the arena from the start, the most popular
+    being 0. script: what is done to replicas when.
     """
 
     profile: str
@@ -118,6 +126,7 @@ class Setup(Strict):
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
+    most_prompts: PositiveInt | None = None
     keep_idle: bool = True
     tensor_parallel: PositiveInt = 1
     swap: bool = False
@@ -158,16 +167,55 @@ class Row(Strict):
 
 
 class Expectation(Strict):
-    """An order that is claimed without numbers: rows from the least value of the metric to the largest."""
+    """An order that is claimed without numbers: rows from the least value of the metric to the largest.
+
+    source: who claims it, "ours" for what the study itself is to show. within: by which share a row may be above the
+    next one all the same: 0.02 claims that it is at most 2 % worse.
+    """
 
     metric: str
     order: list[str] = Field(min_length=2)
     source: str
+    within: float = Field(default=0.0, ge=0)
+
+
+class Axis(Strict):
+    """What is varied, all else alike, to see where orders hold.
+
+    fields: dotted, of the setup; with several, all change together. factors: of each row's own value; whole numbers
+    stay whole, and of a rate's curve the rates are multiplied. values: in place of it.
+    """
+
+    name: str = Field(min_length=1)
+    fields: list[str] = Field(min_length=1)
+    factors: list[PositiveFloat] = []
+    values: list[Any] = []
+
+    @model_validator(mode="after")
+    def _factors_or_values(self) -> Axis:
+        if bool(self.factors) == bool(self.values):
+            raise ValueError(f"the axis {self.name!r} needs either factors or values; give one of them")
+        return self
+
+    @property
+    def points(self) -> list[Any]:
+        return self.factors or self.values
+
+    def vary(self, fields: dict[str, Any], point: Any, origin: str) -> None:
+        """Change the fields of a setup to those at `point`, one of `points`. Raises StudyError."""
+        for name in self.fields:
+            value = _scaled(_get(fields, name), point) if self.factors else point
+            if value is None:
+                raise StudyError(
+                    f"{origin}: region.{self.name}: {name} is {_get(fields, name)!r}, which no factor can multiply; "
+                    "set a number, or give values"
+                )
+            _put(fields, name, value, origin)
 
 
 class Study(Strict):
-    """A file, parsed. name: the file's. seeds: of how many runs, with seeds from 0 on, metrics are the medians; with
-    one, the workload's own seed counts.
+    """A file, parsed. name: the file's. seeds: how many runs each row has, with seeds from 0 on; quick_seeds: how many
+    in the quick version. With one, the workload's own seed counts. region: see `Axis`.
     """
 
     name: str
@@ -178,9 +226,11 @@ class Study(Strict):
     metrics: list[str] = Field(min_length=1)
     setup: dict[str, Any]
     quick: dict[str, Any] = {}
-    seeds: PositiveInt = 1
+    seeds: PositiveInt = 10
+    quick_seeds: PositiveInt = 3
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
+    region: list[Axis] = []
 
     @model_validator(mode="after")
     def _names_exist(self) -> Study:
@@ -197,11 +247,24 @@ class Study(Strict):
                 raise ValueError(f"{name!r} is no row; name one of {', '.join(rows)}")
         return self
 
-    def setup_of(self, row: Row, *, quick: bool = False, scale: float = 1.0, seed: int | None = None) -> Setup | Pool:
-        """Return the row's setup. scale: multiplies its duration. Raises StudyError."""
+    def setup_of(
+        self,
+        row: Row,
+        *,
+        quick: bool = False,
+        scale: float = 1.0,
+        seed: int | None = None,
+        at: tuple[Axis, Any] | None = None,
+    ) -> Setup | Pool:
+        """Return the row's setup. scale: multiplies its duration. at: an axis and one of its points.
+
+        Raises StudyError.
+        """
         fields = copy.deepcopy(self.setup)
         for name, value in [*(self.quick.items() if quick else ()), *row.set.items()]:
             _put(fields, name, value, f"{self.name}: row {row.name!r}")
+        if at is not None:
+            at[0].vary(fields, at[1], f"{self.name}: row {row.name!r}")
         _scale(fields, scale)
         if seed is not None:
             fields.setdefault("workload", {})["seed"] = seed
@@ -212,15 +275,35 @@ class Study(Strict):
         return _validated(kind, fields, f"{self.name}: row {row.name!r}")
 
 
+def _parts(name: str) -> list[str]:
+    """Return the tables of a dotted field, and its key."""
+    return ["terms", name.removeprefix("terms.")] if name.startswith("terms.") else name.split(".")  # keys have dots
+
+
 def _put(fields: dict[str, Any], name: str, value: Any, origin: str) -> None:
-    *tables, last = name.split(".")
-    if tables and tables[0] == "terms":  # whose keys have dots themselves
-        tables, last = ["terms"], name.removeprefix("terms.")
+    *tables, last = _parts(name)
     for table in tables:
         fields = fields.setdefault(table, {})
         if not isinstance(fields, dict):
             raise StudyError(f"{origin}: {name}: {table} is no table; check the dotted name")
     fields[last] = value
+
+
+def _get(fields: dict[str, Any], name: str) -> Any:
+    """Return the value of a dotted field, or None."""
+    value: Any = fields
+    for part in _parts(name):
+        value = value.get(part) if isinstance(value, dict) else None
+    return value
+
+
+def _scaled(value: Any, factor: float) -> Any:
+    """Return a number or a rate's curve times `factor`; None for all else."""
+    if isinstance(value, dict) and "points" in value:
+        return {**value, "points": [[time, each * factor] for time, each in value["points"]]}
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return max(1, round(value * factor)) if isinstance(value, int) else value * factor
 
 
 def _scale(fields: dict[str, Any], scale: float) -> None:
@@ -264,6 +347,9 @@ def parse_study(text: str, name: str, origin: str | None = None) -> Study:
     study = _validated(Study, {**fields, "name": name}, origin)
     for row in study.rows:
         study.setup_of(row)
+        for axis in study.region:
+            for point in axis.points:
+                study.setup_of(row, at=(axis, point))
     return study
 
 

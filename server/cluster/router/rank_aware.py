@@ -19,16 +19,26 @@ class RankAware:
     cost model; the penalty if that step then takes longer than `slo`. Candidates are the replicas with room; where none
     has any, all are.
 
+    Where a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
+    gathers prompts, which spares those that run a step. With `mix` nobody is held up by a step of prompts alone, and
+    Δprefill is by how much longer the next step takes with the request, those that run being in it as well.
+
     The paper's decode step depends on ranks alone. Here it has the cost model's KV term, too, which decides for long
     prompts: that of the running requests, of the prompts that wait, and of the request's own.
     """
 
-    def __init__(self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0) -> None:
-        """slo: seconds per token. penalty: seconds, far above any step's."""
+    def __init__(
+        self, costs: CostModel, slo: float, mean_output_tokens: float, penalty: float = 1.0, *, mix: bool = False
+    ) -> None:
+        """slo: seconds per token. mean_output_tokens: infinite where prompts count for nothing. penalty: seconds, far
+        above any step's. mix: prompts share steps with those that decode, as in Chorus; otherwise they interrupt
+        them, as in the paper (§2.2).
+        """
         self._costs = costs
         self._slo = slo
         self._mean_output_tokens = mean_output_tokens
         self._penalty = penalty
+        self._mix = mix
         self._steps: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}  # see `_decode_steps`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
@@ -40,7 +50,8 @@ class RankAware:
             room = replica.has_room(request)
             if fits and not room:
                 continue
-            prefill = alone if not replica.num_waiting else self._more_prefill(replica, tokens, rank)
+            apart = not replica.num_waiting and not self._mix
+            prefill = alone if apart else self._more_prefill(replica, tokens, rank)
             requests = replica.num_requests
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
             step = steps.get(key)
@@ -77,8 +88,16 @@ class RankAware:
 
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
         waiting, pending = replica.num_waiting, replica.pending_tokens
+        if self._mix:
+            return self._more_mixed(replica.num_requests - waiting, waiting, pending, tokens)
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
         after = self._costs.queue_seconds(
             pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
         )  # fmt: skip
         return after - self._costs.queue_seconds(pending, waiting, token_ranks, largest)
+
+    def _more_mixed(self, running: int, waiting: int, pending: int, tokens: int) -> float:
+        """Seconds that the next step takes longer, in which `running` requests decode; adapters are Δdecode's part."""
+        seconds, rows = self._costs.queue_seconds, running + waiting
+        before = seconds(pending + running, rows, 0, 0) if waiting else self._decode_seconds(running, 0, 0, 0)
+        return seconds(pending + running + tokens, rows + 1, 0, 0) - before

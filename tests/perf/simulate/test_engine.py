@@ -42,12 +42,21 @@ class Run:
     engine_type: `Engine` for the serving scheduler, which decides every step and tells every token.
     """
 
-    def __init__(self, profile=PROFILE, *, adapters=(), stream=True, mix=True, engine_type=SimEngine, **config):
+    def __init__(
+        self, profile=PROFILE, *, adapters=(), stream=True, mix=True, most_prompts=None, engine_type=SimEngine, **config
+    ):
         config = EngineConfig(model=MODEL, **{"prefix_cache": False, **config})
         self.clock = VirtualClock()
         self.catalogue = SimAdapters(profile.geometry.page_layout(config.block_tokens))
         self.engine, self.executor = simulated_engine(
-            profile, self.catalogue, config, self.clock, stream=stream, mix=mix, engine_type=engine_type
+            profile,
+            self.catalogue,
+            config,
+            self.clock,
+            stream=stream,
+            mix=mix,
+            most_prompts=most_prompts,
+            engine_type=engine_type,
         )
         for name, rank, pages in adapters:
             page = self.executor.layout.page_bytes
@@ -356,8 +365,23 @@ def test_prompts_apart_serve_the_same_requests(arrivals, num_pages, stream):
     assert len(run.finished) == len(arrivals)
 
 
+def test_a_step_begins_no_more_prompts_than_it_may():
+    """Punica §5: one prompt beside the decode rows of a step; the others follow in the steps after it."""
+    begun = {}
+    for most in (None, 1, 2):
+        run = Run(most_prompts=most)
+        for index in range(4):
+            run.add(f"r{index}", 20, 5)
+        run.executor.horizon = run.clock.now
+        while run.engine.has_work():
+            run.step()
+        times = [outputs[0][0] for outputs in run.outputs.values()]
+        begun[most] = [times.count(time) for time in sorted(set(times))]
+    assert begun == {None: [4], 1: [1, 1, 1, 1], 2: [2, 2]}
+
+
 def test_the_serving_scheduler_can_not_keep_them_apart():
-    with pytest.raises(ValueError, match="mix is False"):
+    with pytest.raises(ValueError, match="mix is False and most_prompts None: only SimEngine"):
         Run(mix=False, engine_type=Engine)
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, StepCost, TransferCost
 from chorus.core.costs.profile import load_profile
+from chorus.core.costs.work import StepWork
 from chorus.server.cluster.router import (
     Consolidate,
     FirstFit,
@@ -231,6 +232,29 @@ def test_a_sample_of_replicas_is_seeded_and_reaches_all():
     assert Sampled(MostIdle(), 9)(Asked(), replicas) == 0
     with pytest.raises(ValueError, match="choices is 0; draw at least 1"):
         Sampled(MostIdle(), 0)
+
+
+def test_rank_aware_gathers_prompts_only_where_they_hold_up_those_that_run():
+    """A step takes 30 ms with one prompt or two. Apart from decoding, one that comes alone costs the others a step."""
+    alone, beside = ReplicaState.of(SEATS, [64] * 3), ReplicaState.of(SEATS, [64] * 3, [(20, 64)])
+    chosen = [
+        RankAware(costs(Kernel.SGMV, floor=0.03), 1.0, 50.0, mix=mix)(Asked(rank=64), [alone, beside])
+        for mix in (False, True)
+    ]
+    assert chosen == [1, 0]
+
+
+@given(st.lists(ranks, min_size=1, max_size=6), st.lists(st.tuples(st.integers(1, 500), ranks), max_size=2), requests)
+def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running, queue, request):
+    model = costs(Kernel.SGMV, per_token=1e-3)
+
+    def step(prompts):
+        tokens = len(running) + sum(tokens for tokens, _ in prompts)
+        return StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)).seconds(model.step)
+
+    asked = (request.prompt_tokens, request.rank)
+    more = RankAware(model, 1.0, 50.0, mix=True)._more_prefill(ReplicaState.of(SEATS, running, queue), *asked)
+    assert more == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
 
 
 def test_pending_time_weighs_loading_against_queueing():

@@ -1,0 +1,70 @@
+"""A control of rank-aware routing: the same policy without what it is named after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ...server.cluster.router import Policy, ReplicaState, Routed
+from ..workload import WorkloadSpec
+
+
+class RankBlind:
+    """A policy to which every adapter has one rank, so that it can only tell how many requests and tokens there are."""
+
+    def __init__(self, policy: Policy, rank: int) -> None:
+        """rank: of every adapter, the mean of what it stands for."""
+        self._policy = policy
+        self._rank = rank
+        self._seen: Sequence[ReplicaState] = ()
+        self._blurred: list[Any] = []
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        if replicas is not self._seen:
+            self._seen, self._blurred = replicas, [_Blurred(replica, self._rank) for replica in replicas]
+        return self._policy(_Asked(request, self._rank), self._blurred)
+
+
+def mean_rank(spec: WorkloadSpec) -> int:
+    """Return the mean rank, rounded, of a workload's requests that use adapters; at least 1."""
+    ranks = users = 0
+    for batch in spec.batches():
+        ranks += int(batch.rank.sum())
+        users += int((batch.rank > 0).sum())
+    return max(1, round(ranks / max(1, users)))
+
+
+class _Asked:
+    """A request whose adapter, if it has one, has the one rank."""
+
+    def __init__(self, request: Routed, rank: int) -> None:
+        self.adapter = request.adapter
+        self.prompt_tokens = request.prompt_tokens
+        self.rank = rank if request.adapter is not None else 0
+
+
+class _Blurred:
+    """A replica's state, in which every adapter has the one rank; prompts that wait all count as an adapter's."""
+
+    def __init__(self, state: ReplicaState, rank: int) -> None:
+        self._state = state
+        self._rank = rank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+    @property
+    def sum_ranks(self) -> int:
+        return self._state.num_with_adapter * self._rank
+
+    @property
+    def max_rank(self) -> int:
+        return self._rank if self._state.num_with_adapter else 0
+
+    @property
+    def pending_token_ranks(self) -> int:
+        return self._state.pending_tokens * self._rank
+
+    @property
+    def pending_max_rank(self) -> int:
+        return self._rank if self._state.pending_max_rank else 0

@@ -1,0 +1,88 @@
+"""Controls of rank-aware routing take away what they say, and nothing else."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.core.costs.profile import load_profile
+from chorus.perf.simulate.controls import RankBlind, mean_rank
+from chorus.perf.workload import WorkloadSpec
+from chorus.perf.workload.request import TraceRequest
+from chorus.server.cluster.router import MostIdle, PendingTime, RankAware, ReplicaState
+
+MEAN, SEATS, SLO = 30, 8, 0.1
+PROFILES = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv"]
+
+ranks = st.sampled_from([8, 64])
+waiting = st.lists(st.tuples(st.integers(1, 500), ranks), max_size=4)
+shapes = st.lists(st.tuples(st.lists(ranks, max_size=SEATS - 1), waiting), min_size=1, max_size=6)
+asked = st.builds(lambda tokens, rank: TraceRequest(0, 0.0, "a", tokens, 50, rank), st.integers(1, 400), ranks)
+
+
+def cluster(shapes, rank=None):
+    """States of replicas; rank: in place of every adapter's own."""
+    return [
+        ReplicaState.of(
+            SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue]
+        )
+        for running, queue in shapes
+    ]  # fmt: skip
+
+
+def rank_aware(profile, tokens=50.0, **options):
+    return RankAware(load_profile(profile).costs(), SLO, tokens, **options)
+
+
+@given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
+def test_without_ranks_every_adapter_has_the_mean_rank(shapes, request, profile, mix):
+    for policy in (rank_aware(profile, mix=mix), PendingTime(load_profile(profile).costs(), 50.0)):
+        blind = RankBlind(policy, MEAN)(request, cluster(shapes))
+        assert blind == policy(request._replace(rank=MEAN), cluster(shapes, MEAN))
+
+
+@given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
+def test_with_neither_ranks_nor_prompts_only_the_number_of_requests_is_left(shapes, request, profile, mix):
+    replicas = [state for state in cluster(shapes) if state.has_room(request)]
+    if replicas:
+        control = RankBlind(rank_aware(profile, math.inf, mix=mix), MEAN)
+        chosen = replicas[control(request, replicas)].num_requests
+        assert chosen == replicas[MostIdle()(request, replicas)].num_requests
+
+
+@given(shapes, asked, st.sampled_from(PROFILES), st.booleans())
+def test_without_prices_of_prompts_it_does_not_matter_which_requests_wait(shapes, request, profile, mix):
+    control = rank_aware(profile, math.inf, mix=mix)
+    running = [([*running, *(rank for _, rank in queue)], []) for running, queue in shapes]
+    assert control(request, cluster(shapes)) == control(request, cluster(running))
+
+
+def test_the_view_follows_the_replicas():
+    state = ReplicaState(SEATS)
+    other = ReplicaState.of(SEATS, [8, 8])
+    replicas, control = [state, other], RankBlind(rank_aware(PROFILES[0]), MEAN)
+    request = TraceRequest(0, 0.0, "a", 20, 50, 64)
+    assert control(request, replicas) == 0
+    for _ in range(5):
+        state.add(64)
+    assert control(request, replicas) == 1
+
+
+@pytest.mark.parametrize(("share", "mean"), [(0.0, 40), (0.5, 40), (1.0, 1)])
+def test_the_mean_is_that_of_the_requests_with_adapters(share, mean):
+    spec = WorkloadSpec.parse(
+        {
+            "requests": 4000,
+            "arrivals": {"process": "poisson", "rate": 10.0},
+            "popularity": {"kind": "uniform"},
+            "lengths": {"kind": "alpaca"},
+            "adapters": {
+                "count": 4000, "base_share": share,
+                "ranks": {"kind": "choice", "ranks": [20, 60], "weights": [0.5, 0.5]},
+            },
+        }
+    )  # fmt: skip
+    assert mean_rank(spec) == pytest.approx(mean, abs=2)
