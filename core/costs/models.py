@@ -152,7 +152,8 @@ class CostModel:
     """Cost models of one device with one base model.
 
     disk: from an adapter's file to its host image. link: from the host image to the device; a swapped-out request's KV
-    pages take it too. network: a request's way to another replica. None: not known here.
+    pages take it too. network: a request's way to another replica. all_reduce: of one tensor among devices that are
+    tensor parallel. cpu_lora: x·A·B of an adapter on the CPU. None: not known here.
     """
 
     kernel: Kernel
@@ -162,6 +163,8 @@ class CostModel:
     overhead: OverheadCost = OverheadCost()
     merge: MergeCost | None = None
     network: TransferCost | None = None
+    all_reduce: AllReduceCost | None = None
+    cpu_lora: CpuLoraCost | None = None
 
     def decode_seconds(self, ranks: Iterable[int], kv_tokens: int = 0, longest: int = 0) -> float:
         """A decode step of one request per rank, each with an adapter of its own; rank 0 is the base model.
@@ -207,3 +210,34 @@ class CostModel:
         """A request moves to another replica, which computes its `num_tokens` tokens' KV again (Punica §5.3)."""
         network = 0.0 if self.network is None else self.network.latency
         return network + self.prefill_seconds(num_tokens, rank)
+
+
+@dataclass(frozen=True, slots=True)
+class AllReduceCost:
+    """Seconds to sum a tensor over devices in a ring: each sends and receives 2·(n − 1) parts of 1/n of it.
+
+    latency: per part. per_byte: of the link between two devices.
+    """
+
+    latency: float = 0.0
+    per_byte: float = 0.0
+
+    def seconds(self, num_bytes: int, degree: int) -> float:
+        """num_bytes: of the whole tensor. degree: number of devices."""
+        return 2 * (degree - 1) * (self.latency + self.per_byte * num_bytes / degree)
+
+
+@dataclass(frozen=True, slots=True)
+class CpuLoraCost:
+    """Seconds to compute x·A·B of all layers of one adapter on the CPU, activations' way there and back included
+    (CaraServe §4).
+
+    per_token: per token, whatever the rank. per_token_rank: per token and rank-row.
+    """
+
+    base: float = 0.0
+    per_token: float = 0.0
+    per_token_rank: float = 0.0
+
+    def seconds(self, tokens: int, rank: int) -> float:
+        return self.base + tokens * (self.per_token + self.per_token_rank * rank)

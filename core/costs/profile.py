@@ -15,7 +15,17 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ...memory.files import strict_json
 from ...memory.pages.layout import MODULES, ModuleDims, PageLayout, SlabLayout, module_dims
-from .models import CostModel, DiskCost, Kernel, MergeCost, OverheadCost, StepCost, TransferCost
+from .models import (
+    AllReduceCost,
+    CostModel,
+    CpuLoraCost,
+    DiskCost,
+    Kernel,
+    MergeCost,
+    OverheadCost,
+    StepCost,
+    TransferCost,
+)
 
 FORMAT = 2
 
@@ -118,6 +128,8 @@ class Profile(_Strict):
     overhead: Terms | None = None
     merge: Terms | None = None
     network: Terms | None = None
+    all_reduce: Terms | None = None
+    cpu_lora: Terms | None = None
 
     def costs(self) -> CostModel:
         """The cost model. ProfileError for a term that a model doesn't have."""
@@ -129,6 +141,8 @@ class Profile(_Strict):
             overhead=self._model("overhead", OverheadCost) if self.overhead else OverheadCost(),
             merge=self._model("merge", MergeCost) if self.merge else None,
             network=self._model("network", TransferCost) if self.network else None,
+            all_reduce=self._model("all_reduce", AllReduceCost) if self.all_reduce else None,
+            cpu_lora=self._model("cpu_lora", CpuLoraCost) if self.cpu_lora else None,
         )
 
     def _model(self, part: str, kind: type[T]) -> T:

@@ -13,6 +13,7 @@ from ...memory.host.image import HostImage, LayerStream
 from ...memory.host.reads import Reads
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
+from .link import Link, Sending, Urgency
 
 
 class VirtualClock:
@@ -77,7 +78,12 @@ class SimReads(Reads):
 
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
-        self._free_at = [0.0] * threads
+        self._free_at = [clock.now] * threads
+
+    @property
+    def free_at(self) -> float:
+        """When a read that is asked for next would begin."""
+        return min(self._free_at)
 
     def submit(self, read: Callable[[], Any]) -> Future:
         clock, now = self._clock, self._clock.now
@@ -154,16 +160,29 @@ class SimStream(LayerStream):
 class SimTransfer:
     """An adapter on its way over the link: its layers arrive evenly, the first at `first`, the last at `end`."""
 
-    __slots__ = ("_clock", "_num_layers", "end", "first")
+    __slots__ = ("_clock", "_first", "_link", "_num_layers", "_sending")
 
-    def __init__(self, clock: VirtualClock, first: float, end: float, num_layers: int) -> None:
+    def __init__(
+        self, clock: VirtualClock, link: Link, sending: Sending, num_layers: int, first: float | None = None
+    ) -> None:
+        """first: None, where the layers are of use together only."""
         self._clock = clock
+        self._link = link
+        self._sending = sending
         self._num_layers = num_layers
-        self.first = first
-        self.end = end
+        self._first = first
+
+    @property
+    def end(self) -> float:
+        return self._sending.end
+
+    @property
+    def first(self) -> float:
+        return self._sending.end if self._first is None else self._first
 
     def stall(self, start: float, seconds: float) -> float:
         """Return the stall of a step that begins at `start`, takes `seconds` otherwise, and waits layer by layer."""
+        self._link.hurry(self._sending, Urgency.LOAD)
         # Arrivals and computation are both even, so the wait for the first or for the last layer is the longest.
         last = self.end + seconds / self._num_layers
         return max(0.0, self.first - start, last - start - seconds)
@@ -186,7 +205,7 @@ class SimTransfer:
 
 
 class SimAdapterBackend:
-    """Adapter backend of a simulated executor. One copy at a time goes over the link.
+    """Adapter backend of a simulated executor. Copies go over the link, one at a time.
 
     stream: prefills wait layer by layer for what comes; otherwise a step begins when the whole of its adapters is
     there, as in engines without overlap. Either way copies that no step needs yet run beside the steps.
@@ -197,14 +216,15 @@ class SimAdapterBackend:
         self._costs = costs
         self._clock = clock
         self._stream = stream
-        self._link_free_at = 0.0
+        self.link = Link(clock)
+        self.urgency = Urgency.LOAD  # of what is placed next
         self._reads: list[tuple[float, float]] = []  # start and end of those under way or to come
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
 
     @property
     def is_loading(self) -> bool:
         """True if bytes are on their way."""
-        return self._clock.now < self._link_free_at
+        return self.link.is_busy
 
     def inspect(self, path: Path) -> AdapterManifest:
         return self._adapters.manifest(str(path))
@@ -243,12 +263,13 @@ class SimAdapterBackend:
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)
-        start, layer = max(now, self._link_free_at), seconds / layout.num_layers
+        layer = seconds / layout.num_layers
         stream = image.stream
-        end = self._link_free_at = max(start + seconds, stream.end + layer)
-        if end <= now:
+        sending = self.link.send(seconds, self.urgency, ready=stream.end + layer)
+        if sending.end <= now:
             return None
         if not self._stream:
-            return SimTransfer(self._clock, end, end, layout.num_layers)
+            return SimTransfer(self._clock, self.link, sending, layout.num_layers)
         first_read = stream.start + (stream.end - stream.start) / layout.num_layers
-        return SimTransfer(self._clock, max(start, first_read) + layer, end, layout.num_layers)
+        first = max(sending.start, first_read) + layer
+        return SimTransfer(self._clock, self.link, sending, layout.num_layers, first)

@@ -7,24 +7,55 @@ import math
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from heapq import heappop, heappush
 
 from ...server.cluster.router import MostIdle, Policy, ReplicaState, Routed
 from ..workload.request import TraceRequest
 from .records import Records
-from .replica import Replica
+from .replica import NOTHING, Left, Phase, Progress, Replica
 
 #: Told the time, and the replicas as they are then.
 Watch = Callable[[float, Sequence[Replica]], None]
 
 Prompt = Callable[[TraceRequest], list[int]]
 
+#: Makes replica number `index`, which begins to serve at a time.
+Make = Callable[[int, float], Replica]
+
 least_loaded = MostIdle()
+
+_MOST_IDLE_SECONDS = 3600.0  # for which requests wait for a controller while no replica has any
 
 
 def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
     """The only replica."""
     return 0
+
+
+class Happened(StrEnum):
+    """What a controller is told of."""
+
+    ARRIVED = "arrived"  # a request, which has not been routed yet
+    ENDED = "ended"  # requests of a replica
+    CAME = "came"  # a replica, which serves from now on
+    WENT = "went"  # a replica, for good
+    TICK = "tick"  # the controller's own time has come
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """time: seconds. replica: its index. request: that arrived."""
+
+    kind: Happened
+    time: float
+    replica: int | None = None
+    request: TraceRequest | None = None
+
+
+#: Told of events when they have happened; it may act on the cluster then.
+Controller = Callable[[Event, "Cluster"], None]
 
 
 def simulate(
@@ -35,14 +66,17 @@ def simulate(
     *,
     watch: Watch | None = None,
     period: float = 1.0,
+    staleness: float = 0.0,
+    controller: Controller | None = None,
+    make: Make | None = None,
 ) -> Records:
     """Serve `requests`, which come in order of arrival, to the end of the last answer.
 
     route: what it leaves waiting is offered again, in order of arrival, when a request has ended. prompt: makes a
     request's token ids, for replicas with a prefix cache. watch: called every `period` seconds while requests come.
-    Raises ValueError for an arrival that is earlier than the one before it.
+    staleness, controller, make: `Cluster`'s. Raises ValueError for an arrival that is earlier than the one before it.
     """
-    events = _Events(replicas, route, prompt)
+    cluster = Cluster(replicas, route, prompt, staleness=staleness, controller=controller, make=make)
     now, next_look = -math.inf, period
     for request in requests:
         if request.arrival < now:
@@ -51,12 +85,12 @@ def simulate(
             )
         now = request.arrival
         while watch is not None and next_look <= now:
-            events.run_until(next_look)
-            watch(next_look, replicas)
+            cluster.run_until(next_look)
+            watch(next_look, cluster.replicas)
             next_look += period
-        events.run_until(now)
-        events.offer(request)
-    return events.finish()
+        cluster.run_until(now)
+        cluster.offer(request)
+    return cluster.finish()
 
 
 def simulate_clients(
@@ -69,18 +103,22 @@ def simulate_clients(
     think: float = 0.0,
     turns: float = 1.0,
     seed: int = 0,
+    staleness: float = 0.0,
+    controller: Controller | None = None,
+    make: Make | None = None,
 ) -> Records:
     """Serve `requests` to `clients` that each send one `think` seconds after the one before is answered.
 
     The requests' arrivals are ignored; that of each becomes the time at which it is sent. turns: how many requests in a
     row a client sends for one adapter, on average: after each it goes on with the adapter, or else takes the next
-    request's own, by a draw from `seed`.
+    request's own, by a draw from `seed`. The others are `simulate`'s.
     """
     source = iter(requests)
-    events = _Events(replicas, route, prompt, _Clients(source, think, turns, seed))
+    sender = _Clients(source, think, turns, seed)
+    cluster = Cluster(replicas, route, prompt, sender, staleness=staleness, controller=controller, make=make)
     for request in itertools.islice(source, clients):
-        events.offer(request._replace(arrival=0.0))
-    return events.finish()
+        cluster.offer(sender.begun(request)._replace(arrival=0.0))
+    return cluster.finish()
 
 
 class _Clients:
@@ -92,77 +130,292 @@ class _Clients:
         self._stay = 1 - 1 / turns
         self._random = random.Random(seed)
 
-    def answered(self, now: float, ended: Sequence[tuple[str | None, int]]) -> Iterator[TraceRequest]:
-        """The next requests of the clients whose last ones, for these adapters of these ranks, have ended."""
+    def begun(self, request: TraceRequest) -> TraceRequest:
+        """Return a client's first request, or its first in a row."""
+        return request if request.session else request._replace(session=f"session-{request.id}")
+
+    def answered(self, now: float, ended: Sequence[TraceRequest]) -> Iterator[TraceRequest]:
+        """The next requests of the clients whose last ones have ended; those in a row are turns of one session."""
         sent = now + self._think
-        for request, (adapter, rank) in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
+        for request, last in zip(list(itertools.islice(self._requests, len(ended))), ended, strict=False):
             if self._stay and self._random.random() < self._stay:
-                request = request._replace(adapter=adapter, rank=rank)
+                request = request._replace(
+                    adapter=last.adapter, rank=last.rank, tenant=last.tenant, session=last.session
+                )  # fmt: skip
+            else:
+                request = self.begun(request)
             yield request._replace(arrival=sent)
 
 
-class _Events:
-    """Replicas' wakes in order of time, and the requests that wait at the router."""
+class Cluster:
+    """Replicas, the requests that wait at their router, and all that is to happen, in order of time.
+
+    A controller acts on it through `boot`, `drain`, `fail`, `migrate`, `preload` and `tick`. What is asked of a replica
+    happens when its step that is under way ends.
+    """
 
     def __init__(
-        self, replicas: Sequence[Replica], route: Policy, prompt: Prompt | None, clients: _Clients | None = None
+        self,
+        replicas: Sequence[Replica],
+        route: Policy,
+        prompt: Prompt | None = None,
+        clients: _Clients | None = None,
+        *,
+        staleness: float = 0.0,
+        controller: Controller | None = None,
+        make: Make | None = None,
     ) -> None:
-        """clients: that send more when requests have ended."""
-        self._replicas = replicas
-        self._states = [replica.state for replica in replicas]
+        """clients: that send more when requests have ended. staleness: the router knows of a replica what it reported
+        last, and they all report every so many seconds, so that what it knows is up to as old; what it has sent since
+        it doesn't count, as one of many routers wouldn't. 0: it knows everything. make: of replicas that boot.
+        """
+        self.now = 0.0
+        self.replicas = list(replicas)
         self._route = route
         self._prompt = prompt
         self._clients = clients
+        self._controller = controller
+        self._make = make
         self._records = Records()
         self._heap: list[tuple[float, int]] = []  # (wake, replica); stale unless it is the replica's wake now
-        self._held: deque[TraceRequest] = deque()
+        self._timers: list[tuple[float, int, bool, Callable[[], None]]] = []  # time, order, whether it is a tick
+        self._order = itertools.count()
+        self._num_due = 0  # timers that are no ticks
+        self._last_wake = 0.0
+        self._held: deque[tuple[TraceRequest, Progress]] = deque()
         self._coming: deque[TraceRequest] = deque()  # from clients, in order of arrival
+        self._period = staleness
+        self._next_report = 0.0 if staleness else math.inf
+        self._serving: list[Replica] = []
+        self._states: list[ReplicaState] = []  # of these, as the router knows them
+        self._note_serving()
+        if controller is not None:
+            for replica in self.replicas:
+                self._tell(Happened.CAME, replica.index)
+
+    # -- what a controller may do
+
+    @property
+    def serving(self) -> list[Replica]:
+        """Replicas that take requests."""
+        return list(self._serving)
+
+    def tick(self, seconds: float) -> None:
+        """Tell the controller when so many seconds have passed, unless all requests have ended by then."""
+        self._after(seconds, lambda: self._tell(Happened.TICK), is_tick=True)
+
+    def boot(self, seconds: float) -> int:
+        """Start another replica, which serves after so many seconds; returns its index. Raises ValueError without
+        `make`.
+        """
+        if self._make is None:
+            raise ValueError("replicas can't boot here; give the simulation `make`")
+        index = len(self.replicas)
+        replica = self._make(index, self.now + seconds)
+        replica.phase = Phase.BOOTING
+        self.replicas.append(replica)
+        self._after(seconds, lambda: self._came(replica))
+        return index
+
+    def drain(self, index: int) -> None:
+        """Have a replica end the requests that it has and take no more; then it is gone."""
+        replica = self.replicas[index]
+        if replica.phase is Phase.SERVING:
+            replica.phase = Phase.DRAINING
+            self._note_serving()
+            self._check_gone(replica)
+
+    def fail(self, index: int) -> None:
+        """End a replica. Its requests are routed anew: clients keep what they have received of them, and their KV is
+        lost.
+        """
+        replica = self.replicas[index]
+        if replica.phase is Phase.GONE:
+            return
+        was_booting, replica.phase = replica.phase is Phase.BOOTING, Phase.GONE
+        self._note_serving()
+        if not was_booting:
+            self._ask(replica, lambda: [replica.take_out(str(each.id)) for each in replica.requests])
+        self._tell(Happened.WENT, index)
+
+    def migrate(self, request_id: int, source: int, target: int) -> None:
+        """Have a request go on at another replica, which computes its KV again (Punica §5.3).
+
+        It is on its way for the network's latency. The target prefills prompt and answer so far: together that takes
+        what `CostModel.migrate_seconds` says, if nothing else is to do there.
+        """
+        replica = self.replicas[source]
+        network = replica.executor.costs.network
+        seconds = 0.0 if network is None else network.latency
+        self._ask(replica, lambda: replica.take_out(str(request_id), target, seconds))
+
+    def preload(self, index: int, adapter: str) -> None:
+        """Have a replica read an adapter and load it into free pages, if there are any, before requests ask for it."""
+        replica = self.replicas[index]
+        self._ask(replica, lambda: replica.preload(adapter))
+
+    # -- the loop
 
     def run_until(self, time: float) -> None:
         """Let happen what happens before `time`."""
-        heap, replicas, coming = self._heap, self._replicas, self._coming
-        done, waits = self._records.add, self._clients is not None
-        while (heap and heap[0][0] < time) or coming:
-            if coming and (not heap or coming[0].arrival <= heap[0][0]):
+        heap, timers, coming, replicas = self._heap, self._timers, self._coming, self.replicas
+        done, waits = self._records.add, self._clients is not None or self._controller is not None
+        while True:
+            wake = heap[0][0] if heap else math.inf
+            due = timers[0][0] if timers else math.inf
+            sent = coming[0].arrival if coming else math.inf
+            now = min(wake, due, sent)
+            if now >= time:
+                return
+            if now >= self._next_report:
+                self._report(now)
+                continue
+            self.now = now
+            if sent <= now:
                 self.offer(coming.popleft())
+                continue
+            if due <= now:
+                if wake == sent == time == math.inf and not self._num_due and not self._awaits_controller():
+                    return
+                _, _, is_tick, action = heappop(timers)
+                self._num_due -= not is_tick
+                action()
                 continue
             wake, index = heappop(heap)
             replica = replicas[index]
             if replica.wake != wake:
                 continue
+            self._last_wake = wake
             replica.advance(done)
             if replica.wake < math.inf:
                 heappush(heap, (replica.wake, index))
+            if replica.left:
+                self._pass_on(replica.left)
             if (waits or self._held) and replica.ended:
                 self._go_on(replica)
+            if replica.phase is Phase.DRAINING:
+                self._check_gone(replica)
 
     def offer(self, request: TraceRequest) -> None:
         """A request comes; who came before it goes first."""
-        if self._held or not self._place(request, request.arrival):
-            self._held.append(request)
+        self.now = request.arrival
+        while self.now >= self._next_report:
+            self._report(self.now)
+        if self._controller is not None:
+            self._tell(Happened.ARRIVED, request=request)
+        self._offer(request, NOTHING)
 
     def finish(self) -> Records:
         """Serve all that has come. Raises RuntimeError where the router leaves requests waiting for ever."""
         self.run_until(math.inf)
+        while self._held and self._period:  # all is over, which the router learns with the next report
+            held = len(self._held)
+            self._report(self._next_report)
+            self.run_until(math.inf)
+            if len(self._held) == held:
+                break
         if self._held:
             raise RuntimeError(f"the router left {len(self._held)} requests waiting while no replica had any")
-        self._records.num_failed = sum(replica.num_failed for replica in self._replicas)
+        self._records.num_failed = sum(replica.num_failed for replica in self.replicas)
         return self._records
 
+    def _awaits_controller(self) -> bool:
+        """True if requests wait for what a controller may still do, which is not given for ever."""
+        return bool(self._held) and self.now < self._last_wake + _MOST_IDLE_SECONDS
+
+    def _report(self, now: float) -> None:
+        """All replicas report what they were like at the last time that was due by `now`; nothing happened since."""
+        due = math.floor(now / self._period) * self._period
+        self.now = max(self.now, due)
+        self._states = [replica.look(due).copy() for replica in self._serving]
+        self._next_report = due + self._period
+        if self._next_report <= now:  # `due` is rounded
+            self._next_report = now + self._period
+        self._place_held()
+
+    def _note_serving(self) -> None:
+        """Replicas came or went. Of the others the router knows what it knew."""
+        known = dict(zip(map(id, self._serving), self._states, strict=True))
+        self._serving = [replica for replica in self.replicas if replica.phase is Phase.SERVING]
+        fresh = (lambda state: state.copy()) if self._period else (lambda state: state)
+        self._states = [known.get(id(each)) or fresh(each.look(self.now)) for each in self._serving]
+
+    def _came(self, replica: Replica) -> None:
+        if replica.phase is not Phase.BOOTING:  # it failed meanwhile
+            return
+        replica.phase = Phase.SERVING
+        self._note_serving()
+        self._tell(Happened.CAME, replica.index)
+        self._place_held()
+
+    def _check_gone(self, replica: Replica) -> None:
+        if not replica.state.num_requests:
+            replica.phase = Phase.GONE
+            self._tell(Happened.WENT, replica.index)
+
+    def _tell(self, kind: Happened, replica: int | None = None, request: TraceRequest | None = None) -> None:
+        if self._controller is not None:
+            self._controller(Event(kind, self.now, replica, request), self)
+
+    def _after(self, seconds: float, action: Callable[[], None], *, is_tick: bool = False) -> None:
+        self._num_due += not is_tick
+        heappush(self._timers, (self.now + seconds, next(self._order), is_tick, action))
+
+    def _ask(self, replica: Replica, action: Callable[[], object]) -> None:
+        before = replica.wake
+        replica.order(action, self.now)
+        if replica.wake != before:
+            heappush(self._heap, (replica.wake, replica.index))
+
+    def _pass_on(self, left: Sequence[Left]) -> None:
+        """Requests that a replica has given up go on elsewhere."""
+        self._records.num_moved += len(left)
+        for each in left:
+            if each.to is None:
+                self._offer(each.request, each.progress)
+            else:
+                self._after(each.seconds, lambda each=each: self._arrive(each))
+
+    def _arrive(self, left: Left) -> None:
+        """A request that was migrated comes; where its target is gone it is routed."""
+        target = self.replicas[left.to or 0]
+        if target.phase in (Phase.SERVING, Phase.DRAINING):
+            self._give(target, left.request, left.progress)
+        else:
+            self._offer(left.request, left.progress)
+
     def _go_on(self, replica: Replica) -> None:
-        now = replica.clock.now
         if self._clients is not None:
-            self._coming.extend(self._clients.answered(now, replica.ended))
-        while self._held and self._place(self._held[0], now):
+            self._coming.extend(self._clients.answered(replica.clock.now, replica.ended))
+        self._tell(Happened.ENDED, replica.index)
+        self._place_held()
+
+    def _place_held(self) -> None:
+        while self._held and self._place(*self._held[0]):
             self._held.popleft()
 
-    def _place(self, request: TraceRequest, now: float) -> bool:
-        index = self._route(request, self._states)
+    def _offer(self, request: TraceRequest, progress: Progress) -> None:
+        if self._held or not self._place(request, progress):
+            self._held.append((request, progress))
+
+    def _place(self, request: TraceRequest, progress: Progress) -> bool:
+        if not self._serving:
+            return False
+        if not self._period:
+            now = self.now
+            for replica in self._serving:
+                replica.look(now)
+        routed = request
+        if progress.tokens:
+            routed = request._replace(prompt_tokens=request.prompt_tokens + progress.tokens)
+        index = self._route(routed, self._states)
         if index is None:
             return False
-        replica = self._replicas[index]
-        before = replica.wake
-        replica.give(request, None if self._prompt is None else self._prompt(request), now)
-        if replica.wake != before:
-            heappush(self._heap, (replica.wake, index))
+        self._give(self._serving[index], request, progress)
         return True
+
+    def _give(self, replica: Replica, request: TraceRequest, progress: Progress) -> None:
+        before = replica.wake
+        replica.give(request, None if self._prompt is None else self._prompt(request), self.now, progress)
+        if replica.wake != before:
+            heappush(self._heap, (replica.wake, replica.index))

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.costs.work import StepWork
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import StepPlan, StepResult
+from ...graphs.runner import StepMode
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
+from .charges import Charges
 from .repeats import RepeatedPlan, RepeatedResult
-
-if TYPE_CHECKING:
-    from ...memory.adapters.adapter import Adapter
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
@@ -86,8 +84,10 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         stream: bool = True,
+        degree: int = 1,
     ) -> None:
         """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
+        degree: `Charges`'.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -100,6 +100,10 @@ class SimExecutor:
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
+        self.charges = Charges(
+            self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
+            hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
+        )  # fmt: skip
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
@@ -116,8 +120,14 @@ class SimExecutor:
         """Return the price of executing a plan now."""
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
-        costs, rows = self.costs, plan.rows
-        computing = StepWork.of(plan, costs.kernel).seconds(costs.step)
+        costs, rows, charges = self.costs, plan.rows, self.charges
+        computed = plan if charges.is_idle else charges.work(plan)
+        if plan.mode is StepMode.MERGED:
+            computing = charges.merged_seconds(computed)
+        else:
+            computing = StepWork.of(computed, costs.kernel).seconds(costs.step)
+        if not charges.is_idle:
+            computing += charges.each_step(computed)
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
             growth = costs.step.growth(len(rows))
@@ -128,9 +138,12 @@ class SimExecutor:
         if reading:
             first += self.adapters.delay(first)
         if self.adapters.is_loading and any(adapter.transfer for adapter in plan.adapters):
-            price = self._stalled(first, computing, growth, plan.adapters)
+            price = self._stalled(first, computing, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
+        if once := charges.once(plan, self._clock.now):
+            price.first += once
+            price.single = True
         self._priced = plan, price
         return price
 
@@ -164,13 +177,16 @@ class SimExecutor:
         self._timed = plan, horizon, length
         return length
 
-    def _stalled(self, first: float, computing: float, growth: float, adapters: list[Adapter]) -> StepPrice:
+    def _stalled(self, first: float, computing: float, growth: float, plan: StepPlan) -> StepPrice:
         """Every layer waits for its bytes, but no step waits longer than it may: who comes later is late.
 
         computing: the part of `first` that goes through the layers, under which bytes may come.
         """
-        coming = [(slot, adapter.transfer) for slot, adapter in enumerate(adapters) if adapter.transfer is not None]
+        adapters = enumerate(plan.adapters)
+        coming = [(slot, adapter.transfer) for slot, adapter in adapters if adapter.transfer is not None]
         stalls = {slot: transfer.stall(self._clock.now, computing) for slot, transfer in coming}
+        if self.costs.cpu_lora is not None:
+            stalls = {slot: self.charges.assisted(plan, slot, stall) for slot, stall in stalls.items()}
         late = frozenset(slot for slot, stall in stalls.items() if stall > self._max_stall)
         stall = min(self._max_stall, max(stalls.values()))
         return StepPrice(first + stall, growth, stall, late)

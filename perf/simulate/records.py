@@ -14,7 +14,7 @@ class Served(NamedTuple):
     """One request that was answered. Times in seconds.
 
     ttft, e2e: from arrival to the first and the last token. queue: from arrival to admission. cold: of e2e, what steps
-    of its replica waited for adapters, its own or others'. tokens: of the answer.
+    of its replica waited for adapters, its own or others'. tokens: of the answer. slo, tenant, session: the request's.
     """
 
     arrival: float
@@ -24,6 +24,9 @@ class Served(NamedTuple):
     cold: float
     tokens: int
     replica: int = 0
+    slo: str | None = None
+    tenant: str | None = None
+    session: str | None = None
 
     @property
     def tpot(self) -> float:
@@ -32,35 +35,53 @@ class Served(NamedTuple):
 
 
 class Records:
-    """Columns of `Served`, 32 bytes a request, in the order in which requests ended.
+    """Columns of `Served`, 44 bytes a request, in the order in which requests ended.
 
     Nothing else grows with a run once its replicas have met the adapters. These are kept because percentiles are exact,
     also those of values that are computed from several columns, and over the requests that came after a warm-up: an
-    hour at 340 requests/s takes 39 MB, and up to an eighth of that as room to grow.
+    hour at 340 requests/s takes 54 MB, and up to an eighth of that as room to grow. Names are kept once.
+
+    num_failed: requests that ended with an error. num_moved: how often requests went on at another replica.
     """
 
     _TYPES = {"arrival": "d", "ttft": "f", "e2e": "f", "queue": "f", "cold": "f", "tokens": "i", "replica": "i"}
+    _NAMED = ("slo", "tenant", "session")
 
     def __init__(self) -> None:
         self._columns = {name: array(code) for name, code in self._TYPES.items()}
+        self._columns |= {name: array("i") for name in self._NAMED}
         self._appends = tuple(column.append for column in self._columns.values())
+        self._numbers: dict[str | None, int] = {None: 0}  # of names
         self.num_failed = 0
+        self.num_moved = 0
 
     def add(self, served: Served) -> None:
-        for append, value in zip(self._appends, served, strict=True):
+        numbers = self._numbers
+        *values, slo, tenant, session = served
+        for append, value in zip(self._appends, values, strict=False):
             append(value)
+        for append, name in zip(self._appends[len(values) :], (slo, tenant, session), strict=True):
+            append(numbers.setdefault(name, len(numbers)))
 
     def extend(self, other: Records) -> None:
         """Take over what another run recorded."""
+        names = list(other._numbers)
         for name, column in self._columns.items():
-            column.extend(other._columns[name])
+            found = other._columns[name]
+            if name in self._NAMED:
+                column.extend(self._numbers.setdefault(names[each], len(self._numbers)) for each in found)
+            else:
+                column.extend(found)
         self.num_failed += other.num_failed
+        self.num_moved += other.num_moved
 
     def __len__(self) -> int:
         return len(self._columns["arrival"])
 
     def column(self, name: str) -> np.ndarray:
-        """`[requests]` of `Served`'s fields or of `tpot`, `cold_share`, `time_per_token`."""
+        """`[requests]` of `Served`'s fields or of `tpot`, `cold_share`, `time_per_token`; names as objects."""
+        if name in self._NAMED:
+            return np.array(list(self._numbers), object)[np.asarray(self._columns[name])]
         if name == "tpot":
             tokens = self.column("tokens")
             spread = self.column("e2e") - self.column("ttft")

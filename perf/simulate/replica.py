@@ -4,29 +4,76 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from enum import StrEnum
 from functools import lru_cache
+from typing import NamedTuple
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
+from ...core.scheduling.policies import Policies
+from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
+from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
-from .adapters import SimAdapters, VirtualClock
+from .adapters import SimAdapters, SimReads, VirtualClock
 from .engine import MODEL, simulated_engine
+from .executor import TOKEN
+from .link import Urgency
 from .records import Served
 from .repeats import RepeatedPlan
 from .scheduler import SimRequest
 
-DEFAULT_BLOCK_TOKENS = 16
+_BEFORE = 1e5  # seconds that a replica has existed when it begins to serve
+
+
+class Phase(StrEnum):
+    """A replica's place in its life."""
+
+    BOOTING = "booting"
+    SERVING = "serving"
+    DRAINING = "draining"  # takes no more requests, and ends those that it has
+    GONE = "gone"
+
+
+class Progress(NamedTuple):
+    """What a request has had elsewhere: its tokens so far, and when the first of them and its admission came.
+
+    cold: seconds of its time there in which steps waited for adapters.
+    """
+
+    tokens: int = 0
+    first_token: float | None = None
+    start: float | None = None
+    cold: float = 0.0
+
+
+NOTHING = Progress()
+
+#: Chooses which of a plan's adapters it runs merged, None for none (dLoRA Algorithm 1).
+Mode = Callable[[StepPlan], Adapter | None]
+
+
+class Left(NamedTuple):
+    """A request that a replica has given up, to go on elsewhere. to: the replica, None: wherever it is routed.
+
+    seconds: until it comes there.
+    """
+
+    request: TraceRequest
+    progress: Progress
+    to: int | None = None
+    seconds: float = 0.0
 
 
 class Replica:
     """Takes requests at any time and ends its steps when their time has come.
 
-    A request that comes during a step is seen when the step ends, as in the server. Between `wake`s nothing changes
-    here but the lengths of the answers, so a replica costs nothing while others have events.
+    A request that comes during a step is seen when the step ends, as in the server, and so is what the cluster orders.
+    Between `wake`s nothing changes here but the lengths of the answers, so a replica costs nothing while others have
+    events.
     """
 
     def __init__(
@@ -41,46 +88,83 @@ class Replica:
         most_prompts: int | None = None,
         read_threads: int = 2,
         keep_idle: bool = True,
+        policies: Policies | None = None,
+        degree: int = 1,
+        swap: bool = False,
+        mode: Mode | None = None,
+        now: float = 0.0,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
-        once. The other arguments are those of `simulated_engine`.
+        once. mode: chooses the adapter that each step runs merged. now: when it begins to serve. The others are
+        `simulated_engine`'s.
         """
         self.index = index
-        self.clock = VirtualClock()
+        self.phase = Phase.SERVING
+        self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads,
+            stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads, policies=policies,
+            degree=degree, swap=swap,
         )  # fmt: skip
+        self.clock.now = now
         self.wake = math.inf
-        self.state = ReplicaState(self.engine.config.max_num_seqs, resident=_Resident(self.engine.store))
+        store = self.engine.store
+        self.state = ReplicaState(
+            self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA), on_host=_Adapters(store, _HOST)
+        )
         self.num_failed = 0
-        self.ended: list[tuple[str | None, int]] = []  # adapters, and their ranks, of requests that the last step ended
+        self.ended: list[TraceRequest] = []  # by the last step
+        self.left: list[Left] = []  # what the last step's end gave up
+        reads = store.images.reads
+        assert isinstance(reads, SimReads)
+        self._reads = reads
         self._adapters = adapters
         self._keep_idle = keep_idle
+        self._mode = mode
         self._block_tokens = self.executor.layout.block_tokens
-        self._inbox: list[SimRequest] = []
+        self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
         self._queue: dict[str, _Open] = {}  # those that have not begun
         self._plan: StepPlan | None = None
+        self._kv_tokens = self._free_tokens = 0
+        self._growth = 0.0  # KV tokens a second, while a plan repeats
+        self._tell(None)
 
-    def give(self, item: TraceRequest, prompt: list[int] | None = None, now: float | None = None) -> None:
-        """A request comes, at its arrival or, after waiting at the router, at `now`; no `wake` may be before that.
+    def give(
+        self,
+        item: TraceRequest,
+        prompt: list[int] | None = None,
+        now: float | None = None,
+        progress: Progress = NOTHING,
+    ) -> None:
+        """A request comes, at its arrival or, after waiting at the router or being elsewhere, at `now`; no `wake` may
+        be before that.
 
         prompt: its token ids; made up without. Where prompts are made up the prefix cache must be off.
         """
         now = item.arrival if now is None else now
-        if item.adapter is not None and item.adapter not in self.engine.store:
-            self.engine.store.register(item.adapter, self._adapters.path(item.adapter))
+        if item.adapter is not None:
+            self._register(item.adapter)
         params = _params(item.output_tokens)
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
         request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
+        request.tenant = item.tenant or ""
+        request.token_ids += [TOKEN] * progress.tokens
+        request.has_told = progress.first_token is not None
         rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)
-        self._open[request.id] = self._queue[request.id] = _Open(request, rank, self.executor.stalled_seconds)
+        self._open[request.id] = self._queue[request.id] = _Open(item, request, rank, self._stalled(), progress)
         self.state.add(rank)
-        self.state.add_waiting(len(tokens), rank)
-        self._inbox.append(request)
+        self.state.add_waiting(request.num_tokens, rank)
+        self._send(request, now)
+
+    def order(self, action: Callable[[], None], now: float) -> None:
+        """Have something done between two steps, when the one that is under way ends."""
+        self._send(action, now)
+
+    def _send(self, message: SimRequest | Callable[[], None], now: float) -> None:
+        self._inbox.append(message)
         if self._plan is None:
             self.wake = min(self.wake, max(now, self.clock.now))
         elif len(self._inbox) == 1 and isinstance(self._plan, RepeatedPlan):
@@ -91,20 +175,28 @@ class Replica:
         """`wake` has come: end the step, take what came, begin the next. done: told of every request that ended."""
         engine, clock = self.engine, self.clock
         self.ended.clear()
+        self.left.clear()
         if self._plan is not None:
             self._read(engine.end_step(self._plan), done)
+            self._plan = None
         if clock.now < self.wake:
             clock.now = self.wake
-        for request in self._inbox:
+        for message in self._inbox:
+            if not isinstance(message, SimRequest):
+                message()
+                continue
             try:
-                engine.add_request(request)
+                if message.id in self._open:  # it may have been taken out again
+                    engine.add_request(message)
             except InvalidRequest:
-                self._fail(request.id)
+                self._fail(message.id)
         self._inbox.clear()
         self.executor.horizon = math.inf
         if not self._keep_idle:
             engine.reclaim_idle()
         self._plan = plan = engine.begin_step()
+        if self._mode is not None and plan is not None:
+            self.executor.charges.merge(plan, self._mode(plan))
         self._tell(plan)
         if plan is not None:
             self.wake = self.executor.end(plan)
@@ -112,13 +204,87 @@ class Replica:
         self._read(engine.end_step(None), done)
         self.wake = clock.now if engine.has_work() else math.inf
 
+    def look(self, now: float) -> ReplicaState:
+        """Return `state`, in which what changes with time alone is brought up to date."""
+        state = self.state
+        grown = int(self._growth * (now - self.clock.now)) if self._growth else 0
+        state.kv_tokens = self._kv_tokens + grown
+        state.free_tokens = self._free_tokens - grown
+        state.link_seconds = max(0.0, self.executor.adapters.link.free_at - now)
+        state.disk_seconds = max(0.0, self._reads.free_at - now)
+        return state
+
+    # -- what the cluster orders, between two steps
+
+    @property
+    def requests(self) -> list[TraceRequest]:
+        """Those that have come and not ended."""
+        return [each.item for each in self._open.values()]
+
+    def take_out(self, request_id: str, to: int | None = None, seconds: float = 0.0) -> None:
+        """Give a request up; it goes on elsewhere, by computing its KV anew. Nothing happens when it has ended."""
+        each = self._open.pop(request_id, None)
+        if each is None:
+            return
+        self._queue.pop(request_id, None)
+        self.engine.abort(request_id)
+        self.executor.charges.forget(request_id)
+        self.state.remove(each.rank)
+        self.left.append(Left(each.item, each.progress_at(self._stalled()), to, seconds))
+
+    def preload(self, adapter: str) -> bool:
+        """Read an adapter and load it over the link, behind what is waited for; False if it finds no free pages."""
+        store = self.engine.store
+        self._register(adapter)
+        found = store.get(adapter)
+        if found.pages:
+            return True
+        backend = self.executor.adapters
+        backend.urgency = Urgency.AHEAD
+        try:
+            store.prefetch(found)
+        except OutOfPages:
+            return False
+        finally:
+            backend.urgency = Urgency.LOAD
+        return True
+
+    def place(self, adapters: list[str]) -> list[str]:
+        """Have adapters in the arena before the first request comes; returns those that find no room.
+
+        It takes no time: it is done long before the replica begins to serve.
+        """
+        now, self.clock.now = self.clock.now, self.clock.now - _BEFORE
+        left = [adapter for adapter in adapters if not self.preload(adapter)]
+        self.clock.now = self.executor.adapters.link.free_at
+        self.engine.store.poll()
+        self.clock.now = now
+        self._tell(None)
+        return left
+
+    def _register(self, adapter: str) -> None:
+        if adapter not in self.engine.store:
+            self.engine.store.register(adapter, self._adapters.path(adapter))
+
+    def _stalled(self) -> float:
+        return self.executor.stalled_seconds
+
     def _tell(self, plan: StepPlan | None) -> None:
         """Bring `state` up to date. A plan that may be repeated began nothing."""
         state = self.state
-        state.free_tokens = self.engine.num_available_pages * self._block_tokens
+        self._free_tokens = state.free_tokens = self.engine.num_available_pages * self._block_tokens
+        self._growth = 0.0
+        if plan is None:
+            self._kv_tokens = state.longest_tokens = 0
+        else:
+            starts = [row.start for row in plan.rows]
+            self._kv_tokens, state.longest_tokens = plan.num_tokens + sum(starts), max(starts)
+            if isinstance(plan, RepeatedPlan):
+                self._growth = len(plan.rows) / self.executor.price(plan).first
+        state.kv_tokens = self._kv_tokens
         if self._queue and not isinstance(plan, RepeatedPlan):
             self._queue = {key: each for key, each in self._queue.items() if each.request.start_time is None}
-            state.set_waiting([(each.request.num_prompt_tokens, each.rank) for each in self._queue.values()])
+            state.set_waiting([(each.request.num_tokens, each.rank) for each in self._queue.values()])
 
     def _read(self, outputs: list[RequestOutput], done: Callable[[Served], None]) -> None:
         now, requests = self.clock.now, self._open
@@ -131,13 +297,15 @@ class Replica:
                 each.first_token = now
             if output.finish_reason is not None:
                 del requests[output.request_id]
-                request, arrival = each.request, each.request.arrival_time
+                item, request = each.item, each.request
                 self.state.remove(each.rank)
-                self.ended.append((request.adapter_name, each.rank))
+                self.ended.append(item)
+                found = each.progress_at(self.executor.stalled_seconds)
+                started = now if found.start is None else found.start
                 done(
                     Served(
-                        arrival, each.first_token - arrival, now - arrival, request.start_time - arrival,
-                        self.executor.stalled_seconds - each.stalled, request.num_output_tokens, self.index,
+                        item.arrival, each.first_token - item.arrival, now - item.arrival, started - item.arrival,
+                        found.cold, request.num_output_tokens, self.index, item.slo, item.tenant, item.session,
                     )
                 )  # fmt: skip
 
@@ -150,13 +318,22 @@ class Replica:
 class _Open:
     """A request that has come and not ended. stalled: the replica's stalled seconds when it came."""
 
-    __slots__ = ("first_token", "rank", "request", "stalled")
+    __slots__ = ("before", "first_token", "item", "rank", "request", "stalled")
 
-    def __init__(self, request: SimRequest, rank: int, stalled: float) -> None:
+    def __init__(self, item: TraceRequest, request: SimRequest, rank: int, stalled: float, before: Progress) -> None:
+        self.item = item
         self.request = request
         self.rank = rank
         self.stalled = stalled
-        self.first_token: float | None = None  # when it was drawn
+        self.before = before
+        self.first_token = before.first_token  # when it was drawn
+
+    def progress_at(self, stalled: float) -> Progress:
+        """stalled: the replica's stalled seconds now."""
+        before = self.before
+        start = self.request.start_time if before.start is None else before.start
+        cold = before.cold + stalled - self.stalled
+        return Progress(self.request.num_output_tokens, self.first_token, start, cold)
 
 
 @lru_cache(maxsize=1 << 14)  # replicas share them: their number doesn't grow with the run
@@ -164,12 +341,20 @@ def _params(output_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=output_tokens, temperature=0.0, seed=0, ignore_eos=True)
 
 
-class _Resident:
-    """The names of the adapters in the arena."""
+_ARENA = frozenset({Tier.DEVICE})
+_HOST = frozenset({Tier.DEVICE, Tier.HOST})
 
-    def __init__(self, store: AdapterStore) -> None:
+
+class _Adapters:
+    """The names of the adapters in some tiers, or on their way to the arena."""
+
+    def __init__(self, store: AdapterStore, tiers: frozenset[Tier]) -> None:
         self._store = store
+        self._tiers = tiers
 
     def __contains__(self, adapter: object) -> bool:
         store = self._store
-        return adapter in store and bool(store.get(adapter).pages)
+        if adapter not in store:
+            return False
+        found = store.get(adapter)
+        return bool(found.pages) or store.tier(found) in self._tiers

@@ -12,16 +12,18 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
-from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware
+from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware, Sampled
 from ..workload import WorkloadError, WorkloadSpec
+from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
-from .cluster import first, simulate, simulate_clients
+from .cluster import Cluster, Event, Happened, first, simulate, simulate_clients
 from .controls import RankBlind, mean_rank
 from .engine import MODEL
+from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
-from .study import Setup, StudyError
+from .study import Setup, Step, StudyError
 
 #: Seconds between looks at the replicas, and for how many of them in a row an idle one could be given back.
 LOOK, RELEASABLE = 10.0, 6
@@ -39,18 +41,26 @@ class Outcome:
 def run_serving(setup: Setup) -> Outcome:
     """Raises StudyError for what the setup's parts refuse."""
     profile = changed_profile(setup.profile, setup.terms)
+    if setup.tensor_parallel > 1 and profile.costs().all_reduce is None:
+        raise StudyError(
+            f"tensor_parallel is {setup.tensor_parallel} and profile {profile.name} has no all-reduce cost; "
+            "set terms all_reduce.latency and all_reduce.per_byte"
+        )
     try:
         spec = WorkloadSpec.parse(setup.workload)
     except WorkloadError as error:
         raise StudyError(str(error)) from None
     adapters = _Adapters(profile, setup)
-    replicas = [
-        Replica(
+
+    def make(index: int, now: float = 0.0) -> Replica:
+        return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
             most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
-        )
-        for index in range(setup.replicas)
-    ]  # fmt: skip
+            degree=setup.tensor_parallel, swap=setup.swap, now=now,
+        )  # fmt: skip
+
+    replicas = [make(index) for index in range(setup.replicas)]
+    _place(setup, spec, adapters, replicas)
     policy = _policy(setup, profile, adapters.num_bytes, spec)
     looks: list[list[int]] = []
 
@@ -58,13 +68,23 @@ def run_serving(setup: Setup) -> Outcome:
         looks.append([replica.state.num_requests for replica in seen])
 
     requests = adapters.known(spec)
+    vocab_size = profile.geometry.vocab_size
+    options: dict[str, Any] = {
+        "prompt": (lambda request: make_prompt(request, vocab_size)) if adapters.config.prefix_cache else None,
+        "staleness": setup.router.staleness, "make": make,
+        "controller": _Script(setup.script, spec, adapters) if setup.script else None,
+    }  # fmt: skip
     if setup.clients is None:
-        records = simulate(requests, replicas, policy, watch=look, period=LOOK)
+        records = simulate(requests, replicas, policy, watch=look, period=LOOK, **options)
     else:
         records = simulate_clients(
-            requests, setup.clients, replicas, policy, think=setup.think, turns=setup.turns, seed=spec.seed
+            requests, setup.clients, replicas, policy, think=setup.think, turns=setup.turns, seed=spec.seed, **options
         )
-    loads = np.array(looks) if looks else None
+    loads = None
+    if looks:
+        loads = np.zeros((len(looks), len(looks[-1])), np.int64)  # of replicas that came later, 0 before
+        for row, found in zip(loads, looks, strict=True):
+            row[: len(found)] = found
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
 
 
@@ -107,10 +127,24 @@ class _Adapters:
         for request in requests:
             self.num_prompt_tokens += request.prompt_tokens
             if request.adapter is not None and request.adapter not in catalogue:
-                if request.rank is None:
-                    raise StudyError("workload.adapters.ranks: the adapters have no rank; set it")
-                catalogue.add(request.adapter, request.rank, self._size(request.rank))
+                self._add(request.adapter, request.rank)
             yield request
+
+    def numbered(self, spec: WorkloadSpec, number: int) -> str:
+        """Return the name of an adapter by its number; it is in the catalogue. StudyError where they have none."""
+        count = spec.adapters.count
+        if isinstance(spec.popularity, FromTrace) or (count is not None and number >= count):
+            raise StudyError(f"placement and script: the workload has no adapter number {number}; name another")
+        name = spec.adapters.numbered(number)
+        if name not in self.catalogue:
+            rank = int(spec.adapters.ranks_of(np.array([number]), count, spec.seed)[0])
+            self._add(name, None if rank < 0 else rank)
+        return name
+
+    def _add(self, name: str, rank: int | None) -> None:
+        if rank is None:
+            raise StudyError("workload.adapters.ranks: the adapters have no rank; set it")
+        self.catalogue.add(name, rank, self._size(rank))
 
     def num_bytes(self, name: str) -> int:
         return self._size(self.catalogue.rank(name))
@@ -119,6 +153,45 @@ class _Adapters:
         if rank not in self._bytes:
             self._bytes[rank] = self._profile.geometry.adapter_bytes(rank, self._targets)
         return self._bytes[rank]
+
+
+def _place(setup: Setup, spec: WorkloadSpec, adapters: _Adapters, replicas: Sequence[Replica]) -> None:
+    if len(setup.placement) > len(replicas):
+        raise StudyError(f"placement has {len(setup.placement)} replicas, the setup has {len(replicas)}; shorten it")
+    for replica, numbers in zip(replicas, setup.placement, strict=False):
+        if left := replica.place([adapters.numbered(spec, number) for number in numbers]):
+            raise StudyError(f"placement: replica {replica.index} has no room for {left[0]}; place fewer there")
+
+
+class _Script:
+    """A controller that does to replicas what a study says, when it says so."""
+
+    def __init__(self, steps: Sequence[Step], spec: WorkloadSpec, adapters: _Adapters) -> None:
+        self._steps = sorted(steps, key=lambda step: step.at)
+        self._name = lambda number: adapters.numbered(spec, number)
+        self._begun = False
+
+    def __call__(self, event: Event, cluster: Cluster) -> None:
+        if not self._begun:
+            self._begun = True
+            for at in dict.fromkeys(step.at for step in self._steps):
+                cluster.tick(at - event.time)
+        while event.kind is Happened.TICK and self._steps and self._steps[0].at <= event.time + 1e-9:
+            self._do(self._steps.pop(0), cluster)
+
+    def _do(self, step: Step, cluster: Cluster) -> None:
+        if step.replica is None:
+            cluster.boot(step.seconds)
+            return
+        if step.replica >= len(cluster.replicas):
+            raise StudyError(f"script: there is no replica {step.replica} at {step.at:g} s; name another")
+        match step.do:
+            case "fail":
+                cluster.fail(step.replica)
+            case "drain":
+                cluster.drain(step.replica)
+            case "preload":
+                cluster.preload(step.replica, self._name(step.adapter))
 
 
 def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spec: WorkloadSpec) -> Policy:
@@ -132,7 +205,9 @@ def _policy(setup: Setup, profile: Profile, num_bytes: Callable[[str], int], spe
         "pending_time": lambda: PendingTime(costs, tokens, num_bytes),
     }  # fmt: skip
     policy = makers[router.policy]()
-    return policy if router.sees_ranks else RankBlind(policy, mean_rank(spec))
+    if not router.sees_ranks:
+        policy = RankBlind(policy, mean_rank(spec))
+    return policy if router.choices is None else Sampled(policy, router.choices, spec.seed)
 
 
 def _outcome(
@@ -154,8 +229,8 @@ def _outcome(
         metrics["cold_share" if name == "cold_share" else f"{name}_mean"] = float(values.mean()) if len(values) else 0.0
         if name in ("ttft", "time_per_token"):
             metrics[f"{name}_p99"] = float(np.percentile(values, 99))
-    if setup.slo is not None:
-        metrics["slo_attainment"] = float((samples["time_per_token"] <= setup.slo).mean())
+    if setup.slo is not None or setup.slo_classes:
+        metrics["slo_attainment"] = _attainment(setup, samples["time_per_token"], records.column("slo")[counted])
     metrics["tokens_per_second"] = float(tokens.sum()) / seconds
     metrics["total_tokens_per_second"] = (float(tokens.sum()) + num_prompt_tokens) / seconds
     metrics["tokens_per_busy_second"] = (float(tokens.sum()) + num_prompt_tokens) / busy
@@ -166,6 +241,15 @@ def _outcome(
         metrics["replicas_in_use"] = float((loads > 0).sum(axis=1).mean())
         metrics["replicas_released"] = float(_long_idle(loads).mean())
     return Outcome(metrics, samples, loads)
+
+
+def _attainment(setup: Setup, time_per_token: np.ndarray, classes: np.ndarray) -> float:
+    """Share of requests within their class's limit, or the setup's; of those that have one."""
+    limits = np.full(len(classes), setup.slo or np.nan)
+    for name, limit in setup.slo_classes.items():
+        limits[classes == name] = limit
+    has_one = ~np.isnan(limits)
+    return float((time_per_token[has_one] <= limits[has_one]).mean()) if has_one.any() else 1.0
 
 
 def _long_idle(loads: np.ndarray) -> np.ndarray:

@@ -49,12 +49,15 @@ class StudyError(ValueError):
 class Router(Strict):
     """The policy that routes requests. slo, mean_output_tokens: for those that estimate, in seconds per token and
     tokens. sees_ranks, prices_prefill: a control takes them away; without ranks every adapter has the mean of the
-    workload's requests, without prices prompts take no time.
+    workload's requests, without prices prompts take no time. choices: it chooses among so many replicas that are drawn
+    for each request; default: all. staleness: seconds between two reports of the replicas, 0: it knows everything.
     """
 
     policy: Literal["first", "most_idle", "random", "first_fit", "rank_aware", "pending_time", "consolidate"]
     slo: PositiveFloat | None = None
     mean_output_tokens: PositiveFloat | None = None
+    choices: PositiveInt | None = None
+    staleness: float = Field(default=0.0, ge=0)
     sees_ranks: bool = True
     prices_prefill: bool = True
 
@@ -67,6 +70,31 @@ class Router(Strict):
         return self
 
 
+class Step(Strict):
+    """Something that is done to a replica at a time: `at` seconds. replica: its index; for "boot", none.
+
+    do: "fail", "drain", "preload" of an `adapter`, by its number, or "boot", after which one more replica serves when
+    `seconds` have passed.
+    """
+
+    at: float = Field(ge=0)
+    do: Literal["fail", "drain", "boot", "preload"]
+    replica: int | None = Field(default=None, ge=0)
+    seconds: float = Field(default=0.0, ge=0)
+    adapter: int | None = Field(default=None, ge=0)
+
+    @model_validator(mode="after")
+    def _has_what_it_needs(self) -> Step:
+        for name, value, wanted in (
+            ("replica", self.replica, self.do != "boot"), ("adapter", self.adapter, self.do == "preload")
+        ):  # fmt: skip
+            if (value is None) == wanted:
+                raise ValueError(
+                    f"{self.do} needs {name}; set it" if wanted else f"{self.do} takes no {name}; leave it out"
+                )
+        return self
+
+
 class Setup(Strict):
     """Setup of one row's simulation.
 
@@ -74,8 +102,10 @@ class Setup(Strict):
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
-    metrics. slo: seconds per token, the prompt's time included. read_threads, stream, mix, most_prompts, keep_idle:
-    `Replica`'s.
+    metrics. slo: seconds per token, the prompt's time included; slo_classes: of requests of a class of the workload's
+    own. read_threads, stream, mix, most_prompts, keep_idle, swap: `Replica`'s; tensor_parallel: its degree. placement:
+    for each replica, or the first few, numbers of adapters that it has in the arena from the start, the most popular
+    being 0. script: what is done to replicas when.
     """
 
     profile: str
@@ -90,11 +120,16 @@ class Setup(Strict):
     turns: float = Field(default=1.0, ge=1)
     warmup: float = Field(default=0.0, ge=0)
     slo: PositiveFloat | None = None
+    slo_classes: dict[str, PositiveFloat] = {}
+    placement: list[list[int]] = []
+    script: list[Step] = []
     read_threads: PositiveInt = 2
     stream: bool = True
     mix: bool = True
     most_prompts: PositiveInt | None = None
     keep_idle: bool = True
+    tensor_parallel: PositiveInt = 1
+    swap: bool = False
 
 
 class Pool(Strict):

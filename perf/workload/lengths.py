@@ -27,12 +27,18 @@ _AZURE_CODE: list[tuple[float, int, int]] = [
 
 
 class Taken(NamedTuple):
-    """Lengths of some requests, int64 [n] each; fewer than asked for where a trace ends."""
+    """Lengths of some requests, int64 [n] each; fewer than asked for where a trace ends.
+
+    slo, tenants, sessions: what a trace tells of each of them; None where it tells nothing.
+    """
 
     prompt: np.ndarray
     output: np.ndarray
     hash_ids: list[tuple[int, ...]] | None = None
     hash_block_tokens: int = 0
+    slo: list[str | None] | None = None
+    tenants: list[str | None] | None = None
+    sessions: list[str | None] | None = None
 
 
 class ConstantTokens(Strict):
@@ -147,11 +153,12 @@ class Lengths(Strict):
             if self.scale == 1.0 and self.max_prompt is None and self.max_output is None:
                 return taken
             prompt, output = self._fit(taken.prompt, self.max_prompt), self._fit(taken.output, self.max_output)
+            taken = taken._replace(prompt=prompt, output=output)
             if taken.hash_ids is None:
-                return Taken(prompt, output)
+                return taken
             blocks = -(-prompt // taken.hash_block_tokens)
             ids = [each[:count] for each, count in zip(taken.hash_ids, blocks.tolist(), strict=True)]
-            return Taken(prompt, output, ids, taken.hash_block_tokens)
+            return taken._replace(hash_ids=ids)
 
         return take
 
@@ -200,7 +207,8 @@ class PublishedLengths(Lengths):
 
 
 class TraceLengths(Lengths):
-    """Lengths of a trace: "empirical" draws rows at random, "replay" takes them in order, with their prefix hashes.
+    """Lengths of a trace: "empirical" draws rows at random, "replay" takes them in order, with their prefix hashes,
+    service classes, tenants and sessions.
 
     repeat: begin a replay anew when the trace ends.
     """
@@ -232,14 +240,18 @@ class TraceLengths(Lengths):
         return take
 
     def _replayed(self, seed: int) -> Callable[[int], Taken]:
-        rows = self._rounds(seed)
+        rows, provides = self._rounds(seed), self.trace.provides
 
         def take(n: int) -> Taken:
             taken = list(itertools.islice(rows, n))
             prompt = np.array([row.prompt_tokens for row in taken], np.int64)
             output = np.array([row.output_tokens for row in taken], np.int64)
             block = max((row.hash_block_tokens for row in taken), default=0)
-            return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block)
+            told = {
+                name: [getattr(row, field) for row in taken] if field in provides else None
+                for name, field in (("slo", "slo"), ("tenants", "tenant"), ("sessions", "session"))
+            }
+            return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block, **told)
 
         return take
 

@@ -25,12 +25,13 @@ class Chosen(NamedTuple):
     """Adapters of the coming requests.
 
     take: indices of the next n, int64; fewer where a trace ends. count: how many adapters there are, None: not known.
-    name: of an index, None: the workload numbers them.
+    name: of an index, None: the workload numbers them. tenant: whose an index is, None: the trace does not tell.
     """
 
     take: Callable[[int], np.ndarray]
     count: int | None
     name: Callable[[int], str] | None = None
+    tenant: Callable[[int], str | None] | None = None
 
 
 class Law(Strict):
@@ -210,22 +211,34 @@ class FromTrace(Law):
             return index[name]
 
         name = names.__getitem__ if self.names == "trace" and not self.skewness else None
+        tells = "tenant" in self.trace.provides
+        owners: dict[int, str | None] = {}
+        tenant = owners.get if tells else None
         if self.mode == "replay":
-            return Chosen(_rechunk(self._indices(seed, number)), count, name)
+            return Chosen(_rechunk(self._indices(seed, number, owners)), count, name, tenant)
+        if tells:
+            for _ in self._indices(seed, number, owners, repeat=False):
+                """Learns whose they are."""
         numbers = np.array([number(each) for each, _ in counts])
         weights = np.array([requests for _, requests in counts], np.float64)
         if self.skewness:
             weights, numbers = np.bincount(numbers, weights, minlength=count), np.arange(count)
         take = _independent(weights, stream(seed, "popularity"))
-        return Chosen(lambda n: numbers[take(n)], count or len(names), name)
+        return Chosen(lambda n: numbers[take(n)], count or len(names), name, tenant)
 
-    def _indices(self, seed: int, index: Callable[[str | None], int]) -> Iterator[np.ndarray]:
+    def _indices(
+        self, seed: int, index: Callable[[str | None], int], owners: dict[int, str | None], repeat: bool | None = None
+    ) -> Iterator[np.ndarray]:
+        """owners: takes the tenant of each adapter, of several the first. repeat: in place of the law's own."""
         while True:
             rows = 0
-            for chunk in self.trace.columns("adapter", seed=seed):
+            for chunk in self.trace.columns("adapter", "tenant", seed=seed):
                 rows += len(chunk["adapter"])
-                yield np.array([index(name) for name in chunk["adapter"]], np.int64)
-            if not self.repeat or not rows:
+                found = [index(name) for name in chunk["adapter"]]
+                for each, tenant in zip(found, chunk["tenant"], strict=True):
+                    owners.setdefault(each, tenant)
+                yield np.array(found, np.int64)
+            if not (self.repeat if repeat is None else repeat) or not rows:
                 return
 
 

@@ -22,7 +22,8 @@ class TraceRequest(NamedTuple):
     prompt is. output_tokens: how long the answer is, the first token included. rank: the adapter's, None where nobody
     knows; 0 for the base model. slo: name of the service class. hash_ids: one id for each `hash_block_tokens` tokens of
     the prompt, the last block possibly partial; prompts share a prefix as far as their leading ids are equal (the
-    convention of Mooncake's traces). Empty where the trace has none.
+    convention of Mooncake's traces). Empty where the trace has none. tenant: who pays, None: nobody knows. session: of
+    which it is a turn, None: of none.
     """
 
     id: int
@@ -34,6 +35,8 @@ class TraceRequest(NamedTuple):
     slo: str | None = None
     hash_ids: tuple[int, ...] = ()
     hash_block_tokens: int = 0
+    tenant: str | None = None
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +44,9 @@ class RequestBatch:
     """Consecutive requests as columns of one length n; iterating it gives `TraceRequest`s.
 
     first_id: id of the first. arrival_ns: int64 [n], nanoseconds. adapter: int64 [n], index for `name`, `BASE` for the
-    base model. rank: int32 [n], −1 unknown. prompt_tokens, output_tokens: int64 [n]. slo: int8 [n] into `slo_names`, or
-    None. hash_ids: a tuple of ids per request, or None. name: name of the adapter of an index.
+    base model. rank: int32 [n], −1 unknown. prompt_tokens, output_tokens: int64 [n]. name: name of the adapter of an
+    index. slo, tenant, session: a name per request, or None for none at all. hash_ids: a tuple of ids per request, or
+    None.
     """
 
     first_id: int
@@ -52,10 +56,11 @@ class RequestBatch:
     prompt_tokens: np.ndarray
     output_tokens: np.ndarray
     name: Callable[[int], str]
-    slo: np.ndarray | None = None
-    slo_names: Sequence[str] = ()
+    slo: Sequence[str | None] | None = None
     hash_ids: Sequence[tuple[int, ...]] | None = None
     hash_block_tokens: int = 0
+    tenant: Sequence[str | None] | None = None
+    session: Sequence[str | None] | None = None
 
     def __len__(self) -> int:
         return len(self.arrival_ns)
@@ -76,7 +81,9 @@ class RequestBatch:
             range(self.first_id, self.first_id + len(self)), self.arrival.tolist(), self.names(),
             self.prompt_tokens.tolist(), self.output_tokens.tolist(),
             [None if rank < 0 else rank for rank in self.rank.tolist()],
-            repeat(None) if self.slo is None else [self.slo_names[index] for index in self.slo.tolist()],
-            repeat(()) if self.hash_ids is None else self.hash_ids, repeat(self.hash_block_tokens), strict=False,
+            repeat(None) if self.slo is None else self.slo,
+            repeat(()) if self.hash_ids is None else self.hash_ids, repeat(self.hash_block_tokens),
+            repeat(None) if self.tenant is None else self.tenant,
+            repeat(None) if self.session is None else self.session, strict=False,
         )  # fmt: skip
         return map(TraceRequest._make, columns)

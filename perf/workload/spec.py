@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, field_validator, model_validator
+from pydantic import (
+    Field,
+    PositiveFloat,
+    PositiveInt,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from .adapters import Adapters
 from .arrivals import Arrivals, ReplayArrivals
@@ -20,7 +28,7 @@ from .lengths import AnyLengths, Taken
 from .model import Strict
 from .popularity import Popularity
 from .request import BASE, RequestBatch, TraceRequest
-from .seeds import stream
+from .seeds import hashed_uniform, stream
 
 
 class WorkloadSpec(Strict):
@@ -31,7 +39,9 @@ class WorkloadSpec(Strict):
     arrival, and iterating it again the same ones.
 
     duration: seconds; requests that would come later are left out. requests: how many there are at most. One of the two
-    ends the workload, unless a replayed trace does. slo: service classes and their weights; default: none.
+    ends the workload, unless a replayed trace does. slo: service classes and their weights. tenants: who the adapters
+    belong to, and weights; each request for the base model is anybody's. Default for both: what a trace tells that the
+    lengths replay, then whose its adapters are, or nothing.
     """
 
     seed: int = Field(default=0, ge=0)
@@ -42,13 +52,14 @@ class WorkloadSpec(Strict):
     lengths: AnyLengths
     adapters: Adapters = Adapters()
     slo: dict[str, PositiveFloat] | None = None
+    tenants: dict[str, PositiveFloat] | None = None
 
-    @field_validator("slo")
+    @field_validator("slo", "tenants")
     @classmethod
-    def _has_classes(cls, slo: dict[str, float] | None) -> dict[str, float] | None:
-        if slo is not None and not 0 < len(slo) <= 127:
-            raise ValueError(f"slo has {len(slo)} classes; give 1 to 127, or leave slo out")
-        return slo
+    def _has_some(cls, weights: dict[str, float] | None, info: ValidationInfo) -> dict[str, float] | None:
+        if weights is not None and not weights:
+            raise ValueError(f"{info.field_name} has no names; give names and weights, or leave it out")
+        return weights
 
     @model_validator(mode="after")
     def _ends(self) -> WorkloadSpec:
@@ -105,9 +116,6 @@ class WorkloadSpec(Strict):
         lengths = self.lengths.take(self.seed)
         name = chosen.name or self.adapters.numbered
         to_base, slo = stream(self.seed, "base share"), stream(self.seed, "slo")
-        classes = tuple(self.slo or ())
-        weights = np.cumsum(list((self.slo or {}).values()))
-        bounds = weights[:-1] / weights[-1] if classes else weights
         first = 0
         duration = math.inf if self.duration is None else self.duration
         for times in self.arrivals.times(self.seed, duration):
@@ -118,22 +126,42 @@ class WorkloadSpec(Strict):
             if self.adapters.base_share:
                 index = np.where(to_base.random(n) < self.adapters.base_share, BASE, index)
             if n:
+                told = _cut(taken, n)
+                if self.slo is not None:
+                    told["slo"] = _shared_out(self.slo, slo.random(n))
+                if self.tenants is not None:
+                    told["tenant"] = self._tenants(self.tenants, index, first)
+                elif told["tenant"] is None and chosen.tenant is not None:
+                    told["tenant"] = [None if each == BASE else chosen.tenant(each) for each in index.tolist()]
                 yield RequestBatch(
                     first_id=first, arrival_ns=times[:n], adapter=index,
-                    rank=self.adapters.ranks_of(index, chosen.count, self.seed), name=name,
-                    slo=np.searchsorted(bounds, slo.random(n), side="right").astype(np.int8) if classes else None,
-                    slo_names=classes, **_cut(taken, n),
+                    rank=self.adapters.ranks_of(index, chosen.count, self.seed), name=name, **told,
                 )  # fmt: skip
             first += n
             if n < len(times) or first == self.requests:
                 return
 
+    def _tenants(self, weights: Mapping[str, float], adapters: np.ndarray, first: int) -> list[str]:
+        """Return each request's tenant: its adapter's, by hash; of the base model's requests, one by their number."""
+        of_adapters = hashed_uniform(self.seed, "tenants", np.maximum(adapters, 0))
+        of_requests = hashed_uniform(self.seed, "base tenants", np.arange(first, first + len(adapters)))
+        return _shared_out(weights, np.where(adapters == BASE, of_requests, of_adapters))
+
     def __iter__(self) -> Iterator[TraceRequest]:  # type: ignore[override]
         return itertools.chain.from_iterable(self.batches())
 
 
+def _shared_out(weights: Mapping[str, float], uniform: np.ndarray) -> list[str]:
+    """Return a name by weight for each number in [0, 1)."""
+    names, cumulated = list(weights), np.cumsum(list(weights.values()))
+    places = np.searchsorted(cumulated[:-1] / cumulated[-1], uniform, side="right")
+    return [names[place] for place in places.tolist()]
+
+
 def _cut(taken: Taken, n: int) -> dict[str, Any]:
+    told = {"slo": taken.slo, "tenant": taken.tenants, "session": taken.sessions}
     return {
+        **{name: None if found is None else found[:n] for name, found in told.items()},
         "prompt_tokens": taken.prompt[:n],
         "output_tokens": taken.output[:n],
         "hash_ids": None if taken.hash_ids is None else taken.hash_ids[:n],

@@ -6,6 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from .functions2019 import AzureFunctions2019
 from .jsonl import Jsonl
 from .published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from .servegen import ServeGen
@@ -14,5 +15,6 @@ from .source import Source, TraceRow
 __all__ = ["Source", "TraceRow", "TraceSource"]
 
 TraceSource = Annotated[
-    AzureLLM | AzureFunctions | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl, Field(discriminator="format")
+    AzureLLM | AzureFunctions | AzureFunctions2019 | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl,
+    Field(discriminator="format"),
 ]

@@ -39,7 +39,9 @@ class Jsonl(Source):
     """Everything that a request has."""
 
     format: Literal["jsonl"]
-    provides = frozenset({"arrival", "adapter", "prompt_tokens", "output_tokens", "rank", "slo", "hash_ids"})
+    provides = frozenset(
+        {"arrival", "adapter", "prompt_tokens", "output_tokens", "rank", "slo", "hash_ids", "tenant", "session"}
+    )
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         return _rows(self.path)
@@ -58,4 +60,5 @@ def _rows(path: Path) -> Iterator[TraceRow]:
             *(file.tokens(name, found[name]) for name in _FIELDS[2:]),
             None if rank is None else file.tokens("rank", rank, 0), file.name("slo", found.get("slo")),
             ids, file.tokens("hash_block_tokens", found.get("hash_block_tokens")) if ids else 0,
+            file.name("tenant", found.get("tenant")), file.name("session", found.get("session")),
         )  # fmt: skip

@@ -3,25 +3,27 @@
 Azure LLM inference traces, `AzureLLMInferenceTrace_{code,conv}.csv` (2023) and the weeks of 2024, CC-BY-4.0, are
 described in Splitwise (ISCA 2024) and DynamoLLM (HPCA 2025). Azure Functions invocation trace of 2021 (MAF2): CaraServe
 (§7.1) and dLoRA (§7.1) take each function, or each group of functions, for one adapter. Mooncake's traces (FAST 2025)
-are Apache-2.0. Two traces of a text-to-image service with LoRA adapters at Alibaba are for research use only: the
-sequence names each request's adapters in order but has no times, the request trace has times but no names; their
-lengths are characters of image prompts, so neither gives tokens.
+are Apache-2.0. GenTD26, Alibaba's trace of a text-to-image service with LoRA adapters (SoCC 2025), is for research use
+only. Its `lora_request_trace.csv` was published in two forms: one names each request's adapters in order but has no
+times, the later one has times but no names; their lengths are characters of image prompts, so neither gives tokens.
 """
 
 from __future__ import annotations
 
+import ast
+import json
 from collections.abc import Iterator
 from datetime import datetime
-from typing import Literal
+from typing import Any, Literal
 
-from .source import Source, TraceRow
+from .source import SHOWN, Source, TraceRow
 from .text import Rows
 
 #: Prompt tokens that a hash id of Mooncake's stands for.
 BLOCK_TOKENS = 512
 
 _EPOCH = datetime(1970, 1, 1)
-_SHOWN = 12
+_MOST_ARGS = 1 << 16  # characters of a request's `lora_args`
 
 
 class AzureLLM(Source):
@@ -48,20 +50,24 @@ class AzureLLM(Source):
 
 
 class AzureFunctions(Source):
-    """Arrivals (end_timestamp − duration, seconds) and adapters: the beginning of a function's hash."""
+    """Arrivals (end_timestamp − duration, seconds), functions as adapters, and their apps as tenants.
+
+    Names are the beginnings of hashes.
+    """
 
     format: Literal["azure_functions"]
-    provides = frozenset({"arrival", "adapter"})
+    provides = frozenset({"arrival", "adapter", "tenant"})
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         file = Rows(self.path)
         names: dict[str, str] = {}
-        for function, end, took in file.csv("func", "end_timestamp", "duration"):
+        for app, function, end, took in file.csv("app", "func", "end_timestamp", "duration"):
             if not function:
                 raise file.error("func", function, "it must name the function")
             seconds = file.number("end_timestamp", end) - file.number("duration", took, 0.0)
             file.in_order("end_timestamp - duration", seconds, seconds)
-            yield TraceRow(seconds, names.setdefault(function, function[:_SHOWN]))
+            tenant = names.setdefault(app, app[:SHOWN]) if app else None
+            yield TraceRow(seconds, names.setdefault(function, function[:SHOWN]), tenant=tenant)
 
 
 class Mooncake(Source):
@@ -86,9 +92,11 @@ class Mooncake(Source):
 
 
 class LoraSequence(Source):
-    """Adapters in order of request: columns row and lora_ids, ids parted by spaces.
+    """Adapters in order of request.
 
-    A request with several adapters counts for its first, one with none for the base model.
+    As published, column lora_args: a list of objects, each with its adapter's modelVersionId; or converted, columns row
+    and lora_ids: ids parted by spaces. A request with several adapters counts for its first, one with none for the base
+    model.
     """
 
     format: Literal["lora_sequence"]
@@ -96,9 +104,36 @@ class LoraSequence(Source):
 
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         file = Rows(self.path)
+        if "lora_args" in file.header():
+            for (text,) in file.csv("lora_args"):
+                yield TraceRow(adapter=_first_adapter(file, text))
+            return
         for row, ids in file.csv("row", "lora_ids"):
             file.in_order("row", row, file.tokens("row", row, 0))
             yield TraceRow(adapter=next(iter(ids.split()), None))
+
+
+def _first_adapter(file: Rows, text: str) -> str | None:
+    """The first adapter of a `lora_args`, which is written as JSON or as Python writes a list."""
+    mend = "it must be a list of objects with a modelVersionId each, or empty"
+    if text.strip() in ("", "null", "None", "NULL", "nan"):
+        return None
+    found: Any = None
+    if len(text) <= _MOST_ARGS:
+        for parse in (json.loads, ast.literal_eval):
+            try:
+                found = parse(text)
+                break
+            except (ValueError, SyntaxError, MemoryError, RecursionError):
+                continue
+    if not isinstance(found, list) or not all(isinstance(each, dict) for each in found):
+        raise file.error("lora_args", text, mend)
+    if not found:
+        return None
+    name = found[0].get("modelVersionId")
+    if not isinstance(name, str | int) or isinstance(name, bool) or name == "":
+        raise file.error("lora_args", text, mend)
+    return str(name)
 
 
 class LoraRequests(Source):

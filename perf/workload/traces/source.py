@@ -14,11 +14,15 @@ from pydantic import ValidationInfo, field_validator
 from ..errors import TraceError, WorkloadError
 from ..model import Strict
 
+#: Characters of a hash that name what it stands for.
+SHOWN = 12
+
 
 class TraceRow(NamedTuple):
     """One row of a trace; None where the trace does not say.
 
-    arrival: seconds, from whatever moment the trace counts. adapter: name, None for the base model.
+    arrival: seconds, from whatever moment the trace counts. adapter: name, None for the base model. tenant, session:
+    names.
     """
 
     arrival: float | None = None
@@ -29,6 +33,8 @@ class TraceRow(NamedTuple):
     slo: str | None = None
     hash_ids: tuple[int, ...] = ()
     hash_block_tokens: int = 0
+    tenant: str | None = None
+    session: str | None = None
 
 
 class Source(Strict):

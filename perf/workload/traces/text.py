@@ -16,6 +16,7 @@ from typing import IO, Any
 from ..errors import TraceError
 
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open}
+_MOST_SHOWN = 20  # columns
 _BROKEN = (csv.Error, UnicodeDecodeError, EOFError, OSError, lzma.LZMAError)
 
 
@@ -37,17 +38,27 @@ class Rows:
         self._line = 0
         self._latest = -math.inf
 
+    def header(self, *columns: str) -> list[str]:
+        """Return the names of a CSV file's columns, which must have the given ones."""
+        with open_text(self._path) as file:
+            return self._header(self.table(file), columns)
+
+    def _header(self, rows: Iterator[list[str]], columns: tuple[str, ...]) -> list[str]:
+        header = [name.strip() for name in next(rows, [])]
+        if missing := [name for name in columns if name not in header]:
+            have = ", ".join(header[:_MOST_SHOWN]) or "nothing"
+            raise TraceError(
+                self._path, 1, f"no column {missing[0]!r} (the header has {have})", "give the file of that format"
+            )
+        return header
+
     def csv(self, *columns: str) -> Iterator[list[str]]:
         """Values of the named columns of a CSV file with a header; empty lines are left out."""
         with open_text(self._path) as file:
             rows = self.table(file)
-            header = [name.strip() for name in next(rows, [])]
-            if missing := [name for name in columns if name not in header]:
-                have = ", ".join(header) or "nothing"
-                raise TraceError(
-                    self._path, 1, f"no column {missing[0]!r} (the header has {have})", "give the file of that format"
-                )
-            indices = [header.index(name) for name in columns]
+            header = self._header(rows, columns)
+            places = {name: index for index, name in reversed(list(enumerate(header)))}
+            indices = [places[name] for name in columns]
             for row in rows:
                 if len(row) == len(header):
                     yield [row[index] for index in indices]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ....core.costs.models import CostModel
 from .replica_state import ReplicaState, Routed
 
-_MOST_SCORES = 1 << 18
+_MOST_STEPS = 1 << 18
 
 
 class RankAware:
@@ -22,6 +22,9 @@ class RankAware:
     Where a step takes as long for one short prompt as for several, Δprefill is 0 as soon as one waits: the policy then
     gathers prompts, which spares those that run a step. With `mix` nobody is held up by a step of prompts alone, and
     Δprefill is by how much longer the next step takes with the request, those that run being in it as well.
+
+    The paper's decode step depends on ranks alone. Here it has the cost model's KV term, too, which decides for long
+    prompts: that of the running requests, of the prompts that wait, and of the request's own.
     """
 
     def __init__(
@@ -36,12 +39,13 @@ class RankAware:
         self._mean_output_tokens = mean_output_tokens
         self._penalty = penalty
         self._mix = mix
-        self._scores: dict[tuple[int, int, int, int, int], float] = {}  # of decoding, see `_score`
+        self._steps: dict[tuple[int, int, int, int, int], tuple[float, float]] = {}  # see `_decode_steps`
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
         alone: dict[int, float] = {}  # Δprefill of an empty queue, by how many run beside it
-        best, least, fits, scores = 0, math.inf, False, self._scores
+        per_kv_token, per_longest, slo = self._costs.step.per_kv_token, self._costs.step.per_longest, self._slo
+        best, least, fits, steps = 0, math.inf, False, self._steps
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
             if fits and not room:
@@ -55,21 +59,33 @@ class RankAware:
                 if prefill is None:
                     prefill = alone[beside] = self._lone_prefill(beside, tokens, rank)
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
-            score = scores.get(key)
-            if score is None:
-                score = self._score(*key)
-                if len(scores) < _MOST_SCORES:
-                    scores[key] = score
-            total = (prefill / self._mean_output_tokens + score) * requests
+            step = steps.get(key)
+            if step is None:
+                step = self._decode_steps(*key)
+                if len(steps) < _MOST_STEPS:
+                    steps[key] = step
+            more, after = step
+            longest = replica.longest_tokens
+            more += per_kv_token * tokens
+            if tokens > longest:
+                more += per_longest * (tokens - longest)
+                longest = tokens
+            kv_tokens = replica.kv_tokens + replica.pending_tokens + tokens
+            score = prefill / self._mean_output_tokens + more
+            if after + per_kv_token * kv_tokens + per_longest * longest > slo:
+                score += self._penalty
+            total = score * requests
             if total < least or (room and not fits):
                 best, least, fits = index, total, room
         return best
 
-    def _score(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> float:
-        """Seconds that a decode step takes longer with a request of `rank`, and the penalty. users: of adapters."""
+    def _decode_steps(self, requests: int, users: int, sum_ranks: int, max_rank: int, rank: int) -> tuple[float, float]:
+        """Return by how much a decode step takes longer with a request of `rank`, and its seconds then; both but for
+        what is in the KV cache. users: of adapters.
+        """
         before = self._decode_seconds(requests, users, sum_ranks, max_rank)
         after = self._decode_seconds(requests + 1, users + (rank > 0), sum_ranks + rank, max(max_rank, rank))
-        return after - before + (self._penalty if after > self._slo else 0.0)
+        return after - before, after
 
     def _decode_seconds(self, requests: int, users: int, sum_ranks: int, max_rank: int) -> float:
         """A decode step of a batch; every request counts as one with an adapter of its own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 
@@ -29,8 +29,11 @@ class ReplicaState:
     for their prefill. ranks: how many of the requests have which rank, 0 for the base model;
     num_with_adapter, sum_ranks and max_rank follow from it. pending_tokens: prompt
     tokens of the waiting ones; pending_token_ranks: the sum over these tokens of their adapter's rank;
-    pending_max_rank: the largest of these ranks. free_tokens: tokens whose KV finds room, in pages that are free or
-    that nobody uses. resident: names of the adapters in the arena.
+    pending_max_rank: the largest of these ranks. kv_tokens: tokens in the KV cache of the running requests;
+    longest_tokens: of the one that has most.
+    free_tokens: tokens whose KV finds room, in pages that are free or that nobody uses. resident: names of the adapters
+    in the arena; on_host: of those that need not be read from the disk. disk_seconds, link_seconds: until a read, or a
+    copy to the device, that were asked for now would begin.
     """
 
     max_num_seqs: int
@@ -43,8 +46,13 @@ class ReplicaState:
     pending_tokens: int = 0
     pending_token_ranks: int = 0
     pending_max_rank: int = 0
+    kv_tokens: int = 0
+    longest_tokens: int = 0
     free_tokens: int = 1 << 40
     resident: Container[str] = frozenset()
+    on_host: Container[str] = frozenset()
+    disk_seconds: float = 0.0
+    link_seconds: float = 0.0
 
     @classmethod
     def of(
@@ -54,9 +62,10 @@ class ReplicaState:
         waiting: Iterable[tuple[int, int]] = (),
         free_tokens: int = 1 << 40,
         resident: Container[str] = frozenset(),
+        kv_tokens: int = 0,
     ) -> ReplicaState:
         """running: rank of each request. waiting: prompt tokens and rank of each."""
-        state = cls(max_num_seqs, free_tokens=free_tokens, resident=resident)
+        state = cls(max_num_seqs, free_tokens=free_tokens, resident=resident, kv_tokens=kv_tokens)
         for rank in running:
             state.add(rank)
         waiting = list(waiting)
@@ -100,6 +109,10 @@ class ReplicaState:
         self.pending_token_ranks += tokens * rank
         if rank > self.pending_max_rank:
             self.pending_max_rank = rank
+
+    def copy(self) -> ReplicaState:
+        """Return the state as it is now, but for `resident` and `on_host`, which go on telling what is there."""
+        return replace(self, ranks=self.ranks.copy())
 
     def has_room(self, request: Routed) -> bool:
         """True if a seat and pages for the prompts of the request and of those that wait are left."""

@@ -1,10 +1,11 @@
-"""Policies that know nothing of adapters: what the others are measured against."""
+"""Policies that know nothing of adapters: what the others are measured against, or choose by."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
 
+from .policy import Policy
 from .replica_state import ReplicaState, Routed
 
 
@@ -24,6 +25,30 @@ class Random:
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         return int(self._random.random() * len(replicas))
+
+
+class Sampled:
+    """Another policy's choice among a few replicas drawn at random for each request: the power of two choices.
+
+    Policies that always take the best one send all that comes between two reports to the same replica, the more of it
+    the more replicas share the load. Among few that are drawn anew, requests spread (Mitzenmacher, "How Useful Is Old
+    Information?", 2000). The same seed gives the same draws.
+    """
+
+    def __init__(self, policy: Policy, choices: int = 2, seed: int = 0) -> None:
+        """choices: how many are drawn. Raises ValueError below 1."""
+        if choices < 1:
+            raise ValueError(f"choices is {choices}; draw at least 1")
+        self._policy = policy
+        self._choices = choices
+        self._random = random.Random(seed)
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        if self._choices >= len(replicas):
+            return self._policy(request, replicas)
+        drawn = self._random.sample(range(len(replicas)), self._choices)
+        chosen = self._policy(request, [replicas[index] for index in drawn])
+        return None if chosen is None else drawn[chosen]
 
 
 class FirstFit:

@@ -9,24 +9,27 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
-from chorus.core.costs.profile import load_profile
+from chorus.core.costs.profile import Number, Terms, load_profile
+from chorus.core.scheduling.policies import EvenShares, Policies
 from chorus.perf.simulate.adapters import SimAdapters
-from chorus.perf.simulate.cluster import least_loaded, simulate, simulate_clients
+from chorus.perf.simulate.cluster import Happened, least_loaded, simulate, simulate_clients
 from chorus.perf.simulate.engine import MODEL
-from chorus.perf.simulate.replica import Replica
+from chorus.perf.simulate.records import Records, Served
+from chorus.perf.simulate.replica import Phase, Replica
 from chorus.perf.workload.request import TraceRequest
-from chorus.server.cluster.router import Consolidate, FirstFit
+from chorus.server.cluster.router import Consolidate, FirstFit, MostIdle, Sampled
 
 PROFILE = load_profile("a10-llama2-7b-bgmv")
 
 
 def make_replicas(count, **options):
     engine = {name: options.pop(name, default) for name, default in (("max_num_seqs", 4), ("prefetch", 0))}
+    profile = options.pop("profile", PROFILE)
     config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=200, **engine)
     adapters = SimAdapters(PROFILE.geometry.page_layout(config.block_tokens))
     for name, rank in (("a", 8), ("b", 64)):
         adapters.add(name, rank, PROFILE.geometry.adapter_bytes(rank, ("q_proj",)))
-    return [Replica(PROFILE, adapters, config, index=index, **options) for index in range(count)]
+    return [Replica(profile, adapters, config, index=index, **options) for index in range(count)]
 
 
 def asked(number, arrival, output=10, adapter=None):
@@ -108,7 +111,10 @@ def test_clients_go_on_with_their_adapters():
     def serve(turns):
         asked_for.clear()
         requests = [asked(n, 0.0, 5, "ab"[n % 2]) for n in range(60)]
-        simulate_clients(requests, 1, make_replicas(1), route, turns=turns, seed=1)
+        records = simulate_clients(requests, 1, make_replicas(1), route, turns=turns, seed=1)
+        sessions = set(records.column("session"))
+        assert None not in sessions
+        assert (len(sessions) == 60) == (turns == 1.0)
         assert set(asked_for) == {("a", 8), ("b", 64)}
         return sum(one == other for one, other in itertools.pairwise(asked_for))
 
@@ -143,3 +149,250 @@ def test_idle_adapters_are_dropped_on_request():
 def test_arrivals_out_of_order_are_refused():
     with pytest.raises(ValueError, match="request 1 arrives at 0 s, after one at 1 s"):
         simulate([asked(0, 1.0), asked(1, 0.0)], make_replicas(1))
+
+
+# -- what routers know
+
+
+def seen_by(look, staleness=0.0, requests=None):
+    """Serve with a router that shows `look` what it is given, and takes turns."""
+    turn = itertools.count()
+
+    def route(request, states):
+        look(request, states)
+        return next(turn) % len(states)
+
+    requests = requests or [asked(n, 0.05 * n, 40, "ab"[n % 2]) for n in range(40)]
+    replicas = make_replicas(2, max_num_seqs=8, read_threads=1)
+    assert len(simulate(requests, replicas, route, staleness=staleness)) == len(requests)
+    return replicas
+
+
+def test_routers_see_the_kv_cache_the_link_and_the_disk():
+    found = []
+    free = make_replicas(1)[0].state.free_tokens
+
+    def look(request, states):
+        found.append([(s.kv_tokens, s.free_tokens, s.link_seconds, s.disk_seconds, s.num_requests) for s in states])
+
+    seen_by(look, requests=[asked(n, 0.004 * n, 40, "ab"[n // 2 % 2]) for n in range(40)])
+    kv_tokens, free_tokens, link, disk, requests = zip(*(row[0] for row in found), strict=True)
+    assert max(kv_tokens) > 20 * 4
+    assert all(
+        free - kv - 16 * count - 600 <= left <= free
+        for kv, left, count in zip(kv_tokens, free_tokens, requests, strict=True)
+    )
+    assert max(link) > 0
+    assert max(disk) > 0
+
+
+def test_kv_tokens_grow_while_nothing_happens():
+    replica = make_replicas(1)[0]
+    replica.give(asked(0, 0.0, 100))
+    for _ in range(2):
+        replica.advance(lambda served: None)  # the prompt, then all that follows in one go
+    begun = replica.clock.now
+    assert replica.look(begun).kv_tokens == 21
+    assert replica.look((begun + replica.wake) / 2).kv_tokens == pytest.approx(21 + 49, abs=2)
+    free = replica.look(begun).free_tokens
+    assert replica.look(replica.wake).free_tokens == pytest.approx(free - 99, abs=2)
+
+
+def test_what_a_router_knows_is_as_old_as_the_last_report():
+    ages, kept = [], []
+
+    def look(request, states):
+        if not kept or kept[-1] is not states[0]:
+            kept.append(states[0])
+            ages.append(request.arrival)
+
+    seen_by(look, 0.5)
+    assert ages == pytest.approx([0.5 * n for n in range(4)], abs=1e-9)
+    live = []
+    seen_by(lambda request, states: live.append(states[0]))
+    assert all(state is live[0] for state in live)
+
+
+def test_old_knowledge_sends_all_to_one_and_a_sample_spreads():
+    requests = [asked(n, 0.001 * n, 5) for n in range(400)]
+    most = {}
+    for name, policy in (("best", least_loaded), ("sample", Sampled(MostIdle(), 2, seed=1))):
+        replicas = make_replicas(8, max_num_seqs=32)
+        records = simulate(requests, replicas, policy, staleness=0.1)
+        counts = [list(records.column("replica")).count(index) for index in range(8)]
+        most[name] = max(list(records.column("ttft")))
+        assert sum(counts) == 400
+    assert most["best"] > 2 * most["sample"]
+
+
+def test_a_router_that_waits_learns_of_the_end_with_the_next_report():
+    replicas = make_replicas(2, max_num_seqs=1)
+    records = simulate([asked(n, 0.0) for n in range(8)], replicas, FirstFit(), staleness=5.0)
+    assert len(records) == 8
+
+
+# -- what a request carries
+
+
+def test_tenants_classes_and_sessions_are_recorded():
+    requests = [
+        asked(0, 0.0)._replace(tenant="t", slo="fast", session="s"), asked(1, 0.1)._replace(tenant="u"), asked(2, 0.2)
+    ]  # fmt: skip
+    records = simulate(requests, make_replicas(1))
+    found = sorted(zip(*(records.column(name) for name in ("arrival", "tenant", "slo", "session")), strict=True))
+    assert [each[1:] for each in found] == [("t", "fast", "s"), ("u", None, None), (None, None, None)]
+    other = Records()
+    other.add(Served(0.0, 1.0, 1.0, 0.0, 0.0, 1, 0, "slow", "u", None))
+    records.extend(other)
+    assert list(records.column("tenant"))[-1] == "u"
+    assert list(records.column("slo"))[-1] == "slow"
+
+
+def test_tenants_take_turns_by_the_queue_policy():
+    class SmallFirst(EvenShares):
+        def order(self, tenants):
+            return "small" if "small" in tenants else next(iter(tenants))
+
+    requests = [asked(n, 0.0)._replace(tenant="large") for n in range(6)]
+    requests.append(asked(6, 0.001)._replace(tenant="small"))
+    places = []
+    for policies in (Policies(queue=SmallFirst()), Policies(queue=LastTenant())):
+        replica = make_replicas(1, max_num_seqs=1, policies=policies)
+        records = simulate(requests, replica)
+        places.append(list(records.column("tenant")).index("small"))
+    assert places == [1, 6]
+
+
+class LastTenant(EvenShares):
+    def order(self, tenants):
+        return "large" if "large" in tenants else next(iter(tenants))
+
+
+# -- replicas that come and go
+
+
+class Acts:
+    """A controller that does something once, at the first event of a kind after a time."""
+
+    def __init__(self, kind, time, action):
+        self.kind, self.time, self.action = kind, time, action
+        self.events = []
+
+    def __call__(self, event, cluster):
+        self.events.append(event)
+        if self.action and event.kind is self.kind and event.time >= self.time:
+            action, self.action = self.action, None
+            action(cluster)
+
+
+def stream(count, gap=0.05, output=40):
+    return [asked(n, gap * n, output) for n in range(count)]
+
+
+def test_a_drained_replica_ends_what_it_has_and_goes():
+    replicas = make_replicas(2)
+    acts = Acts(Happened.ARRIVED, 0.5, lambda cluster: cluster.drain(0))
+    records = simulate(stream(40), replicas, least_loaded, controller=acts)
+    assert len(records) == 40
+    assert replicas[0].phase is Phase.GONE
+    assert records.num_moved == 0
+    late = records.column("arrival") >= 0.5
+    assert set(records.column("replica")[late]) == {1}
+    assert [event.replica for event in acts.events if event.kind is Happened.WENT] == [0]
+
+
+def test_a_failed_replicas_requests_go_on_elsewhere():
+    replicas = make_replicas(2)
+    calm = simulate(stream(20), make_replicas(2), least_loaded)
+    acts = Acts(Happened.ARRIVED, 0.4, lambda cluster: cluster.fail(0))
+    records = simulate(stream(20), replicas, least_loaded, controller=acts)
+    assert len(records) == 20
+    assert (records.column("tokens") == 40).all()
+    assert records.num_moved == 4
+    assert not replicas[0].requests
+    assert replicas[0].engine.stats().num_running == 0
+    assert records.column("e2e").max() > calm.column("e2e").max()
+    for replica in replicas:
+        replica.engine.check_integrity()
+
+
+def test_a_replica_boots_for_as_long_as_it_takes():
+    def make(index, now):
+        (replica,) = make_replicas(1, max_num_seqs=1, now=now)
+        replica.index = index
+        return replica
+
+    acts = Acts(Happened.ARRIVED, 0.0, lambda cluster: cluster.boot(3.0))
+    records = simulate(stream(12), make_replicas(1, max_num_seqs=1), FirstFit(), controller=acts, make=make)
+    assert len(records) == 12
+    came = [event for event in acts.events if event.kind is Happened.CAME]
+    assert [(event.time, event.replica) for event in came] == [(0.0, 0), (3.0, 1)]
+    at_new = records.column("replica") == 1
+    assert at_new.any()
+    assert (records.column("arrival") + records.column("ttft"))[at_new].min() > 3.0
+    with pytest.raises(ValueError, match="replicas can't boot here"):
+        simulate(stream(1), make_replicas(1), controller=Acts(Happened.ARRIVED, 0.0, lambda cluster: cluster.boot(1)))
+
+
+def test_requests_wait_for_a_replica_that_a_controller_boots_later():
+    def make(index, now):
+        (replica,) = make_replicas(1, now=now)
+        replica.index = index
+        return replica
+
+    def control(event, cluster):
+        if event.kind is Happened.ARRIVED and event.request.id == 0:
+            cluster.fail(0)
+            cluster.tick(10.0)
+        elif event.kind is Happened.TICK:
+            cluster.boot(1.0)
+
+    records = simulate(stream(3), make_replicas(1), FirstFit(), controller=control, make=make)
+    assert len(records) == 3
+    assert records.column("ttft").min() > 10.8
+
+    def idle(event, cluster):
+        if event.kind is Happened.CAME:
+            cluster.fail(0)
+        cluster.tick(10.0)
+
+    with pytest.raises(RuntimeError, match="3 requests waiting"):
+        simulate(stream(3), make_replicas(1), FirstFit(), controller=idle)
+
+
+def test_a_migration_takes_what_the_cost_model_says():
+    """The first token after it comes when the network's latency and a prefill of prompt and answer are over."""
+    network = Terms(terms={"latency": Number(value=0.25, source="made up")})
+    profile = PROFILE.model_copy(update={"network": network})
+    replicas = make_replicas(2, profile=profile)
+    told = []
+
+    def control(event, cluster):
+        if event.kind is Happened.ARRIVED and event.request.id == 1:
+            cluster.migrate(0, 0, 1)
+        if event.kind is Happened.ENDED:
+            told.append((event.time, event.replica))
+
+    requests = [asked(0, 0.0, 60), asked(1, 1.0, 200)]
+    records = simulate(requests, replicas, lambda request, states: 0, controller=control)
+    assert (len(records), records.num_moved, list(records.column("replica"))) == (2, 1, [1, 0])
+    alone = simulate(requests[:1], make_replicas(1, profile=profile)).column("e2e")[0]
+    costs = profile.costs()
+    step = costs.decode_seconds([0], 50)
+    expected = costs.migrate_seconds(20 + int(1.0 / step)) - step  # the prefill draws a token, as a step would have
+    assert records.column("e2e")[0] - alone == pytest.approx(expected, abs=1.5 * step)
+
+
+def test_what_is_preloaded_is_there():
+    for preload in (False, True):
+        (replica,) = make_replicas(1, stream=False)
+        acts = Acts(Happened.CAME, 0.0, lambda cluster: cluster.preload(0, "a")) if preload else None
+        simulate([asked(0, 5.0, 10, "a")], [replica], controller=acts)
+        assert replica.engine.num_cold_starts == (not preload)
+    (replica,) = make_replicas(1)
+    assert replica.place(["a", "b"]) == []
+    assert "a" in replica.state.resident
+    began = replica.engine.stats().num_adapter_loads
+    records = simulate([asked(0, 0.0, 10, "a"), asked(1, 0.0, 10, "b")], [replica])
+    assert replica.engine.stats().num_adapter_loads == began == 2
+    assert records.column("cold").max() == 0

@@ -97,6 +97,20 @@ def test_service_classes():
     assert found.count("batch") / len(found) == pytest.approx(0.2, rel=0.15)
 
 
+def test_an_adapter_has_one_tenant():
+    fields = {**FIELDS, "duration": 100, "tenants": {"large": 0.7, "small": 0.3}}
+    fields["adapters"] = {**FIELDS["adapters"], "base_share": 0.3}
+    found = list(WorkloadSpec.parse(fields))
+    of_adapter = {}
+    for request in found:
+        if request.adapter is not None:
+            assert of_adapter.setdefault(request.adapter, request.tenant) == request.tenant
+    assert set(of_adapter.values()) == {"large", "small"}
+    base = [request.tenant for request in found if request.adapter is None]
+    assert base.count("small") / len(base) == pytest.approx(0.3, rel=0.3)
+    assert [request.tenant for request in WorkloadSpec.parse(FIELDS)][:3] == [None] * 3
+
+
 def test_written_requests_read_back(tmp_path):
     spec = WorkloadSpec.parse(FIELDS)
     prefixes = {"kind": "trace", "mode": "replay", "trace": disk.mooncake(tmp_path)}
@@ -154,7 +168,7 @@ WRONG = {
         "1 weights for 2 ranks; give one for each",
     ),
     "alpha": ({"popularity": {"kind": "zipf", "alpha": 1}}, r"popularity\.alpha is 1: "),
-    "no classes": ({"slo": {}}, "slo has 0 classes"),
+    "no classes": ({"slo": {}}, "slo has no names; give names and weights"),
 }
 
 

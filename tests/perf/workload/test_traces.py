@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from chorus.perf.workload import TraceError, WorkloadSpec
+from chorus.perf.workload.traces.functions2019 import AzureFunctions2019
 from chorus.perf.workload.traces.jsonl import Jsonl, read
 from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from chorus.perf.workload.traces.servegen import ServeGen
@@ -47,6 +48,70 @@ def test_azure_functions(tmp_path):
     found = rows(AzureFunctions, disk.azure_functions(tmp_path))
     assert [row.arrival for row in found] == [1.0, 1.5, 2.0, 2.5]
     assert [row.adapter for row in found] == ["f0123456789a", "ffffffffffff", "f0123456789a", "eeeeeeeeeeee"]
+    assert [row.tenant for row in found] == ["a1", "a1", "a1", "a2"]
+
+
+def test_azure_functions_2019(tmp_path):
+    trace = disk.azure_functions_2019(tmp_path)
+    found = rows(AzureFunctions2019, trace)
+    assert [int(row.arrival // 60) for row in found] == [0, 0, 0, 1, 1, 1, 2]
+    assert all(one.arrival <= other.arrival for one, other in itertools.pairwise(found))
+    counts = Counter((int(row.arrival // 60), row.adapter, row.tenant) for row in found)
+    assert counts == {
+        (0, "f0123456789a", "o123456789ab"): 2,
+        (2, "f0123456789a", "o123456789ab"): 1,
+        (0, "eeeeeeeeeeee", "p123456789ab"): 1,
+        (1, "eeeeeeeeeeee", "p123456789ab"): 3,
+    }
+    source = AzureFunctions2019(format="azure_functions_2019", path=Path(trace["path"]))
+    assert list(source.rows(1)) == list(source.rows(1)) != list(source.rows(2))
+
+
+def test_azure_functions_2019_of_some_functions_later_and_thinned(tmp_path):
+    path = Path(disk.azure_functions_2019(tmp_path)["path"])
+
+    def read(**fields):
+        return list(AzureFunctions2019(format="azure_functions_2019", path=path, **fields).rows(3))
+
+    assert [(row.adapter, row.arrival < 60) for row in read(start=1)] == [("eeeeeeeeeeee", True)] * 3 + [
+        ("f0123456789a", False)
+    ]
+    assert {row.adapter for row in read(functions=1)} == {"eeeeeeeeeeee"}
+    assert len(read(rate_scale=100.0)) == 700
+    assert len(read(rate_scale=0.5)) < 7
+    path.write_text(disk.AZURE_FUNCTIONS_2019.replace("2,0,1", "200,0,1000"))
+    assert len(read(rate_scale=0.25)) == pytest.approx(300, abs=4)
+
+
+@pytest.mark.parametrize("mode", ["counts", "replay"])
+def test_functions_have_tenants(tmp_path, mode):
+    trace = disk.azure_functions_2019(tmp_path)
+    lengths = {"kind": "laws", "prompt": {"law": "constant", "tokens": 3}, "output": {"law": "constant", "tokens": 3}}
+    arrivals = {"process": "replay", "trace": trace}
+    popularity = {"kind": "trace", "mode": mode, "trace": trace}
+    found = list(WorkloadSpec.parse({"arrivals": arrivals, "popularity": popularity, "lengths": lengths}))
+    assert len(found) == 7
+    assert all(each.tenant == {"f": "o123456789ab", "e": "p123456789ab"}[each.adapter[0]] for each in found)
+
+
+def test_wrong_functions_of_2019(tmp_path):
+    for change, message in (
+        (("http,2,", "http,x,"), r"invocations\.csv:2: 1 is 'x'; it must be a whole number of at least 0"),
+        (("queue,1,3", "queue,1,-3"), r"invocations\.csv:4: 2 is '-3'"),
+        (("o123456789abcdef,a1,f0", ",a1,f0"), "HashOwner is ''; it must be a hash"),
+        (("HashFunction", "Function"), "no column 'HashFunction'"),
+    ):
+        trace = disk.azure_functions_2019(tmp_path, disk.AZURE_FUNCTIONS_2019.replace(*change))
+        with pytest.raises(TraceError, match=message):
+            rows(AzureFunctions2019, trace)
+
+
+def test_adapters_of_gentd26_as_published(tmp_path):
+    found = rows(LoraSequence, disk.lora_sequence(tmp_path, disk.LORA_ARGS))
+    assert [row.adapter for row in found] == [None, "7999", "51aa", None]
+    for text in ("soon", "[1]", "[{'scale': 1.0}]", "[" * 5000, "{}", "[{'modelVersionId': ''}]"):
+        with pytest.raises(TraceError, match=r"sequence\.csv:2: lora_args is .*it must be a list of objects with"):
+            rows(LoraSequence, disk.lora_sequence(tmp_path, f'predict_type,lora_args\ne8,"{text}"\n'))
 
 
 def test_lora_traces(tmp_path):
@@ -254,3 +319,22 @@ def test_jsonl_is_a_source(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"arrival":0.5,"adapter":"a","prompt_tokens":3,"output_tokens":4,"rank":8,"slo":"fast"}\n')
     assert rows(Jsonl, {"format": "jsonl", "path": path})[0][:6] == (0.5, "a", 3, 4, 8, "fast")
+
+
+def test_a_replayed_trace_tells_who_asks(tmp_path):
+    path = tmp_path / "r.jsonl"
+    line = '{"arrival":%s,"adapter":"a","prompt_tokens":3,"output_tokens":4%s}\n'
+    tags = ',"slo":"fast","tenant":"t1","session":"s1"'
+    path.write_text(line % (0, tags) + line % (1, ',"tenant":"t2"') + line % (2, ""))
+    trace = {"format": "jsonl", "path": str(path)}
+    fields = {
+        "arrivals": {"process": "replay", "trace": trace},
+        "popularity": {"kind": "trace", "mode": "replay", "trace": trace},
+        "lengths": {"kind": "trace", "mode": "replay", "trace": trace},
+    }
+    found = list(WorkloadSpec.parse(fields))
+    assert found == list(read(path))
+    assert [(each.slo, each.tenant, each.session) for each in found] == [
+        ("fast", "t1", "s1"), (None, "t2", None), (None, None, None),
+    ]  # fmt: skip
+    assert {each.slo for each in WorkloadSpec.parse({**fields, "slo": {"batch": 1.0}})} == {"batch"}

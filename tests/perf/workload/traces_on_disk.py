@@ -17,10 +17,21 @@ a1,ffffffffffffffff,1.75,0.25
 a1,f0123456789abcdef,3.0,1.0
 a2,eeeeeeeeeeeeeeee,62.5,60.0
 """
+AZURE_FUNCTIONS_2019 = """HashOwner,HashApp,HashFunction,Trigger,1,2,3
+o123456789abcdef,a1,f0123456789abcdef,http,2,0,1
+o123456789abcdef,a1,ffffffffffffffff,timer,0,0,0
+p123456789abcdef,a2,eeeeeeeeeeeeeeee,queue,1,3,0
+"""
 LORA_REQUESTS = """gmt_create,predict_type,num_lora
 2024-01-01 10:00:00,TXT_2_IMG,0
 2024-01-01 10:00:00,TXT_2_IMG,1
 2024-01-01 10:01:30,IMG_2_IMG,2
+"""
+LORA_ARGS = """predict_type,exec_time_seconds,prompt_length,checkpoint_model_version_id,lora_args
+e8,22.0,54.0,0a,
+e8,18.0,54.0,0a,"[{'modelVersionId': '7999', 'scale': 1.0}]"
+e8,28.0,14.0,0b,"[{""modelVersionId"": ""51aa"", ""scale"": 0.5}, {""modelVersionId"": ""7999"", ""scale"": 1.0}]"
+e8,21.0,61.0,0b,[]
 """
 LORA_SEQUENCE = """row,base_model,lora_ids,exec_time_seconds,prompt_length_chars
 0,b0,,22.0,54.0
@@ -50,6 +61,10 @@ def azure_llm(folder: Path, text: str = AZURE_LLM) -> dict[str, Any]:
 
 def azure_functions(folder: Path, text: str = AZURE_FUNCTIONS) -> dict[str, Any]:
     return _file(folder, "azure_functions", "functions.csv", text)
+
+
+def azure_functions_2019(folder: Path, text: str = AZURE_FUNCTIONS_2019) -> dict[str, Any]:
+    return _file(folder, "azure_functions_2019", "invocations.csv", text)
 
 
 def lora_requests(folder: Path, text: str = LORA_REQUESTS) -> dict[str, Any]:

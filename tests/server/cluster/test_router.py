@@ -20,6 +20,7 @@ from chorus.server.cluster.router import (
     Random,
     RankAware,
     ReplicaState,
+    Sampled,
 )
 
 SEATS = 8
@@ -32,9 +33,11 @@ class Asked:
     rank: int | None = 64
 
 
-def costs(kernel=Kernel.BGMV, *, base=0.03, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9):
-    step = StepCost(base=base, weights=floor, per_token=per_token, per_rank=per_rank)
-    return CostModel(kernel, step, DiskCost(), TransferCost(per_byte=per_byte))
+def costs(
+    kernel=Kernel.BGMV, *, base=0.03, per_rank=1e-5, per_token=1e-4, floor=0.0, per_byte=1e-9, per_kv=0.0, disk=0.0
+):
+    step = StepCost(base=base, weights=floor, per_token=per_token, per_rank=per_rank, per_kv_token=per_kv)
+    return CostModel(kernel, step, DiskCost(per_byte=disk), TransferCost(per_byte=per_byte))
 
 
 ranks = st.sampled_from([0, 8, 16, 64])
@@ -45,6 +48,7 @@ states = st.builds(
     st.lists(st.tuples(st.integers(1, 500), ranks), max_size=4),
     st.sampled_from([0, 100, 10_000]),
     st.sampled_from([frozenset(), frozenset("a")]),
+    st.sampled_from([0, 5000]),
 )
 clusters = st.lists(states, min_size=1, max_size=6)
 requests = st.builds(Asked, st.sampled_from([None, "a", "b"]), st.integers(1, 400), ranks)
@@ -56,12 +60,13 @@ policies = st.sampled_from(
         RankAware(costs(), slo=0.04, mean_output_tokens=50.0),
         PendingTime(costs(), 50.0, lambda name: 1 << 20),
         Consolidate(),
+        Sampled(RankAware(costs(per_kv=1e-6), slo=0.04, mean_output_tokens=50.0), 2, seed=1),
     ]
 )
 
 
 def copies(replicas):
-    return [replace(state, ranks=Counter(state.ranks)) for state in replicas]
+    return [state.copy() for state in replicas]
 
 
 @given(policies, requests, clusters)
@@ -154,13 +159,13 @@ def test_rank_aware_goes_where_there_is_room_first():
 
 @given(requests, clusters)
 def test_rank_aware_is_algorithm_1_written_down(request, replicas):
-    model, slo, mean = costs(floor=1e-3), 0.035, 20.0
+    model, slo, mean = costs(floor=1e-3, per_kv=1e-6), 0.035, 20.0
 
-    def decode(members):
+    def decode(members, kv_tokens):
         users = [rank for rank in members if rank]
         if not members:
             return 0.0
-        return model.batch_seconds(len(members), len(users), sum(users), max(users, default=0))
+        return model.batch_seconds(len(members), len(users), sum(users), max(users, default=0), kv_tokens)
 
     def prefill(state, *more):
         """more: the request, if it is counted."""
@@ -177,8 +182,9 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
     def total(state):
         exists = list(state.ranks.elements())
         score = (prefill(state, request) - prefill(state)) / mean
-        after = decode([*exists, request.rank])
-        score += after - decode(exists)
+        kv_tokens = state.kv_tokens + state.pending_tokens
+        after = decode([*exists, request.rank], kv_tokens + request.prompt_tokens)
+        score += after - decode(exists, kv_tokens)
         return (score + (1.0 if after > slo else 0.0)) * len(exists)
 
     candidates = [i for i, state in enumerate(replicas) if state.has_room(request)] or range(len(replicas))
@@ -186,6 +192,46 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
     assert chosen in candidates
     if replicas[chosen].num_waiting == 0 or any(replicas[chosen].ranks):
         assert total(replicas[chosen]) <= min(total(replicas[i]) for i in candidates) + 1e-9
+
+
+def test_rank_aware_prices_the_kv_cache():
+    model = costs(Kernel.SGMV, per_kv=2e-6)
+    short, long = ReplicaState.of(SEATS, [8] * 5, kv_tokens=500), ReplicaState.of(SEATS, [8] * 4, kv_tokens=8000)
+    policy = RankAware(model, slo=0.045, mean_output_tokens=50.0)
+    assert policy(Asked(rank=8), [long, short]) == 1  # 0.03 + 8020 · 2 µs is above 45 ms
+    assert RankAware(model, 0.1, 50.0)(Asked(rank=8), [long, short]) == 0
+    longest = replace(short, longest_tokens=9000)
+    by_longest = replace(model, step=replace(model.step, per_longest=2e-6))
+    assert RankAware(by_longest, 0.045, 50.0)(Asked(rank=8), [longest, short]) == 1
+    waiting = ReplicaState.of(SEATS, [8] * 3, [(8000, 8)])
+    assert policy(Asked(rank=8), [waiting, short]) == 1  # what waits will be in the cache, too
+
+
+def test_pending_time_counts_pages_disk_and_link():
+    policy = PendingTime(costs(per_byte=1e-9, disk=1e-8), 50.0, lambda name: 10_000_000)  # 0.1 s to read, 10 ms to copy
+    full = ReplicaState.of(SEATS, [8] * 2, free_tokens=10, kv_tokens=1000)  # 10 tokens short: 1.5 s · 10 / 1000
+    roomy = ReplicaState.of(SEATS, [8] * 3, kv_tokens=1000)
+    assert policy(Asked(None, rank=0), [full, roomy]) == 1
+    disk, host = ReplicaState.of(SEATS, [8]), ReplicaState.of(SEATS, [8] * 2)
+    host.on_host = frozenset("a")
+    assert policy(Asked("a"), [disk, host]) == 1
+    host.link_seconds = 0.2
+    assert policy(Asked("a"), [disk, host]) == 0
+    disk.disk_seconds = 0.2
+    assert policy(Asked("a"), [disk, host]) == 1
+
+
+def test_a_sample_of_replicas_is_seeded_and_reaches_all():
+    replicas = [ReplicaState.of(SEATS, [8] * (index % 3)) for index in range(9)]
+    first, second = Sampled(MostIdle(), 2, seed=5), Sampled(MostIdle(), 2, seed=5)
+    chosen = [first(Asked(), replicas) for _ in range(300)]
+    assert chosen == [second(Asked(), replicas) for _ in range(300)]
+    assert len(set(chosen)) == 9
+    loads = [replicas[index].num_requests for index in chosen]
+    assert loads.count(0) > loads.count(1) > 2 * loads.count(2)  # 21, 12 and 3 of 36 pairs
+    assert Sampled(MostIdle(), 9)(Asked(), replicas) == 0
+    with pytest.raises(ValueError, match="choices is 0; draw at least 1"):
+        Sampled(MostIdle(), 0)
 
 
 def test_rank_aware_gathers_prompts_only_where_they_hold_up_those_that_run():
@@ -218,6 +264,7 @@ def test_pending_time_weighs_loading_against_queueing():
     assert policy(Asked("a"), [cold, queue]) == 1
     assert policy(Asked("b"), [cold, queue]) == 0
     longer = ReplicaState.of(SEATS, [8], [(1500, 8)], resident={"a"})
+    cold.on_host = frozenset("a")
     assert policy(Asked("a"), [cold, longer]) == 0
 
 

@@ -1,0 +1,133 @@
+"""Costs that plans imply beside their rows: each is charged when its operation is done, and only then."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.config import EngineConfig
+from chorus.core.costs.profile import Number, Terms, load_profile
+from chorus.perf.simulate.adapters import SimAdapters
+from chorus.perf.simulate.cluster import simulate
+from chorus.perf.simulate.engine import MODEL
+from chorus.perf.simulate.replica import Replica
+from chorus.perf.simulate.serving import run_serving
+from chorus.perf.simulate.study import Setup, StudyError
+from chorus.perf.workload.request import TraceRequest
+
+PROFILE = load_profile("a100-llama2-7b")
+RANKS = {"a": 8, "b": 64}
+
+
+def terms(**values):
+    return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
+
+
+def replica(*, change=None, pages=2000, seats=8, **options):
+    profile = PROFILE.model_copy(update=change or {})
+    config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats)
+    adapters = SimAdapters(profile.geometry.page_layout(config.block_tokens))
+    for name, rank in RANKS.items():
+        adapters.add(name, rank, profile.geometry.adapter_bytes(rank))
+    return Replica(profile, adapters, config, **options)
+
+
+def asked(number, arrival=0.0, output=10, adapter=None, prompt=20):
+    return TraceRequest(number, arrival, adapter, prompt, output, RANKS.get(adapter, 0))
+
+
+def e2e(found, *requests):
+    records = simulate(requests, [found])
+    return dict(zip(records.column("arrival").tolist(), records.column("e2e").tolist(), strict=True)), records
+
+
+def test_every_step_of_a_parallel_replica_charges_its_all_reduces():
+    change = {"all_reduce": terms(latency=1e-6, per_byte=1e-11)}
+    alone, _ = e2e(replica(change=change), asked(0))
+    apart, _ = e2e(replica(change=change, degree=4), asked(0))
+    cost, geometry = PROFILE.model_copy(update=change).costs().all_reduce, PROFILE.geometry
+    per_token = geometry.hidden_size * geometry.itemsize
+    assert cost.seconds(1000, 4) == pytest.approx(2 * 3 * (1e-6 + 1e-11 * 250))
+    expected = 2 * geometry.num_layers * (cost.seconds(20 * per_token, 4) + 9 * cost.seconds(per_token, 4))
+    assert apart[0.0] - alone[0.0] == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_merge_is_charged_once_per_switch_and_its_rows_then_cost_no_lora():
+    change = {"merge": terms(base=0.5, per_rank=0.001)}
+
+    def merge_first(plan):
+        return plan.adapters[0] if plan.adapters else None
+
+    plain, _ = e2e(replica(change=change), asked(0, 0.0, 200, "b"), asked(1, 60.0, 200, "b"))
+    found = replica(change=change, mode=merge_first)
+    merged, _ = e2e(found, asked(0, 0.0, 200, "b"), asked(1, 60.0, 200, "b"))
+    assert found.executor.charges.num_merges == 1
+    base, _ = e2e(replica(), asked(0, 60.0, 200))
+    assert merged[60.0] == pytest.approx(base[60.0], rel=1e-3)
+    assert merged[60.0] < plain[60.0]
+    assert merged[0.0] - plain[0.0] == pytest.approx(0.5 + 0.064 - (plain[60.0] - merged[60.0]), rel=0.02)
+    other, _ = e2e(found, asked(2, 120.0, 10, "a"))
+    assert found.executor.charges.num_merges == 2
+    assert other[120.0] > 0.5
+    with pytest.raises(ValueError, match=r"no merge cost.*set terms merge\.base"):
+        e2e(replica(mode=merge_first), asked(0, 0.0, 5, "a"))
+
+
+def test_others_run_beside_a_merged_adapter():
+    """They add their own part and take away the merged one's."""
+    change = {"merge": terms(base=0.0)}
+
+    def merge_a(plan):
+        return next((each for each in plan.adapters if each.name == "a"), None)
+
+    requests = [asked(0, 0.0, 300, "a"), asked(1, 0.0, 300, "b")]
+    plain = simulate(requests, [replica(change=change)]).column("e2e").max()
+    mixed = simulate(requests, [replica(change=change, mode=merge_a)]).column("e2e").max()
+    assert mixed == pytest.approx(plain, rel=1e-3)  # a's own row costs no LoRA, b's pays for taking away a's part
+
+
+def test_the_cpu_assists_where_that_is_faster_than_to_wait():
+    slow = {"link": terms(per_byte=1e-8)}  # about 1.6 s for rank 64
+    waits, _ = e2e(replica(change=slow), asked(0, 0.0, 1, "b"))
+    found = replica(change={**slow, "cpu_lora": terms(base=0.01, per_token_rank=5e-6)})
+    assisted, records = e2e(found, asked(0, 0.0, 1, "b"))
+    assert found.executor.charges.num_assisted == 1
+    assert records.column("cold")[0] == pytest.approx(0.01 + 20 * 64 * 5e-6)
+    assert waits[0.0] > assisted[0.0] + 0.5
+    found = replica(change={**slow, "cpu_lora": terms(base=100.0)})
+    assert e2e(found, asked(0, 0.0, 1, "b"))[0][0.0] == waits[0.0]
+    assert found.executor.charges.num_assisted == 0
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_swapped_request_comes_back_over_the_link(slow):
+    """Two requests outgrow the arena; what is preempted is computed again, or swapped out and in."""
+    per_byte = 1e-9 if slow else 1e-11
+    change = {"link": terms(per_byte=per_byte), "disk": terms(per_byte=0.0)}
+    requests = [asked(0, 0.0, 120, prompt=400), asked(1, 0.0, 120, prompt=400)]
+    kept, found = replica(change=change, pages=60), replica(change=change, pages=60, swap=True)
+    again, back = (simulate(requests, [each]).column("e2e").max() for each in (kept, found))
+    assert kept.engine.stats().num_preemptions == found.engine.stats().num_preemptions == 1
+    charges = found.executor.charges
+    assert charges.num_swapped_tokens > 400
+    assert charges.is_idle
+    seconds = charges.num_swapped_tokens * found.executor.layout.page_bytes / 16 * per_byte
+    prefill = PROFILE.costs().prefill_seconds(charges.num_swapped_tokens + 1)
+    one = PROFILE.costs().prefill_seconds(1)
+    more = back - again - (one - prefill)
+    assert seconds - 0.01 < more < 2 * seconds + 0.01  # it comes back behind what is still on its way out
+    assert (back > again) == slow
+    found.engine.check_integrity()
+
+
+def test_a_study_sets_what_a_profile_lacks():
+    fields = {
+        "profile": "a100-llama2-7b", "tensor_parallel": 2,
+        "workload": {
+            "requests": 5, "arrivals": {"process": "constant", "rate": 1.0}, "popularity": {"kind": "identical"},
+            "lengths": {"kind": "alpaca"}, "adapters": {"ranks": {"kind": "fixed", "rank": 8}},
+        },
+    }  # fmt: skip
+    with pytest.raises(StudyError, match="tensor_parallel is 2 and profile a100-llama2-7b has no all-reduce cost"):
+        run_serving(Setup.model_validate(fields))
+    found = run_serving(Setup.model_validate({**fields, "terms": {"all_reduce.latency": 1e-5}}))
+    assert found.metrics["requests"] == 5
