@@ -32,7 +32,7 @@ REPLICAS, RATE = 60, 340.0  # CaraServe §7.5
 _RANKS = (8, 16, 32, 64)
 _TARGETS = ("q_proj", "k_proj", "v_proj")
 _ADAPTERS = 2000
-_SECONDS_PER_TOKEN = 0.018  # of ROOMY
+_SECONDS_PER_TOKEN = 0.020  # of ROOMY with 8 running
 
 
 def trace(requests: int, rate: float, answer: int = SHORT, seed: int = 0) -> Iterator[TraceRequest]:

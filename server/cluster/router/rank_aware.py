@@ -40,15 +40,20 @@ class RankAware:
 
     def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
         rank, tokens = request.rank or 0, request.prompt_tokens
-        alone = self._costs.queue_seconds(tokens, 1, tokens * rank, rank)  # of an empty queue
+        alone: dict[int, float] = {}  # Δprefill of an empty queue, by how many run beside it
         best, least, fits, scores = 0, math.inf, False, self._scores
         for index, replica in enumerate(replicas):
             room = replica.has_room(request)
             if fits and not room:
                 continue
-            apart = not replica.num_waiting and not self._mix
-            prefill = alone if apart else self._more_prefill(replica, tokens, rank)
             requests = replica.num_requests
+            if replica.num_waiting:
+                prefill = self._more_prefill(replica, tokens, rank)
+            else:
+                beside = requests if self._mix else 0
+                prefill = alone.get(beside)
+                if prefill is None:
+                    prefill = alone[beside] = self._lone_prefill(beside, tokens, rank)
             key = requests, replica.num_with_adapter, replica.sum_ranks, replica.max_rank, rank
             score = scores.get(key)
             if score is None:
@@ -70,18 +75,23 @@ class RankAware:
         """A decode step of a batch; every request counts as one with an adapter of its own."""
         return self._costs.batch_seconds(requests, users, sum_ranks, max_rank) if requests else 0.0
 
+    def _lone_prefill(self, beside: int, tokens: int, rank: int) -> float:
+        """Seconds that the only prompt takes, in a step with `beside` requests that decode."""
+        if not self._mix:
+            return self._costs.queue_seconds(tokens, 1, tokens * rank, rank)
+        return self._mixed_seconds(beside + tokens, beside + 1) - self._decode_seconds(beside, 0, 0, 0)
+
     def _more_prefill(self, replica: ReplicaState, tokens: int, rank: int) -> float:
         waiting, pending = replica.num_waiting, replica.pending_tokens
         if self._mix:
-            return self._more_mixed(replica.num_requests - waiting, waiting, pending, tokens)
+            rows, pending = replica.num_requests, pending + replica.num_requests - waiting
+            return self._mixed_seconds(pending + tokens, rows + 1) - self._mixed_seconds(pending, rows)
         token_ranks, largest = replica.pending_token_ranks, replica.pending_max_rank
         after = self._costs.queue_seconds(
             pending + tokens, waiting + 1, token_ranks + tokens * rank, max(largest, rank)
         )  # fmt: skip
         return after - self._costs.queue_seconds(pending, waiting, token_ranks, largest)
 
-    def _more_mixed(self, running: int, waiting: int, pending: int, tokens: int) -> float:
-        """Seconds that the next step takes longer, in which `running` requests decode; adapters are Δdecode's part."""
-        seconds, rows = self._costs.queue_seconds, running + waiting
-        before = seconds(pending + running, rows, 0, 0) if waiting else self._decode_seconds(running, 0, 0, 0)
-        return seconds(pending + running + tokens, rows + 1, 0, 0) - before
+    def _mixed_seconds(self, tokens: int, rows: int) -> float:
+        """A step of prompts and rows that decode, without their adapters: those are Δdecode's part."""
+        return self._costs.queue_seconds(tokens, rows, 0, 0)

@@ -23,7 +23,7 @@ from chorus.perf.simulate.engine import MODEL, SimEngine, simulated_engine
 from chorus.perf.simulate.executor import StepPrice
 from chorus.perf.simulate.scheduler import SimRequest
 
-PROFILE = load_profile("a100-llama2-7b")
+PROFILE = load_profile("a100-llama2-7b").model_copy(update={"overhead": None})  # the executor's price alone
 LAYERS = PROFILE.geometry.num_layers
 PAGE_BYTES = PROFILE.geometry.page_layout(16).page_bytes
 

@@ -206,8 +206,9 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
         tokens = len(running) + sum(tokens for tokens, _ in prompts)
         return StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)).seconds(model.step)
 
-    asked = (request.prompt_tokens, request.rank)
-    more = RankAware(model, 1.0, 50.0, mix=True)._more_prefill(ReplicaState.of(SEATS, running, queue), *asked)
+    asked, policy = (request.prompt_tokens, request.rank), RankAware(model, 1.0, 50.0, mix=True)
+    state = ReplicaState.of(SEATS, running, queue)
+    more = policy._more_prefill(state, *asked) if queue else policy._lone_prefill(len(running), *asked)
     assert more == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
 
 
