@@ -1,4 +1,4 @@
-"""Prices of a profile in closed form: steps, loads and sizes."""
+"""Prices of a profile in closed form: steps without what the host takes beside them, loads and sizes."""
 
 from __future__ import annotations
 
@@ -35,12 +35,10 @@ def decode_seconds(costs: CostModel, rows: int, context: float, rank: int, adapt
     rank: of all rows' adapters, of which `adapters` are distinct; 0 is the base model.
     """
     ranks, kv = rows * rank, round(rows * context)
-    seconds = costs.step.seconds(rows, rows, kv, round(context), ranks, ranks, adapters * rank)
-    return seconds + costs.overhead.seconds(rows)
+    return costs.step.seconds(rows, rows, kv, round(context), ranks, ranks, adapters * rank)
 
 
 def prefill_seconds(costs: CostModel, prompts: int, tokens: int, rank: int) -> float:
     """A step of `prompts` prompts of `tokens` tokens each, all for one adapter."""
     total, pairs = prompts * tokens, prompts * tokens * (tokens + 1) / 2
-    seconds = costs.step.seconds(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True)
-    return seconds + costs.overhead.seconds(prompts, prompts)
+    return costs.step.seconds(total, prompts, total, 0, prompts * rank, total * rank, rank, pairs, True)

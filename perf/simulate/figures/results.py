@@ -42,7 +42,7 @@ class Line:
             return "computed"
         if self.row.open is not None:
             return "open"
-        return "not in the text"
+        return "picture only" if self.row.published is None else "not computed"
 
 
 @dataclass(frozen=True)
