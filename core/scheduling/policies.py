@@ -128,8 +128,8 @@ class Policies:
     """One of each. victim: by default `MostServed` of the queue's accounts."""
 
     queue: QueuePolicy = field(default_factory=TokenCounters)
-    victim: VictimPolicy | None = None
+    victim: VictimPolicy = field(default=None)  # pyright: ignore[reportAssignmentType] - see below
 
-    def choose_victim(self, running: Sequence[Request]) -> Request:
-        """Return the request to preempt; see `VictimPolicy.choose`."""
-        return (self.victim or MostServed(self.queue)).choose(running)
+    def __post_init__(self) -> None:
+        if self.victim is None:
+            object.__setattr__(self, "victim", MostServed(self.queue))

@@ -238,7 +238,7 @@ class Scheduler:
                 if self._store.give_up_loads():
                     continue
                 preempted = True
-                victim = self._policies.choose_victim(running)
+                victim = self._policies.victim.choose(running)
                 self.preempt(victim)
                 budget += chosen.pop(victim, 0)
                 if victim is request:

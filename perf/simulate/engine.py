@@ -8,7 +8,7 @@ from pathlib import Path
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
-from ...core.scheduling.policies import Policies
+from ...core.scheduling.policies import Policies, TokenCounters
 from .adapters import SimAdapters, SimReads, VirtualClock
 from .charges import Swapping
 from .executor import SimExecutor
@@ -61,7 +61,7 @@ def simulated_engine(
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
     executor = SimExecutor(profile, adapters, config, clock, stream=stream, degree=degree)
-    policies = policies or Policies()
+    policies = policies or Policies(TokenCounters(config.weights))
     if swap:
         policies = replace(policies, victim=Swapping(policies.victim, executor.charges))
     engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)

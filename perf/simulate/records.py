@@ -69,7 +69,7 @@ class Records:
         for name, column in self._columns.items():
             found = other._columns[name]
             if name in self._NAMED:
-                column.extend(self._numbers.setdefault(names[each], len(self._numbers)) for each in found)
+                column.extend([self._numbers.setdefault(names[each], len(self._numbers)) for each in found])
             else:
                 column.extend(found)
         self.num_failed += other.num_failed

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.config import EngineConfig
 from chorus.core.costs.profile import Number, Terms, load_profile
-from chorus.core.scheduling.policies import EvenShares, Policies
+from chorus.core.scheduling.policies import Policies, TokenCounters
 from chorus.perf.simulate.adapters import SimAdapters
 from chorus.perf.simulate.cluster import Happened, least_loaded, simulate, simulate_clients
 from chorus.perf.simulate.engine import MODEL
@@ -249,23 +249,22 @@ def test_tenants_classes_and_sessions_are_recorded():
 
 
 def test_tenants_take_turns_by_the_queue_policy():
-    class SmallFirst(EvenShares):
-        def order(self, tenants):
-            return "small" if "small" in tenants else next(iter(tenants))
+    class Preferring(TokenCounters):
+        def __init__(self, tenant):
+            super().__init__()
+            self._tenant = tenant
+
+        def standing(self, account):
+            return float(account != self._tenant)
 
     requests = [asked(n, 0.0)._replace(tenant="large") for n in range(6)]
     requests.append(asked(6, 0.001)._replace(tenant="small"))
     places = []
-    for policies in (Policies(queue=SmallFirst()), Policies(queue=LastTenant())):
-        replica = make_replicas(1, max_num_seqs=1, policies=policies)
+    for policy in (Preferring("small"), Preferring("large"), TokenCounters()):
+        replica = make_replicas(1, max_num_seqs=1, policies=Policies(policy))
         records = simulate(requests, replica)
         places.append(list(records.column("tenant")).index("small"))
-    assert places == [1, 6]
-
-
-class LastTenant(EvenShares):
-    def order(self, tenants):
-        return "large" if "large" in tenants else next(iter(tenants))
+    assert places == [1, 6, 1]
 
 
 # -- replicas that come and go
