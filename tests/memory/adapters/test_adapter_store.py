@@ -14,6 +14,7 @@ from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.shadow import ShadowPages
 
 from ..fakes import FakeBackend, SlowReads
 
@@ -39,7 +40,7 @@ class Memory:
         self.images = HostImages(host_bytes, reads)
         self.store = AdapterStore(pool, backend, self.images, order, costs, PAGE_BYTES, clock=lambda: 0.0)
         prefix = PrefixCache(pool, order, costs, 4)
-        self.reclaimer = Reclaimer(pool, order, self.store, prefix)
+        self.reclaimer = Reclaimer(pool, order, self.store, prefix, ShadowPages(pool, order))
 
 
 @pytest.fixture
