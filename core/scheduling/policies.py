@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from ..requests.request import Request
+from .mode_policy import ModePolicy
 
 
 class QueuePolicy(Protocol):
@@ -75,7 +76,8 @@ class NewestFirst(VictimPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One of each."""
+    """One of each. mode: None leaves it to `Engine.merge` and `unmerge`, and is unmerged until then."""
 
     queue: QueuePolicy = field(default_factory=EvenShares)
     victim: VictimPolicy = field(default_factory=NewestFirst)
+    mode: ModePolicy | None = None

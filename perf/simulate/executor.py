@@ -104,6 +104,7 @@ class SimExecutor:
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
+        self.shadow = None
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock

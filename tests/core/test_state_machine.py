@@ -199,6 +199,7 @@ class CheckingExecutor:
         self.num_pages = config.num_pages
         self.memory: dict[tuple[int, int], object] = {}
         self.adapters = FakeAdapters(self.memory, clock)
+        self.shadow = None
         self.violations: list[Exception] = []
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
