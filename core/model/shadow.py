@@ -23,9 +23,9 @@ from .weights import LayerWeights
 #: Names of a layer's matrices, in the order of the groups of projections.
 MATRICES = ("qkv", "o", "gate_up", "down")
 
-#: By how much the norm of a row of weights may grow, by the bytes of an element. Rounding the sum makes an error in
-#: proportion to it, which rows of the base model and of other adapters see: in 16 bits at most as much again as the
-#: rounding of the weights themselves. In float32 there are 2^16 times as many steps; 2^8 of it is left to the rest.
+#: By how much the norm of a row of weights may grow, by the bytes of an element; chosen. Rounding the sum makes an
+#: error in proportion to it, which rows of the base model and of other adapters see: in 16 bits it may be twice that of
+#: the weights' own rounding. In float32, whose rounding is 2^16 times as fine, 256 times as much still moves no token.
 MOST_GROWTH = {2: 2.0, 4: 256.0}
 
 
