@@ -83,7 +83,7 @@ class Engine:
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
         self._mode_policy = None if policies is None else policies.mode
-        self._step_seconds = 0.0  # of the last step, while something is being merged
+        self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
         self.quarantine: dict[str, Quarantined] = {}
@@ -158,7 +158,7 @@ class Engine:
         if self._mode_policy is not None:
             self._choose_mode(self._mode_policy)
         if merging.is_under_way:
-            merging.advance(self._step_seconds)
+            merging.advance(self._decode_seconds)
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
@@ -184,9 +184,11 @@ class Engine:
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
-            if plan.bucket is None or self.merging.is_under_way:
-                seconds = self._step_seconds = self._clock() - start
+            seconds = self._clock() - start
+            if plan.bucket is None:
                 self._measure_prefill(plan, seconds)
+            else:
+                self._decode_seconds = seconds
             outputs += self.scheduler.update(plan, result)
         elif not outputs and self.scheduler.has_work():
             self.store.images.wait(READ_WAIT_SECONDS)
@@ -194,7 +196,7 @@ class Engine:
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
-        if plan.bucket is None and plan.num_tokens >= self.block_tokens * len(plan.rows):
+        if plan.num_tokens >= self.block_tokens * len(plan.rows):
             self.costs.observe("prefix_page", seconds * self.block_tokens / plan.num_tokens)
 
     def check_when_idle(self) -> None:

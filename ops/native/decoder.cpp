@@ -45,7 +45,8 @@ CHORUS_API int chorus_supported() {
 
 // Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
 CHORUS_API int64_t chorus_descriptors() {
-    return (((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 + sizeof(MergeDesc);
+    return (((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
+           sizeof(MergeDesc);
 }
 
 // element: 2 for bfloat16, 4 for float32.

@@ -44,7 +44,8 @@ struct StepDesc {
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     int64_t scores_wanted;  // tokens whose logits are asked for in slices once the step is done
     const int32_t* segment_level;  // [segments]: see Segments; null where all are 0
-    const LayerDesc* layer;  // [layers] in place of the model's own: with an adapter in some of their projections; or null
+    const LayerDesc*
+        layer;  // [layers] in place of the model's own: with an adapter in some of their projections; or null
     const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
 };
 

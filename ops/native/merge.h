@@ -76,9 +76,9 @@ class Merge {
     }
 
    private:
-    struct Part {                // of an adapter, for one module
-        Buffer<float> a;         // [inputs / kInputs, rank, kInputs]
-        std::vector<float> b;    // [rank, kPanel] of the panel, scaled
+    struct Part {  // of an adapter, for one module
+        Buffer<float> a;  // [inputs / kInputs, rank, kInputs]
+        std::vector<float> b;  // [rank, kPanel] of the panel, scaled
         bool ready = false;
     };
     struct Scratch {
@@ -98,7 +98,8 @@ class Merge {
                 const int first = std::max(column, target.column),
                           last = std::min(column + columns, target.column + target.width);
                 const Adapter& adapter = *desc.parts[i];
-                if (first >= last || adapter.b_offset[target.module] < 0 || adapter.first_elem[desc.layer] < 0) continue;
+                if (first >= last || adapter.b_offset[target.module] < 0 || adapter.first_elem[desc.layer] < 0)
+                    continue;
                 const int index = i * (int)group.size() + g;
                 Part& part = own.parts[index];
                 if (!part.ready) read_a(desc, adapter, target.module, arena, own, part);

@@ -125,7 +125,7 @@ def test_random_switches_before_every_step(subject, drive, seed):
     stats = driver.engine.stats()
     assert stats.num_merges > 2
     assert stats.num_mode_switches > 5
-    assert modes(driver) > {StepMode.MERGED, StepMode.LORA}
+    assert modes(driver) >= {StepMode.MERGED, StepMode.LORA}
 
 
 def test_cached_prefixes_are_shared_by_the_modes(subject, drive):
@@ -205,7 +205,7 @@ def test_shadow_pages_are_counted_and_go_when_they_are_wanted(subject, drive):
     assert stats.mode is StepMode.MERGED
     add_all(driver, cases)
     check(driver, cases)
-    assert modes(driver) > {StepMode.MERGED, StepMode.LORA}, "it was never given up, or at once"
+    assert modes(driver) >= {StepMode.MERGED, StepMode.LORA}, "it was never given up, or at once"
     stats = driver.engine.stats()
     assert (stats.num_shadow_pages, stats.merged_adapter, stats.mode) == (0, None, StepMode.LORA)
     assert stats.num_preemptions == 0
@@ -214,7 +214,7 @@ def test_shadow_pages_are_counted_and_go_when_they_are_wanted(subject, drive):
 def test_what_fits_the_arena_fits_it_beside_a_shadow(subject, drive):
     """The longest request that is taken runs to its end, though shadow and merged adapter hold most pages."""
     it = subject("gqa")
-    driver = drive(it, num_pages=40, prefix_cache=False)
+    driver = drive(it, num_pages=30, prefix_cache=False)
     merge(driver, "r8-attention")
     longest = it.prompt(None, 200, 40, seed=71)
     want = it.greedy(None, longest, 40)
