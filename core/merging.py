@@ -79,8 +79,10 @@ class Merging:
         self._store.let_go(adapter)
 
     def advance(self, step_seconds: float) -> None:
-        """Do some of the work that is under way; steps are merged once all is done. step_seconds: of a decode
-        step."""
+        """Do some of the work that is under way; steps are merged once all is done.
+
+        step_seconds: of a decode step, which go on beside it.
+        """
         adapter, backend = self.shadowed, self._backend
         if adapter is None or backend is None or self._is_whole:
             return

@@ -82,16 +82,22 @@ class ShadowWeights:
         self._left.reverse()
 
     def advance(self, max_seconds: float) -> bool:
-        """Make the next matrix, and more while time is left; True when all are made and steps may use them.
+        """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
 
         CannotMerge when the adapter outweighs the weights; then it is to be dropped.
         """
         if self.adapter is None:
             raise RuntimeError("there is no shadow to make")
         rows = self._lora.rows_of(self.adapter)
-        until = time.perf_counter() + max_seconds
+        began = time.perf_counter()
+        done = 0  # elements: by what these took, the next ones' time is known
         while self._left:
-            layer, group, place = self._left.pop()
+            layer, group, place = self._left[-1]
+            spent = time.perf_counter() - began
+            if done and spent + spent / done * place.numel() > max_seconds:
+                return False
+            self._left.pop()
+            done += place.numel()
             parts = [part for part in rows if _changes(part, layer, self._lora.modules(group))]
             growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
             most = MOST_GROWTH[place.itemsize]
@@ -100,10 +106,6 @@ class ShadowWeights:
                     f"adapter {self.adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
                     f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
                 )
-            if time.perf_counter() >= until:
-                break
-        if self._left:
-            return False
         self._model.use_merged(self._layers)
         return True
 

@@ -7,15 +7,18 @@ import random
 import pytest
 import torch
 
+from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
 from chorus.core.requests.types import CannotMerge
 from chorus.core.scheduling.policies import Policies
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 
 from ..conftest import ATTENTION, MLP, Subject, save_adapter
+from .conftest import ticking
 from .test_parity import MODELS, add_all, check, make_cases, make_families
 
 
@@ -257,6 +260,17 @@ def test_what_is_not_resident_is_not_merged(subject, drive):
     with pytest.raises(UnknownAdapter):
         driver.engine.merge("nobody")
     driver.engine.unmerge()
+
+
+def test_an_executor_without_merged_mode(subject, drive):
+    it = subject("gqa")
+    driver = drive(it)
+    driver.executor.shadow = None
+    engine = Engine(driver.engine.config, driver.executor, ticking(), InlineReads())
+    engine.store.register("r2-qv", it.adapters["r2-qv"])
+    with pytest.raises(CannotMerge, match="this executor has no merged mode"):
+        engine.merge("r2-qv")
+    engine.unmerge()
 
 
 def test_no_room_for_a_shadow(subject, drive):
