@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,9 @@ logger = logging.getLogger(__name__)
 #: Share of a step's time that merging may take between two steps, chosen: a pause is shorter than a step, and what is
 #: begun is done before many steps have passed. The least is one matrix.
 SHARE = 0.5
+
+#: Until a policy's choice is tried again for which there was no room; looking for it takes a while.
+RETRY_SECONDS = 1.0
 
 
 class Merging:
@@ -37,6 +41,7 @@ class Merging:
         self._store = store
         self._clock = clock
         self._refused: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
+        self._retry_at = -math.inf  # when there may be room again
         self._spent = 0.0  # seconds on the shadow that is being made
         self._uses = 0  # switches to the shadow that is there
         self._is_whole = False
@@ -59,7 +64,7 @@ class Merging:
     def merge(self, adapter: Adapter) -> None:
         """Have steps compute with the adapter in their weights: at once if its shadow is there, or once it is made.
 
-        Until then they go on unmerged. CannotMerge when it can't be made; what was merged before may be given up then.
+        Until then they go on unmerged. CannotMerge, and all stays as it is, when it can't be made.
         """
         if adapter is not self.shadowed:
             self._begin(adapter)
@@ -111,8 +116,10 @@ class Merging:
             self._switch_on(adapter)
 
     def may_merge(self, adapter: Adapter) -> bool:
-        """True unless it is known that the adapter can't be merged, or not before it has been loaded."""
-        return self._backend is not None and _is_complete(adapter) and adapter not in self._refused
+        """True unless it is known that the adapter can't be merged, or not yet."""
+        if self._backend is None or not _is_complete(adapter) or adapter in self._refused:
+            return False
+        return adapter is self.shadowed or self._clock() >= self._retry_at
 
     def _begin(self, adapter: Adapter) -> None:
         backend = self._backend
@@ -125,14 +132,13 @@ class Merging:
         self._store.hold(adapter)  # what a request waits for is not evicted for the runs
         try:
             sizes = backend.sizes(adapter)
-            if sum(sizes) > self._reclaimer.pool.num_usable:
-                raise _no_room(adapter, sizes)
-            if self.merged is not None:
-                self.unmerge()
-            self._pages.give_up()
             runs = self._reclaimer.make_runs(sizes)
             if runs is None:
-                raise _no_room(adapter, sizes)
+                self._retry_at = self._clock() + RETRY_SECONDS
+                raise CannotMerge(
+                    f"adapter {adapter.name!r} needs {sum(sizes)} pages for merged weights, in {len(sizes)} runs of up "
+                    f"to {max(sizes)}; there is no room for them beside what is in use"
+                )
         except CannotMerge:
             self._store.let_go(adapter)
             raise
@@ -165,10 +171,3 @@ class Merging:
 
 def _is_complete(adapter: Adapter) -> bool:
     return bool(adapter.pages) and adapter.transfer is None
-
-
-def _no_room(adapter: Adapter, sizes: list[int]) -> CannotMerge:
-    return CannotMerge(
-        f"adapter {adapter.name!r} needs {sum(sizes)} pages for merged weights, in {len(sizes)} runs of up to "
-        f"{max(sizes)}; there is no room for them beside what is in use"
-    )

@@ -375,18 +375,22 @@ class Reclaimer:
     def make_runs(self, sizes: Sequence[int]) -> list[range] | None:
         """Evict until there are runs of so many free pages each; None, and nothing evicted, if that can't be had.
 
-        Where the least has to go, but never what a waiting request will use: who asks for runs can do without.
+        They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
+        waiting request will use: steps can do without a shadow.
         """
         pool, prefix = self.pool, self.prefix
         owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
         costs = np.full(pool.num_pages, np.inf)
         for page in range(pool.num_pages):
-            if (kind := pool.kind(page)) is PageKind.FREE:
+            if (kind := pool.kind(page)) in (PageKind.FREE, PageKind.SHADOW):
                 costs[page] = 0
             elif kind is PageKind.CACHED or page in owners:
                 costs[page] = 1
         runs = place_runs(sizes, costs)
-        for page in () if runs is None else itertools.chain.from_iterable(runs):
+        if runs is None:
+            return None
+        self.shadow.give_up()
+        for page in itertools.chain.from_iterable(runs):
             if page in owners and owners[page].pages:
                 self.store.evict(owners[page])
             elif pool.kind(page) is PageKind.CACHED:

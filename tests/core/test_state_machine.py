@@ -825,6 +825,28 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.unmerge()
         assert self.engine.stats().merged_adapter is None
 
+    @precondition(lambda self: self._mergeable())
+    @rule(data=st.data(), switches=st.integers(0, 3))
+    def merge_one_that_is_there(self, data, switches):
+        """And switch to and fro once its shadow is whole."""
+        adapter, merging = data.draw(st.sampled_from(self._mergeable())), self.engine.merging
+        try:
+            self.engine.merge(adapter.name)
+            for _ in range(3):
+                merging.advance(0.0)
+            for _ in range(switches):
+                self._step()
+                self.engine.unmerge()
+                if merging.shadowed is not adapter:
+                    break
+                self.engine.merge(adapter.name)
+                assert merging.merged is adapter
+        except CannotMerge:
+            assert merging.shadowed is not adapter
+
+    def _mergeable(self):
+        return [a for _, a in sorted(self.current.items()) if a.pages and a.transfer is None]
+
     @rule(name=st.sampled_from(NAMES))
     def unpin(self, name):
         if name in self.current:

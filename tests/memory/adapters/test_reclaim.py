@@ -223,6 +223,17 @@ def test_shadow_pages_in_use_go_after_all_but_what_is_wanted():
     memory.check()
 
 
+def test_runs_for_another_shadow_take_the_place_of_the_last():
+    memory = Memory()
+    shadow = memory.reclaimer.shadow
+    shadow.take([range(4, 11)])
+    assert memory.reclaimer.make_runs([11]) is None
+    assert shadow.pages
+    assert memory.reclaimer.make_runs([5, 3]) == [range(6, 11), range(3, 6)]
+    assert memory.pool.num_free == 10
+    memory.check()
+
+
 def test_shadow_pages_at_rest_compete():
     memory = Memory(host_adapter_page=1.0, prefix_page=1.0)
     memory.block(1)
