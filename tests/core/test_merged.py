@@ -41,6 +41,11 @@ def merge(driver, name, prompt=(5, 6, 7)):
     driver.plans.clear()
 
 
+def some(subject, *names):
+    """Those of the adapters."""
+    return {name: subject.adapters[name] for name in names}
+
+
 def modes(driver):
     return {plan.mode for plan in driver.plans}
 
@@ -202,7 +207,7 @@ def test_every_pause_makes_a_matrix_and_no_more_than_there_is_time_for(subject, 
 def test_shadow_pages_are_counted_and_go_when_they_are_wanted(subject, drive):
     it = subject("gqa")
     cases = make_cases(it, 16, adapters=["r8-attention", "r5-ko", None], seed=70, longest=40, tokens=(30, 40))
-    driver = drive(it, num_pages=60)
+    driver = drive(it, num_pages=60, adapters=some(it, "r8-attention", "r5-ko"))
     merge(driver, "r8-attention")
     stats = driver.engine.stats()
     assert stats.num_shadow_pages == driver.engine.pool.count(PageKind.SHADOW) > 10
@@ -218,7 +223,7 @@ def test_shadow_pages_are_counted_and_go_when_they_are_wanted(subject, drive):
 def test_what_fits_the_arena_fits_it_beside_a_shadow(subject, drive):
     """The longest request that is taken runs to its end, though shadow and merged adapter hold most pages."""
     it = subject("gqa")
-    driver = drive(it, num_pages=30, prefix_cache=False)
+    driver = drive(it, num_pages=30, prefix_cache=False, adapters=some(it, "r8-attention"))
     merge(driver, "r8-attention")
     longest = it.prompt(None, 200, 40, seed=71)
     want = it.greedy(None, longest, 40)
@@ -276,7 +281,7 @@ def test_an_executor_without_merged_mode(subject, drive):
 
 def test_no_room_for_a_shadow(subject, drive):
     it = subject("gqa")
-    driver = drive(it, num_pages=25)
+    driver = drive(it, num_pages=25, adapters=some(it, "r1-all"))
     load(driver, "r1-all")
     with pytest.raises(CannotMerge, match=r"needs \d+ pages for merged weights, in \d+ runs"):
         driver.engine.merge("r1-all")

