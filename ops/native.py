@@ -197,7 +197,7 @@ class NativeDecoder:
         self._library = found
         self._model = model  # keeps the tensors alive
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
-        self._merged: Any = None  # the layers of `use_merged`
+        self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
         layers = self._layers(model.layers)
         description = _Model(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
@@ -271,7 +271,7 @@ class NativeDecoder:
             draws[list(self.chances)] = drawn
         step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
-        step.layer = ctypes.addressof(self._merged) if merged else None
+        step.layer = ctypes.addressof(self._merged[0]) if merged else None
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if step.segment_ready:
             late = self._segments[1][-1]
@@ -301,7 +301,7 @@ class NativeDecoder:
 
     def use_merged(self, layers: Sequence[Any] | None) -> None:
         """Have steps that say so take these layers in place of the model's; None: there are none."""
-        self._merged = None if layers is None else self._layers(layers)
+        self._merged = (None, ()) if layers is None else (self._layers(layers), layers)
 
     @staticmethod
     def _layers(layers: Sequence[Any]) -> Any:
