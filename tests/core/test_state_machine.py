@@ -828,7 +828,7 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self._mergeable())
     @rule(data=st.data(), switches=st.integers(0, 3))
     def merge_one_that_is_there(self, data, switches):
-        """And switch to and fro once its shadow is whole."""
+        """And switch back and forth once its shadow is whole."""
         adapter, merging = data.draw(st.sampled_from(self._mergeable())), self.engine.merging
         try:
             self.engine.merge(adapter.name)
