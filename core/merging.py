@@ -44,7 +44,8 @@ class Merging:
         self._retry_at = -math.inf  # when there may be room again
         self._spent = 0.0  # seconds on the shadow that is being made
         self._uses = 0  # switches to the shadow that is there
-        self._is_whole = False
+        self.is_under_way = False
+        """True if a shadow is being made: `advance` is to be called between steps."""
         self.merged: Adapter | None = None
         self.shadowed: Adapter | None = None
         self.num_merges = 0
@@ -56,11 +57,6 @@ class Merging:
         self._pages.on_gone = self._forget
         store.on_leaving = self._leave
 
-    @property
-    def is_under_way(self) -> bool:
-        """True if a shadow is being made: `advance` is to be called between steps."""
-        return self.shadowed is not None and not self._is_whole
-
     def merge(self, adapter: Adapter) -> None:
         """Have steps compute with the adapter in their weights: at once if its shadow is there, or once it is made.
 
@@ -68,7 +64,7 @@ class Merging:
         """
         if adapter is not self.shadowed:
             self._begin(adapter)
-        elif self._is_whole and self.merged is None:
+        elif not self.is_under_way and self.merged is None:
             self._switch_on(adapter)
 
     def unmerge(self) -> None:
@@ -89,11 +85,11 @@ class Merging:
         step_seconds: of a decode step, which go on beside it.
         """
         adapter, backend = self.shadowed, self._backend
-        if adapter is None or backend is None or self._is_whole:
+        if adapter is None or backend is None or not self.is_under_way:
             return
         began = self._clock()
         try:
-            self._is_whole = backend.advance(SHARE * step_seconds)
+            is_whole = backend.advance(SHARE * step_seconds)
         except CannotMerge as error:
             logger.info("%s", error)
             self._refused[adapter] = str(error)
@@ -109,7 +105,8 @@ class Merging:
         pause = self._clock() - began
         self._spent += pause
         self.longest_pause = max(self.longest_pause, pause)
-        if self._is_whole:
+        if is_whole:
+            self.is_under_way = False
             self.merge_seconds = self._spent
             self.num_merges += 1
             self._store.let_go(adapter)
@@ -144,7 +141,7 @@ class Merging:
             raise
         self._pages.take(runs)
         backend.begin(adapter, runs)
-        self.shadowed, self._is_whole, self._spent, self._uses = adapter, False, 0.0, 0
+        self.shadowed, self.is_under_way, self._spent, self._uses = adapter, True, 0.0, 0
 
     def _switch_on(self, adapter: Adapter) -> None:
         self._store.hold(adapter)
@@ -162,7 +159,7 @@ class Merging:
         adapter, is_held = self.shadowed, self.merged is not None or self.is_under_way
         self.num_switches += self.merged is not None
         self.merged = self.shadowed = None
-        self._is_whole = False
+        self.is_under_way = False
         if self._backend is not None:
             self._backend.drop()
         if adapter is not None and is_held:
