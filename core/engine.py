@@ -6,10 +6,12 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..graphs.runner import StepMode
 from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
@@ -18,15 +20,18 @@ from ..memory.host.images import HostImages, Reads, ThreadReads
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
+from ..memory.pages.shadow import ShadowPages
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
+from .merging import Merging
 from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import ExecutorLost, RequestOutput, StepPlan, StepResult
+from .requests.types import CannotMerge, ExecutorLost, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
+from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
@@ -68,13 +73,17 @@ class Engine:
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
-        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix)
+        shadow = ShadowPages(self.pool, order)
+        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
+        self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
         memory = RequestMemory(
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
             config.share_prefix_cache,
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
+        self._mode_policy = None if policies is None else policies.mode
+        self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
         self.quarantine: dict[str, Quarantined] = {}
@@ -146,7 +155,29 @@ class Engine:
 
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time."""
-        return self.scheduler.schedule()
+        merging = self.merging
+        if self._mode_policy is not None:
+            self._choose_mode(self._mode_policy)
+        if merging.is_under_way:
+            merging.advance(self._decode_seconds)
+        plan = self.scheduler.schedule()
+        if plan is not None:
+            plan.merged = merging.merged
+        return plan
+
+    def _choose_mode(self, policy: ModePolicy) -> None:
+        merging, scheduler = self.merging, self.scheduler
+        chosen = policy.choose(
+            ModeState(
+                scheduler.count_by_adapter(), len(scheduler.running), merging.merged, merging.shadowed,
+                merging.merge_seconds,
+            )
+        )  # fmt: skip
+        if chosen is None:
+            merging.unmerge()
+        elif chosen is not merging.merged and merging.may_merge(chosen):
+            with suppress(CannotMerge):  # it is served unmerged
+                merging.merge(chosen)
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
@@ -154,8 +185,11 @@ class Engine:
         if plan is not None:
             start = self._clock()
             result = self._execute(plan)
+            seconds = self._clock() - start
             if plan.bucket is None:
-                self._measure_prefill(plan, self._clock() - start)
+                self._measure_prefill(plan, seconds)
+            else:
+                self._decode_seconds = seconds
             outputs += self.scheduler.update(plan, result)
         elif not outputs and self.scheduler.has_work():
             self.store.images.wait(READ_WAIT_SECONDS)
@@ -177,10 +211,10 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold."""
-        self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders()])
+        self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders(), *self.reclaimer.shadow.holders()])
 
     def stats(self) -> EngineStats:
-        pool, scheduler = self.pool, self.scheduler
+        pool, scheduler, merging = self.pool, self.scheduler, self.merging
         reads = self.store.images.counts()
         return EngineStats(
             num_running=len(scheduler.running),
@@ -204,6 +238,13 @@ class Engine:
             num_given_up_reads=reads.num_given_up,
             oldest_read_seconds=reads.oldest_seconds,
             last_step=scheduler.last_step,
+            num_shadow_pages=pool.count(PageKind.SHADOW),
+            mode=StepMode.LORA if merging.merged is None else StepMode.MERGED,
+            merged_adapter=None if merging.merged is None else merging.merged.name,
+            num_merges=merging.num_merges,
+            num_mode_switches=merging.num_switches,
+            merge_seconds=merging.merge_seconds,
+            longest_merge_pause=merging.longest_pause,
         )
 
     def accounts(self) -> list[AccountStats]:
@@ -258,6 +299,19 @@ class Engine:
     def unpin_adapter(self, name: str) -> None:
         """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
         self.store.unpin(self.store.get(name))
+
+    def merge(self, name: str) -> None:
+        """Have steps compute with an adapter in a copy of the weights as soon as that is made, a part between any two.
+
+        Its rows then pay nothing for it; those of others, and of the base model, have the difference added. It lasts
+        until `unmerge`, and no longer than there is memory for it. UnknownAdapter, or CannotMerge when it is not
+        resident, outweighs the weights, or has no room.
+        """
+        self.merging.merge(self.store.get(name))
+
+    def unmerge(self) -> None:
+        """Have steps compute with the model's own weights again."""
+        self.merging.unmerge()
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""
@@ -345,7 +399,7 @@ class Engine:
         for row in plan.rows:
             adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
             bucket = 1 if len(row.tokens) == 1 else None
-            alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket)
+            alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket, plan.merged)
             try:
                 result = self.executor.execute(alone)
             except ExecutorLost:

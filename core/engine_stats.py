@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..graphs.runner import StepMode
 from .requests.types import StepInfo
 
 
@@ -31,6 +32,13 @@ class EngineStats:
     num_reads: int = 0  # adapters being read
     num_failed_reads: int = 0
     num_given_up_reads: int = 0
+    num_shadow_pages: int = 0
+    mode: StepMode = StepMode.LORA  # merged, or lora as each step needs it
+    merged_adapter: str | None = None
+    num_merges: int = 0
+    num_mode_switches: int = 0
+    merge_seconds: float = 0.0  # that the latest merge took, all pauses together
+    longest_merge_pause: float = 0.0
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 

@@ -63,7 +63,15 @@ class _Step(Structure):
         *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
            "logit_rows", "segment_ready", "segment_late")),
         ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "draws")),
+        *((name, c_void_p) for name in ("segment_level", "layer", "draws")),
+    ]  # fmt: skip
+
+
+class _Merge(Structure):
+    _fields_ = [
+        ("origin", c_void_p), ("to", c_void_p),
+        *((name, c_int32) for name in ("group", "layer", "columns", "inputs")),
+        ("parts", c_void_p), ("count", c_int64),
     ]  # fmt: skip
 
 
@@ -74,7 +82,8 @@ _DRAW = np.dtype(
 )  # fmt: skip
 _SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
-_DESCRIPTORS = (sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)  # chorus_descriptors() in decoder.cpp
+#: chorus_descriptors() in decoder.cpp.
+_DESCRIPTORS = ((sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)) * 1000 + sizeof(_Merge)
 
 #: Of each function of the library its name, what it returns and what it takes.
 _FUNCTIONS = (
@@ -88,6 +97,7 @@ _FUNCTIONS = (
     ("decoder_forward", None, c_void_p, c_void_p),
     ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
     ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    ("decoder_merge", c_float, c_void_p, c_void_p),
     ("decoder_threads", c_int, c_void_p),
     ("decoder_destroy", None, c_void_p),
 )
@@ -202,11 +212,8 @@ class NativeDecoder:
         self._library = found
         self._model = model  # keeps the tensors alive
         self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
-        layers = (_Layer * len(model.layers))()
-        for descriptor, layer in zip(layers, model.layers, strict=True):
-            for name, *_ in _Layer._fields_:
-                tensor = getattr(layer, name)
-                setattr(descriptor, name, None if tensor is None else _pointer(tensor))
+        self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
+        layers = self._layers(model.layers)
         description = _Model(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps, layer=layers,
@@ -238,6 +245,7 @@ class NativeDecoder:
         segments: Segments,
         max_stall: float = 0.0,
         score_tokens: torch.Tensor | None = None,
+        merged: bool = False,
     ) -> torch.Tensor:
         """Compute a step and write its KV; logits `[kept, vocab]` float32, in memory that the next step overwrites.
 
@@ -246,6 +254,7 @@ class NativeDecoder:
         `score_logits` gives afterwards. max_stall: seconds to wait in all for adapters that are still coming.
         `best` then holds the likeliest token of each, the first of several, and -1 where a logit is NaN or +inf; of
         those in `chances` a drawn token; what it needs of their logits is computed again where they are not kept.
+        merged: with the weights of `use_merged`.
         """
         step = self._step
         if self._segments[0] is not segments or step.segment_ready:
@@ -277,6 +286,7 @@ class NativeDecoder:
             draws[list(self.chances)] = drawn
         step.draws = None if draws is None else draws.ctypes.data
         step.max_stall_ns = int(max_stall * 1e9)
+        step.layer = ctypes.addressof(self._merged[0]) if merged else None
         self._library.chorus_decoder_forward(self._handle, ctypes.addressof(step))
         if step.segment_ready:
             late = self._segments[1][-1]
@@ -289,6 +299,33 @@ class NativeDecoder:
         logits = self._scores.first(end - begin)
         self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
+
+    def merge(
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, width: int
+    ) -> float:
+        """Write `origin + Σ scale·B·A` of a layer's group of projections into `out`, packed like it; not during a step.
+
+        width: of the inputs. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        """
+        parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
+        merge = _Merge(
+            origin=_pointer(origin), to=_pointer(out), group=group, layer=layer,
+            columns=origin.numel() // width, inputs=width, parts=ctypes.addressof(parts), count=len(rows),
+        )  # fmt: skip
+        return self._library.chorus_decoder_merge(self._handle, ctypes.addressof(merge))
+
+    def use_merged(self, layers: Sequence[Any] | None) -> None:
+        """Have steps that say so take these layers in place of the model's; None: there are none."""
+        self._merged = (None, ()) if layers is None else (self._layers(layers), layers)
+
+    @staticmethod
+    def _layers(layers: Sequence[Any]) -> Any:
+        descriptors = (_Layer * len(layers))()
+        for descriptor, layer in zip(descriptors, layers, strict=True):
+            for name, *_ in _Layer._fields_:
+                tensor = getattr(layer, name)
+                setattr(descriptor, name, None if tensor is None else _pointer(tensor))
+        return descriptors
 
     def _set_segments(self, segments: Segments) -> None:
         """Describe a step's segments; steps with the same ones need not do it again."""

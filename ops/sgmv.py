@@ -63,6 +63,13 @@ class AdapterRows:
             self._blocks[key] = found
         return found
 
+    def matrices(
+        self, arena: torch.Tensor, layer: int, module: int, d_in: int, d_out: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
+        """A `[rank, d_in]` and Bᵀ `[rank, d_out]`, copied; None where the layer or the module has no rows."""
+        a, b = self.blocks(arena, layer, module, d_in, d_out)
+        return (torch.cat([_join(rows) for rows in a]), torch.cat([_join(rows) for rows in b])) if a else (None, None)
+
     def _rows(self, arena: torch.Tensor, start: int, width: int) -> Iterator[Block]:
         page_elems = arena.shape[1]
         row = 0

@@ -130,6 +130,11 @@ _STATS = (
     (CounterMetricFamily, "num_given_up_reads", "adapter_given_up_reads", "",
      "Reads that brought nothing for too long"),
     (CounterMetricFamily, "num_adapter_evictions", "adapter_evictions", "", "Adapters evicted"),
+    (CounterMetricFamily, "num_merges", "merges", "", "Adapters made part of a copy of the weights"),
+    (CounterMetricFamily, "num_mode_switches", "mode_switches", "", "Switches to merged weights and back"),
+    (GaugeMetricFamily, "merge_seconds", "merge_seconds", "", "What the latest merge took, over all of its steps"),
+    (GaugeMetricFamily, "longest_merge_pause", "merge_longest_pause_seconds", "",
+     "The longest that a step was kept waiting for merging"),
     (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
      "Tokens looked up in the prefix cache"),
     (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
@@ -260,10 +265,14 @@ class _EngineCollector(Collector):
             if gateway_name:
                 yield _with(family(f"vllm:{gateway_name}", text, labels=_MODEL), (self._everything, value))
         pages = (("free", stats.num_free_pages), ("kv", stats.num_kv_pages), ("adapter", stats.num_adapter_pages),
-                 ("cached", stats.num_cached_pages))  # fmt: skip
+                 ("cached", stats.num_cached_pages), ("shadow", stats.num_shadow_pages))  # fmt: skip
         yield _with(
             GaugeMetricFamily("chorus_pages", "Pages of the arena, by what is in them", labels=("kind",)),
             *(((kind,), count) for kind, count in pages),
+        )
+        yield _with(
+            GaugeMetricFamily("chorus_merged_adapter", "1 for the adapter in the weights", labels=("adapter",)),
+            *(((label(name),), 1) for name in (stats.merged_adapter,) if name is not None),
         )
         for noun in ("requests", "adapters", "tokens"):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from ...memory.adapters.adapter import AdapterBackend
+from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
@@ -43,6 +43,29 @@ class ModelInfo:
     eos_token_ids: tuple[int, ...]
 
 
+class ShadowBackend(Protocol):
+    """Makes shadow weights: a copy of the weights that an adapter changes, with the adapter in it."""
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        """Return the lengths of the runs of pages that an adapter's shadow takes."""
+        ...
+
+    def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
+        """Give an adapter that is complete in the arena the runs of `sizes`; what was there is forgotten."""
+        ...
+
+    def advance(self, max_seconds: float) -> bool:
+        """Do some of the work, for about so long at most; True when plans may name the adapter as `merged`.
+
+        Raises CannotMerge; then the shadow is to be dropped.
+        """
+        ...
+
+    def drop(self) -> None:
+        """Forget the shadow; its pages are others' then."""
+        ...
+
+
 class Executor(Protocol):
     """Owns the model's weights and the arena, and runs steps; it knows nothing of queues."""
 
@@ -54,6 +77,10 @@ class Executor(Protocol):
     def num_pages(self) -> int: ...
     @property
     def adapters(self) -> AdapterBackend: ...
+    @property
+    def shadow(self) -> ShadowBackend | None:
+        """None where no adapter can be merged."""
+        ...
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots.

@@ -23,6 +23,7 @@ from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel
 from ..model.native_decoder import supported as native_supported
 from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
+from ..model.shadow import ShadowWeights
 from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
@@ -58,6 +59,7 @@ class CpuExecutor(ModelExecutor):
                 self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len)
                 self._sampling = TorchSampling()
                 self.steps = _Steps(self.decoder, *setup)
+        self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
 
     def _arena_bytes(self, config: EngineConfig) -> int:
         if config.memory_bytes is not None:
@@ -69,6 +71,8 @@ class CpuExecutor(ModelExecutor):
 
     def execute(self, plan: StepPlan) -> StepResult:
         model, rows = self.decoder, plan.rows
+        if plan.merged is not None:
+            self.shadow.check(plan.merged)
         asking = [index for index, row in enumerate(rows) if needs_logits(row)]
         if isinstance(model, NativeDecoderModel):
             drawn = {index: chances for index in asking if (chances := plain_chances(rows[index]))}
@@ -139,10 +143,13 @@ class _Steps(Generic[A]):
 
     def _ragged(self, plan: StepPlan) -> torch.Tensor:
         lora = None
-        if plan.adapters:
-            self._lora.set_step(plan.adapters, [row.slot for row in plan.rows], [len(row.tokens) for row in plan.rows])
+        if plan.mode is not StepMode.BASE:
+            slots, lengths = [row.slot for row in plan.rows], [len(row.tokens) for row in plan.rows]
+            self._lora.set_step(plan.adapters, slots, lengths, plan.merged)
             lora = self._lora
-        batch = ragged_batch(plan.rows, self._layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora)
+        batch = ragged_batch(
+            plan.rows, self._layout.block_tokens, PagePool.DUMMY, self._eager_attention, lora, plan.merged is not None
+        )
         return self._model.forward(batch)
 
     def _decode(self, plan: StepPlan, bucket: int) -> torch.Tensor:
@@ -154,9 +161,8 @@ class _Steps(Generic[A]):
         self._bucket_attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
         if plan.mode is StepMode.BASE:
             return self.graphs.replay(bucket, StepMode.BASE)
-        padding = [-1] * (bucket - len(rows))
-        self._lora.set_step(plan.adapters, [*(row.slot for row in rows), *padding], [1] * bucket)
-        return self.graphs.replay(bucket, StepMode.LORA)
+        self._lora.set_step(plan.adapters, [row.slot for row in rows], [1] * len(rows), plan.merged)
+        return self.graphs.replay(bucket, plan.mode)
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], torch.Tensor]:
         views = self._buffers.views[bucket]
@@ -166,7 +172,8 @@ class _Steps(Generic[A]):
             page=views.page,
             offset=views.offset,
             attention=self._bucket_attention[bucket],
-            lora=self._lora if mode is StepMode.LORA else None,
+            lora=None if mode is StepMode.BASE else self._lora,
+            merged=mode is StepMode.MERGED,
         )
         model = self._model
         return lambda: model.forward(batch)

@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU. One thread at a time, any thread."""
 
+    shadow = None  # its graphs have no merged mode: every adapter is served unmerged
+
     def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
         super().__init__(config)

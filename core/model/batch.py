@@ -30,7 +30,7 @@ class StepBatch(Generic[P, L]):
     token_ids, positions, page, offset: `[tokens]` int64; (page, offset) is where a token's KV is written.
     logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
     score_tokens: `[scores]` int64, indices of the tokens whose logits are asked for in slices once the step is done.
-    lora: None when no row uses an adapter.
+    lora: None when no row uses an adapter. merged: the weights are the shadow's, which have an adapter in them.
     """
 
     token_ids: torch.Tensor
@@ -41,6 +41,7 @@ class StepBatch(Generic[P, L]):
     lora: L | None
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
+    merged: bool = False
 
 
 def ragged_batch(
@@ -49,6 +50,7 @@ def ragged_batch(
     dummy_page: int,
     attention: P,
     lora: L | None,
+    merged: bool = False,
 ) -> StepBatch[P, L]:
     """The unpadded batch of a step that holds prefill chunks; plans `attention` for it."""
     token_ids, positions, page, offset, qo_indptr, score_tokens = [], [], [], [], [0], []
@@ -71,4 +73,5 @@ def ragged_batch(
         lora=lora,
         logit_tokens=torch.tensor([end - 1 for end in qo_indptr[1:]], dtype=torch.long),
         score_tokens=torch.tensor(score_tokens, dtype=torch.long) if score_tokens else None,
+        merged=merged,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
@@ -18,9 +19,11 @@ from ...ops.elementwise import (
     rotate_and_write,
     silu_and_mul,
 )
+from ...ops.merge import merge
+from ...ops.sgmv import AdapterRows
 from .batch import StepBatch
 from .config import ModelConfig
-from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora
+from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
 from .weights import LayerWeights, Weights
 
@@ -47,9 +50,11 @@ class DecoderModel:
         self._lm_head = self._embed if head is embed else head.to(device)
         # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
         pack = None if device.type == "cpu" else lambda weight: weight.to(device)
-        self._layers = [_moved(layer, device) for layer in weights.layers(pack)]
+        self.layers = [_moved(layer, device) for layer in weights.layers(pack)]
+        self._merged: Sequence[LayerWeights] = ()
+        self._groups = lora_groups(config)
         self._norm = weights.norm().to(device)
-        self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self._layers]
+        self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
         self._scored: torch.Tensor | None = None  # normalised states of the last step's score tokens
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
 
@@ -76,7 +81,7 @@ class DecoderModel:
         residual = embedding(batch.token_ids, self._embed)
         rotation = self._rotary.at(batch.positions)
         out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
-        for index, layer in enumerate(self._layers):
+        for index, layer in enumerate(self._merged if batch.merged else self.layers):
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
@@ -93,6 +98,16 @@ class DecoderModel:
             x = _added_and_normed(out, residual, self._norm, eps)
             scores = linear(x, self._lm_head)
             return scores.float() if logits is None else logits.copy_(scores)
+
+    def merge(
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
+    ) -> float:
+        """See `MergeableModel.merge`."""
+        return merge(origin, out, self._arena.pages, layer, rows, self._groups[group])
+
+    def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
+        """Have steps that say so take these layers; None: there are none."""
+        self._merged = layers or ()
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""

@@ -53,21 +53,31 @@ class LoraState:
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
         self._patience = 0.0  # seconds that the step may still wait
-        self._step: tuple[list[list[AdapterRows]], list[RowAdapters], list[int]] | None = (
+        self._step: tuple[list[list[AdapterRows]], list[AdapterRows], list[RowAdapters], list[int]] | None = (
             None  # what `segments` were made of
         )
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._groups = lora_groups(config)
 
-    def set_step(self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]) -> None:
+    def set_step(
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
+    ) -> None:
         """Describe a step: row i has `lengths[i]` tokens and uses `adapters[slots[i]]`, or the base model at -1.
 
-        Neighbouring rows of the same slot, or of the same several, become one segment.
+        Neighbouring rows of the same slot, or of the same several, become one segment. merged: the adapter that the
+        weights have in them: it is taken off the rows of others, neighbouring ones as one segment, and its own have
+        nothing to add.
         """
-        rows = [self._rows_of(adapter) for adapter in adapters]
+        rows = [self.rows_of(adapter) for adapter in adapters]
+        minus = [] if merged is None else [self._times(part, -1.0) for part in self.rows_of(merged)]
+        own = next((slot for slot, adapter in enumerate(adapters) if adapter is merged), None)
         self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
-        step = None if self._coming else (rows, list(slots), list(lengths))
+        step = None if self._coming else (rows, minus, list(slots), list(lengths))
         if step is not None and step == self._step:
             return  # most decode steps have the same segments as the step before
         self._step = step
@@ -76,10 +86,18 @@ class LoraState:
         self._slots = []
         segments = Segments()
         begin = 0
+        apart = zip((slot == own for slot in slots), lengths, strict=True)
+        for is_own, group in itertools.groupby(apart if minus else (), itemgetter(0)):
+            end = begin + sum(length for _, length in group)
+            for part in () if is_own else minus:
+                segments.add(begin, end, part)
+                self._slots.append(BASE_SLOT)
+            begin = end
+        begin = 0
         for used, group in itertools.groupby(zip(slots, lengths, strict=True), itemgetter(0)):
             end = begin + sum(length for _, length in group)
             for slot, factor in ((used, 1.0),) if isinstance(used, int) else used:
-                if slot == BASE_SLOT:
+                if slot in (BASE_SLOT, own):
                     continue
                 transfer = self._coming.get(slot)
                 for part in rows[slot]:
@@ -112,6 +130,10 @@ class LoraState:
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])
 
+    def modules(self, group: int) -> list[int]:
+        """The modules of a group of projections."""
+        return [module for module, _, _ in self._groups[group]]
+
     def _times(self, rows: AdapterRows, factor: float) -> AdapterRows:
         """Return the same rows with another scale, cached."""
         made = self._scaled.setdefault(rows, {})
@@ -119,7 +141,7 @@ class LoraState:
             made[factor] = replace(rows, scale=factor * rows.scale)
         return made[factor]
 
-    def _rows_of(self, adapter: Adapter) -> list[AdapterRows]:
+    def rows_of(self, adapter: Adapter) -> list[AdapterRows]:
         """Return the rows of the adapter's parts in its current pages, cached per page list."""
         found = self._rows.get(adapter)
         if found is None or found[0] is not adapter.pages:

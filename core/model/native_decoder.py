@@ -14,7 +14,7 @@ from ...memory.pages.arena import Arena
 from ...ops import native
 from ...ops.elementwise import rotary_table
 from ...ops.sampling import Chances
-from ...ops.sgmv import Segments
+from ...ops.sgmv import AdapterRows, Segments
 from .batch import StepBatch
 from .config import ModelConfig
 from .lora_state import LoraState
@@ -38,11 +38,12 @@ class NativeDecoderModel:
         cos, sin = rotary_table(config.inverse_frequencies(), max_model_len)
         embed = weights.embed()
         packed = _PackedWeights(config, embed.dtype)
+        self.layers = [_native_layer(layer) for layer in weights.layers(packed.add)]
         model = native.NativeModel(
             hidden=config.hidden_size, ffn=config.intermediate_size, heads=config.num_heads,
             kv_heads=config.num_kv_heads, head_dim=config.head_dim, vocab=config.vocab_size,
             block_tokens=arena.layout.block_tokens, eps=config.rms_norm_eps,
-            layers=[_native_layer(layer) for layer in weights.layers(packed.add)], embed=embed,
+            layers=self.layers, embed=embed,
             lm_head=packed.add(weights.lm_head(embed)), norm=weights.norm().float(), cos=cos, sin=sin,
             arena=arena.pages,
         )  # fmt: skip
@@ -86,8 +87,20 @@ class NativeDecoderModel:
         segments = self._no_segments if lora is None else lora.segments
         return self._decoder.forward(
             batch.token_ids, batch.positions, batch.page, batch.offset, batch.attention, logit_tokens, segments,
-            0.0 if lora is None else lora.max_stall, batch.score_tokens,
+            0.0 if lora is None else lora.max_stall, batch.score_tokens, batch.merged,
         )  # fmt: skip
+
+    def merge(
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
+    ) -> float:
+        """See `MergeableModel.merge`."""
+        config = self.config
+        width = (config.hidden_size, config.q_size, config.hidden_size, config.intermediate_size)[group]
+        return self._decoder.merge(layer, group, rows, origin, out, width)
+
+    def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
+        """Have steps that say so take these layers; None: there are none."""
+        self._decoder.use_merged(layers)
 
     def close(self) -> None:
         self._decoder.close()

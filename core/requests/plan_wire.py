@@ -6,12 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from typing import Any
 
-from ...graphs.runner import StepMode
 from ...memory.adapters.adapter import Adapter
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 2
+VERSION = 3
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
@@ -25,13 +24,8 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
         "step_id": plan.step_id,
         "mode": str(plan.mode),
         "bucket": plan.bucket,
-        "adapters": [
-            {
-                "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
-                "pages": list(adapter.pages),
-            }
-            for adapter in plan.adapters
-        ],
+        "adapters": [_adapter_to_wire(adapter) for adapter in plan.adapters],
+        "merged": None if plan.merged is None else _adapter_to_wire(plan.merged),
         "rows": [
             {
                 "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
@@ -44,7 +38,8 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
 
 
 def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], Adapter]) -> StepPlan:
-    """Return the plan of `plan_to_wire`'s data. find: the receiver's adapter for an entry of `adapters`.
+    """Return the plan of `plan_to_wire`'s data. find: the receiver's adapter for an entry of `adapters`, and for
+    `merged`.
 
     Raises ValueError for another version of the format.
     """
@@ -52,9 +47,15 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
         raise ValueError(f"the plan is of wire version {data['v']}, this engine reads {VERSION}; run equal versions")
     rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
     adapters = [find(adapter) for adapter in data["adapters"]]
-    plan = StepPlan(data["step_id"], rows, adapters, data["bucket"])
-    plan.mode = StepMode(data["mode"])
-    return plan
+    merged = None if data["merged"] is None else find(data["merged"])
+    return StepPlan(data["step_id"], rows, adapters, data["bucket"], merged)
+
+
+def _adapter_to_wire(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "name": adapter.name, "version": adapter.version, "content_hash": adapter.manifest.content_hash,
+        "pages": list(adapter.pages),
+    }  # fmt: skip
 
 
 def params_to_wire(params: SamplingParams) -> dict[str, Any]:

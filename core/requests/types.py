@@ -71,6 +71,7 @@ class StepPlan:
 
     rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
+    merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
     mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 
@@ -78,13 +79,18 @@ class StepPlan:
     rows: list[ScheduledRow]
     adapters: list[Adapter]
     bucket: int | None = None
+    merged: Adapter | None = None
     num_tokens: int = field(init=False)
-    mode: StepMode = field(init=False)
 
     def __post_init__(self) -> None:
         rows = self.rows
-        self.mode = StepMode.LORA if self.adapters else StepMode.BASE
         self.num_tokens = len(rows) if self.bucket is not None else sum([len(row.tokens) for row in rows])
+
+    @property
+    def mode(self) -> StepMode:
+        if self.merged is not None:
+            return StepMode.MERGED
+        return StepMode.LORA if self.adapters else StepMode.BASE
 
     @property
     def num_adapters(self) -> int:
@@ -130,6 +136,10 @@ class StepResult:
 
 class ExecutorLost(RuntimeError):
     """A step's device failed for good: in this process nothing can be computed any more."""
+
+
+class CannotMerge(RuntimeError):
+    """An adapter can't be made part of the weights, now or at all; its requests are served unmerged."""
 
 
 class StepInfo(NamedTuple):

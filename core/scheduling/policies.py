@@ -9,6 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..requests.request import Request
+from .mode_policy import ModePolicy
 
 
 class QueuePolicy(Protocol):
@@ -125,10 +126,13 @@ class MostServed(VictimPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One of each. victim: by default `MostServed` of the queue's accounts."""
+    """One of each. victim: by default `MostServed` of the queue's accounts. mode: None leaves it to `Engine.merge` and
+    `unmerge`, and is unmerged until then.
+    """
 
     queue: QueuePolicy = field(default_factory=TokenCounters)
     victim: VictimPolicy = field(default=None)  # pyright: ignore[reportAssignmentType] - see below
+    mode: ModePolicy | None = None
 
     def __post_init__(self) -> None:
         if self.victim is None:

@@ -85,7 +85,7 @@ class RequestMemory:
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
         """Free `num_pages` if at least `wanted` more could still be freed; False, and nothing done, if not."""
-        return self.num_available_pages - wanted >= num_pages and self._reclaimer.make_room(num_pages)
+        return self._reclaimer.spare - wanted >= num_pages and self._reclaimer.make_room(num_pages)
 
     def grow(self, request: Request, num_tokens: int) -> bool:
         """Make the block table cover `num_tokens`, evicting unused pages if needed; False if there are not enough."""

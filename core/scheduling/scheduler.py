@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 from ...graphs.runner import DecodeBuckets
+from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
@@ -148,6 +149,13 @@ class Scheduler:
         if result.unready:
             self._send_back_late(plan, result)
         return outputs
+
+    def count_by_adapter(self) -> Counter[Adapter | None]:
+        """Return the numbers of waiting and running requests; None: of the base model."""
+        counts = Counter(request.adapter for request in self.running)
+        for request in self.waiting:
+            counts[request.adapter] += 1
+        return counts
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""

@@ -8,9 +8,11 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import numpy as np
 
 from ..files.format import AdapterFormatError, AdapterManifest
 from ..host.image import HostImage
@@ -19,6 +21,8 @@ from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
 from ..pages.prefix import Block, PrefixCache
+from ..pages.runs import place_runs
+from ..pages.shadow import ShadowPages
 from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
 from .loads import AdapterLoads
 
@@ -61,6 +65,8 @@ class AdapterStore:
         self._resident: dict[Adapter, None] = {}
         self._versions = itertools.count(1)
         self.on_gone: Callable[[int], None] = lambda version: None
+        self.on_leaving: Callable[[Adapter], None] = lambda adapter: None
+        """Called before an adapter loses its pages or ceases to be its name's current version."""
         self.num_idle_pages = 0
         self.num_hits = 0
         self.num_loads = 0
@@ -220,6 +226,10 @@ class AdapterStore:
         self._load(adapter)
         self._offer(adapter)
 
+    def idle(self) -> Iterator[Adapter]:
+        """Resident adapters that nobody uses."""
+        return (adapter for adapter in self._resident if adapter.is_idle)
+
     def release(self, adapter: Adapter) -> None:
         """Drop a running request's pin. The adapter stays resident until its pages are wanted."""
         adapter.references -= 1
@@ -252,6 +262,7 @@ class AdapterStore:
 
         If requests hold it and there is none, one is made: its directory may hold something else by now.
         """
+        self.on_leaving(adapter)
         self._withdraw(adapter)
         if adapter.requests and adapter.transfer is None:
             self.loads.save(adapter)
@@ -309,6 +320,7 @@ class AdapterStore:
     def _retire(self, adapter: Adapter | None) -> None:
         if adapter is None:
             return
+        self.on_leaving(adapter)
         if adapter.requests:
             self._retired[adapter] = None
             if not adapter.pages or adapter.transfer is not None:
@@ -326,17 +338,23 @@ class AdapterStore:
 
 @dataclass(frozen=True, slots=True)
 class Reclaimer:
-    """Evicts idle adapters and unused prefix blocks by one order."""
+    """Evicts idle adapters, unused prefix blocks and shadow weights by one order."""
 
     pool: PagePool
     order: EvictionOrder
     store: AdapterStore
     prefix: PrefixCache
+    shadow: ShadowPages
 
     @property
     def available(self) -> int:
         """Pages that are free or that `make_room` can free."""
-        return self.pool.num_unused + self.store.num_idle_pages
+        return self.pool.num_unused + self.store.num_idle_pages + len(self.shadow.pages)
+
+    @property
+    def spare(self) -> int:
+        """Those of them that nothing is made with."""
+        return self.available - (len(self.shadow.pages) if self.shadow.in_use else 0)
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
@@ -350,10 +368,37 @@ class Reclaimer:
                 self.store.evict(item)
             elif isinstance(item, Block):
                 self.prefix.evict(item)
+            elif item is self.shadow:
+                self.shadow.give_up()
         return True
 
+    def make_runs(self, sizes: Sequence[int]) -> list[range] | None:
+        """Evict until there are runs of so many free pages each; None, and nothing evicted, if that can't be had.
+
+        They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
+        waiting request will use: steps can do without a shadow.
+        """
+        pool, prefix = self.pool, self.prefix
+        owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
+        costs = np.full(pool.num_pages, np.inf)
+        for page in range(pool.num_pages):
+            if (kind := pool.kind(page)) in (PageKind.FREE, PageKind.SHADOW):
+                costs[page] = 0
+            elif kind is PageKind.CACHED or page in owners:
+                costs[page] = 1
+        runs = place_runs(sizes, costs)
+        if runs is None:
+            return None
+        self.shadow.give_up()
+        for page in itertools.chain.from_iterable(runs):
+            if page in owners and owners[page].pages:
+                self.store.evict(owners[page])
+            elif pool.kind(page) is PageKind.CACHED:
+                prefix.evict_from(prefix.by_page[page])
+        return runs
+
     def reclaim_all(self) -> int:
-        """Evict everything that nobody uses; returns the pages freed."""
+        """Evict everything that no request uses; returns the pages freed."""
         free = self.pool.num_free
         self.make_room(self.available)
         return self.pool.num_free - free

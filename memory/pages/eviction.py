@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -43,14 +44,20 @@ class EvictionOrder:
     def __contains__(self, item: Hashable) -> bool:
         return item in self._serials
 
-    def add(self, item: Hashable, pages: int, cost: float, uses: int, *, wanted: bool = False, depth: int = 0) -> None:
+    def add(
+        self, item: Hashable, pages: int, cost: float, uses: int, *, wanted: bool = False, depth: int = 0,
+        in_use: bool = False,
+    ) -> None:  # fmt: skip
         """Make `item` evictable, or change its priority.
 
         cost: seconds to bring it back. wanted: a waiting request will use it, so everything else goes before it.
-        depth: among equals the deeper goes first.
+        depth: among equals the deeper goes first. in_use: it can be done without at any time, but is used until then:
+        it goes when nothing is left but what is wanted.
         """
         serial = self._serials[item] = next(self._serial)
-        if self._lru:
+        if in_use:
+            entry = (True, -math.inf, 0, serial, item)
+        elif self._lru:
             entry = (False, float(serial), 0, serial, item)
         else:
             entry = (wanted, self._clock + uses * cost / max(1, pages), -depth, serial, item)

@@ -7,7 +7,7 @@ One pool serves the KV cache and the adapters, so memory moves between them page
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from enum import IntEnum
 from itertools import compress
 
@@ -20,9 +20,13 @@ class PageKind(IntEnum):
     KV = 2
     ADAPTER = 3
     CACHED = 4  # KV that nobody uses now, kept because a later request may begin with the same tokens
+    SHADOW = 5  # a second copy of some weights, with an adapter in it
 
 
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
+
+#: Kinds of pages that have references; those of all but KV have one owner.
+_HELD = (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)
 
 
 class OutOfPages(RuntimeError):
@@ -36,8 +40,8 @@ class IntegrityError(AssertionError):
 class PagePool:
     """Allocates page ids `0 … num_pages-1`. Page 0 is reserved: padding rows read and write it.
 
-    Every page has a kind and a reference count; KV pages may be shared, adapter pages have one owner. A KV page that is
-    marked as kept becomes CACHED instead of free with its last reference.
+    Every page has a kind and a reference count; KV pages may be shared, others have one owner. A KV page that is marked
+    as kept becomes CACHED instead of free with its last reference.
     """
 
     DUMMY = 0
@@ -93,6 +97,23 @@ class PagePool:
         counts[kind] += count
         return pages
 
+    def take(self, pages: Collection[int], kind: PageKind) -> None:
+        """Take those very pages with one reference each. OutOfPages, and nothing taken, when one is not free."""
+        if any(self._kind[page] is not _FREE for page in pages):
+            raise OutOfPages(f"not all of {len(pages)} pages are free")
+        wanted = set(pages)
+        self._free = [page for page in self._free if page not in wanted]
+        for page in pages:
+            self._kind[page] = kind
+            self._references[page] = 1
+        self._counts[kind] += len(pages)
+
+    def give_back(self, pages: Collection[int]) -> None:
+        """Free pages of `take`. They are the last to be allocated again, so that they are found together once more."""
+        self.release(pages)
+        del self._free[len(self._free) - len(pages) :]
+        self._free[:0] = pages
+
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that are in use or cached."""
         for page in pages:
@@ -142,7 +163,7 @@ class PagePool:
         """Raise IntegrityError unless every page is in exactly one state and the counts add up.
 
         holders: what the outside believes it holds, as (kind, pages) per holder. When given, every reference count must
-        equal the number of holders, and an adapter page must have exactly one.
+        equal the number of holders, and a page that is not KV must have exactly one.
         """
         # It runs whenever an engine idles: built-ins look at the whole pool, a loop only at the pages in use.
         pages, free = range(self.num_pages), set(self._free)
@@ -158,7 +179,7 @@ class PagePool:
             raise IntegrityError(f"page {page} is {self._kind[page].name} and {where} the free list")
         for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
             kind, references = self._kind[page], self._references[page]
-            if (references > 0) != (kind is PageKind.KV or kind is PageKind.ADAPTER):
+            if (references > 0) != (kind in _HELD):
                 raise IntegrityError(f"page {page} is {kind.name} with {references} references")
             if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
                 raise IntegrityError(f"page {page} is {kind.name} but kept as a cached prefix")
@@ -171,8 +192,8 @@ class PagePool:
             for page in pages:
                 if self._kind[page] is not kind:
                     raise IntegrityError(f"page {page} is held as {kind.name} but is {self._kind[page].name}")
-                if kind is PageKind.ADAPTER and page in held:
-                    raise IntegrityError(f"adapter page {page} has two owners")
+                if kind is not PageKind.KV and page in held:
+                    raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
                 held[page] = held.get(page, 0) + 1
         for page in held.keys() | set(compress(range(self.num_pages), self._references)):
             references, count = self._references[page], held.get(page, 0)

@@ -140,6 +140,15 @@ class PrefixCache:
         else:
             self._offer(parent)
 
+    def evict_from(self, block: Block) -> None:
+        """Forget an unused block and all that follow it, freeing their pages."""
+        found = [block]
+        for each in found:
+            found += each.children.values()
+        for each in reversed(found):
+            self._order.discard(each)
+            self.evict(each)
+
     def roots(self) -> Iterator[Root]:
         """Every trie's root."""
         for roots in self._roots.values():

@@ -10,6 +10,7 @@ struct AnyDecoder {
     virtual void forward(const StepDesc& step) = 0;
     virtual void score_logits(int first, int count, float* logits) = 0;
     virtual void sample(Draw* draws, int num_draws, Score* scores, int num_scores) = 0;
+    virtual float merge(const MergeDesc& desc) = 0;
     virtual int threads() const = 0;
 };
 
@@ -21,6 +22,7 @@ struct TypedDecoder final : AnyDecoder {
     void sample(Draw* draws, int num_draws, Score* scores, int num_scores) override {
         decoder.sample(draws, num_draws, scores, num_scores);
     }
+    float merge(const MergeDesc& desc) override { return decoder.merge(desc); }
     int threads() const override { return team.size(); }
     Team team;
     Decoder<T> decoder;
@@ -43,7 +45,8 @@ CHORUS_API int chorus_supported() {
 
 // Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
 CHORUS_API int64_t chorus_descriptors() {
-    return ((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc);
+    return (((int64_t)sizeof(StepDesc) * 1000 + sizeof(ModelDesc)) * 1000 + sizeof(LayerDesc)) * 1000 +
+           sizeof(MergeDesc);
 }
 
 // element: 2 for bfloat16, 4 for float32.
@@ -60,6 +63,11 @@ CHORUS_API void chorus_decoder_score_logits(void* decoder, int first, int count,
 
 CHORUS_API void chorus_decoder_sample(void* decoder, Draw* draws, int num_draws, Score* scores, int num_scores) {
     ((AnyDecoder*)decoder)->sample(draws, num_draws, scores, num_scores);
+}
+
+// One matrix with adapters in it, between steps; see Merge.
+CHORUS_API float chorus_decoder_merge(void* decoder, const MergeDesc* desc) {
+    return ((AnyDecoder*)decoder)->merge(*desc);
 }
 
 // Number of threads that the next step takes: all, or fewer while others keep the processors busy.

@@ -8,6 +8,7 @@
 #include <vector>
 #include "decode_attention.h"
 #include "head.h"
+#include "merge.h"
 #include "prefill_attention.h"
 #include "projections.h"
 #include "sampling.h"
@@ -23,6 +24,7 @@ class Decoder {
           team_(team),
           projections_(model, team),
           head_(model, team),
+          merge_(team),
           attention_scratch_(team.most()) {}
 
     void forward(const StepDesc& step) {
@@ -40,6 +42,12 @@ class Decoder {
             const T* x = normed_.data() + (logits_wanted_ + first) * spread<T>(m_.hidden);
             head_.run(thread, phase, x, count, logits, nullptr, nullptr);
         });
+    }
+
+    // W + Σ scale·B·A of one matrix; how much longer the rows of W become by it, at most: see Merge.
+    float merge(const MergeDesc& desc) {
+        const Arena<T> arena{(T*)m_.arena, m_.page_elems};
+        return merge_.run(desc, projections_.group(desc.group), arena);
     }
 
     // Tokens and log-probabilities of rows of logits.
@@ -104,8 +112,9 @@ class Decoder {
             convert((const T*)m_.embed + step.token_ids[t] * hidden, hidden, x_.data() + t * ldx);
         });
         const int64_t kv_plane = (int64_t)m_.block_tokens * kv;
+        const LayerDesc* layers = step.layer ? step.layer : layers_.data();
         for (int l = 0; l < m_.layers; l++) {
-            const LayerDesc& w = layers_[l];
+            const LayerDesc& w = layers[l];
             if (step.segment_ready) team_.each(phase, 1, [&](int) { wait_for_layer(step, l); });
             T* k_plane = (T*)m_.arena + (2 * l) * kv_plane;
             T* v_plane = k_plane + kv_plane;
@@ -220,6 +229,7 @@ class Decoder {
     Team& team_;
     Projections<T> projections_;
     Head<T> head_;
+    Merge<T> merge_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
     std::vector<AttentionUnit> attention_;

@@ -44,7 +44,18 @@ struct StepDesc {
     int64_t* best;  // [logits_wanted]: the likeliest token, or a drawn one; -1 when a logit is not finite
     int64_t scores_wanted;  // tokens whose logits are asked for in slices once the step is done
     const int32_t* segment_level;  // [segments]: see Segments; null where all are 0
+    const LayerDesc*
+        layer;  // [layers] in place of the model's own: with an adapter in some of their projections; or null
     const Draw* draws;  // [logits_wanted]: where the inverse temperature is not 0, `best` is that draw; null: nowhere
+};
+
+// One matrix of a layer, the projections of a group, with adapters in it; all parts change something in it.
+struct MergeDesc {
+    const void* from;  // packed panels
+    void* to;
+    int32_t group, layer, columns, inputs;  // `from` is [columns, inputs]
+    const Adapter* const* parts;
+    int64_t count;
 };
 
 }  // namespace chorus

@@ -21,6 +21,7 @@ class Projections {
         groups_[3] = {{6, 0, m_.hidden}};
     }
 
+    const std::vector<Target>& group(int g) const { return groups_[g]; }
     bool few() const { return few_; }      // the step has few tokens
     bool gated() const { return gated_; }  // it has many, and gate and up have panels of their own
 

@@ -24,6 +24,7 @@ from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import EvictionOrder, RestoreCosts
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import PrefixCache
+from ...memory.pages.shadow import ShadowPages
 from ..report.command import conclude, parser
 from .weightless import WeightlessAdapters
 from .workload import Geometry
@@ -78,7 +79,7 @@ class Study:
             clock=lambda: next(ticks) * _TICK,
         )  # fmt: skip
         self._prefix = PrefixCache(self._pool, order, costs, BLOCK_TOKENS)
-        self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix)
+        self._reclaimer = Reclaimer(self._pool, order, self._store, self._prefix, ShadowPages(self._pool, order))
         self._live: deque[Live] = deque()
         self._adapters = [
             self._store.register(f"a{i}", Path(f"a{i}-{self._random.choice(RANKS)}")) for i in range(num_adapters)

@@ -104,6 +104,7 @@ class SimExecutor:
             self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
             hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
         )  # fmt: skip
+        self.shadow = None
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock

@@ -18,6 +18,7 @@ from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, StepResult, TokenLogprobs
 from chorus.core.scheduling.output_lengths import OutputLengths
+from chorus.core.scheduling.policies import Policies
 from chorus.memory.host.images import InlineReads, Reads
 from chorus.ops import native
 
@@ -33,6 +34,7 @@ class RecordingExecutor:
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
+        self.shadow = inner.shadow
         self.before = before
         self.plans: list[StepPlan] = []
 
@@ -155,12 +157,13 @@ def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
         adapters: dict[str, Path] | None = None,
         reads: Reads | None = None,
         clock: Callable[[], float] | None = None,
+        policies: Policies | None = None,
         **config: Any,
     ) -> Driver:
         defaults = {"dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1}
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
         executor = RecordingExecutor(CpuExecutor(settings), before)
-        engine = Engine(settings, executor, clock or ticking(), reads or InlineReads())
+        engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)
         for name, path in (subject.adapters if adapters is None else adapters).items():
             engine.store.register(name, path)

@@ -31,6 +31,7 @@ from chorus.core.requests.request import Request, RequestState
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import (
     BASE_SLOT,
+    CannotMerge,
     FinishReason,
     RequestOutput,
     ScheduledRow,
@@ -186,6 +187,40 @@ class FakeAdapters:
         return image
 
 
+class FakeShadow:
+    """Shadow weights of as many matrices as an adapter has pages, at most three; a call makes one."""
+
+    def __init__(self, memory: dict[tuple[int, int], object], clock: Clock) -> None:
+        self.adapter: Adapter | None = None
+        self.runs: list[range] = []
+        self.made = 0
+        self._memory = memory
+        self._clock = clock
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        return [1, 2, 2][: adapter.num_pages]
+
+    def begin(self, adapter: Adapter, runs: list[range]) -> None:
+        assert adapter.pages
+        assert adapter.transfer is None
+        assert [len(run) for run in runs] == self.sizes(adapter)
+        self.adapter, self.runs, self.made = adapter, runs, 0
+
+    def advance(self, max_seconds: float) -> bool:
+        self._clock.now += 0.0003
+        assert self.adapter is not None
+        assert self.adapter.pages, "its bytes are read while it is merged"
+        if self.adapter.rank == 7:
+            raise CannotMerge("it outweighs the weights")
+        for page in self.runs[self.made]:
+            self._memory[page, 0] = self.adapter.manifest.path
+        self.made += 1
+        return self.made == len(self.runs)
+
+    def drop(self) -> None:
+        self.adapter, self.runs, self.made = None, [], 0
+
+
 class CheckingExecutor:
     """Remembers what was last written to every place of the arena and checks every plan against it.
 
@@ -200,6 +235,7 @@ class CheckingExecutor:
         self.num_pages = config.num_pages
         self.memory: dict[tuple[int, int], object] = {}
         self.adapters = FakeAdapters(self.memory, clock)
+        self.shadow = FakeShadow(self.memory, clock)
         self.violations: list[Exception] = []
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
@@ -263,6 +299,18 @@ class CheckingExecutor:
                 assert is_coming(adapter) or self.memory[page, 0] == (adapter.manifest.path, index), (
                     f"{adapter} was overwritten"
                 )
+        if (merged := plan.merged) is not None:
+            reached["merged step"] += 1
+            assert merged is self.shadow.adapter
+            assert self.shadow.made == len(self.shadow.runs), "the shadow is not whole"
+            assert merged.transfer is None
+            for index, page in enumerate(merged.pages):
+                assert owner.setdefault(page, merged.name) == merged.name
+                assert self.memory[page, 0] == (merged.manifest.path, index), f"{merged} was overwritten"
+            for page in itertools.chain.from_iterable(self.shadow.runs):
+                assert self.pool.kind(page) is PageKind.SHADOW
+                assert owner.setdefault(page, "shadow") == "shadow"
+                assert self.memory[page, 0] == merged.manifest.path, "the shadow was overwritten"
         for row in plan.rows:
             assert row.tokens
             assert row.kv_len <= len(row.pages) * self.config.block_tokens, "pages do not cover the tokens"
@@ -434,6 +482,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
+        self.had_shadow = False
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
             self.register(name, pages, False)
@@ -793,6 +842,51 @@ class EngineMachine(RuleBasedStateMachine):
             assert 2 * self.num_pinned <= self.usable
 
     @rule(name=st.sampled_from(NAMES))
+    def merge(self, name):
+        adapter, merging = self.current.get(name), self.engine.merging
+        try:
+            self.engine.merge(name)
+        except UnknownAdapter:
+            assert adapter is None
+        except CannotMerge as error:
+            if "resident" in str(error):
+                assert not adapter.pages or adapter.transfer is not None
+            elif "outweighs" in str(error):
+                assert adapter.rank == 7
+            else:
+                assert "no room" in str(error)
+                reached["no room for a shadow"] += 1
+        else:
+            assert merging.shadowed is adapter
+
+    @rule()
+    def unmerge(self):
+        self.engine.unmerge()
+        assert self.engine.stats().merged_adapter is None
+
+    @precondition(lambda self: self._mergeable())
+    @rule(data=st.data(), switches=st.integers(0, 3))
+    def merge_one_that_is_there(self, data, switches):
+        """And switch back and forth once its shadow is whole."""
+        adapter, merging = data.draw(st.sampled_from(self._mergeable())), self.engine.merging
+        try:
+            self.engine.merge(adapter.name)
+            for _ in range(3):
+                merging.advance(0.0)
+            for _ in range(switches):
+                self._step()
+                self.engine.unmerge()
+                if merging.shadowed is not adapter:
+                    break
+                self.engine.merge(adapter.name)
+                assert merging.merged is adapter
+        except CannotMerge:
+            assert merging.shadowed is not adapter
+
+    def _mergeable(self):
+        return [a for _, a in sorted(self.current.items()) if a.pages and a.transfer is None]
+
+    @rule(name=st.sampled_from(NAMES))
     def unpin(self, name):
         if name in self.current:
             self.engine.unpin_adapter(name)
@@ -809,6 +903,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         assert stats.num_free_pages == before.num_free_pages + freed
         assert (stats.num_cached_pages, stats.num_kv_pages) == (0, before.num_kv_pages)
+        assert stats.num_shadow_pages == 0
         assert stats.num_adapter_pages == sum(len(a.pages) for a in self._adapters() if a.references or a.transfer)
 
     @precondition(lambda self: self.current)
@@ -851,7 +946,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
-        held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages
+        held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
         assert stats.num_free_pages + held == self.usable
         assert stats.num_kv_pages == 0 or stats.num_running > 0
         for request_id in self._active():
@@ -867,7 +962,25 @@ class EngineMachine(RuleBasedStateMachine):
         assert self.engine.store.num_pinned_pages == self.num_pinned
         using = Counter(e.adapter for r, e in self.requests.items() if r in self._active())
         for adapter in self._adapters():
-            assert adapter.requests == using[adapter] + (adapter in self.pinned)
+            assert adapter.requests == using[adapter] + (adapter in self.pinned) + self._is_held(adapter)
+        self._check_merging(stats)
+
+    def _is_held(self, adapter):
+        merging = self.engine.merging
+        return adapter is merging.merged or (adapter is merging.shadowed and merging.is_under_way)
+
+    def _check_merging(self, stats):
+        merging, shadow = self.engine.merging, self.executor.shadow
+        assert merging.shadowed is shadow.adapter
+        assert merging.merged in (None, merging.shadowed)
+        assert stats.num_shadow_pages == len(self.engine.reclaimer.shadow.pages)
+        assert sorted(self.engine.reclaimer.shadow.pages) == sorted(itertools.chain.from_iterable(shadow.runs))
+        if (adapter := merging.shadowed) is not None:
+            assert adapter in self.current.values(), "a version that is gone, or replaced, is still merged"
+            assert adapter.pages, "an adapter with a shadow was evicted"
+        reached["shadow kept"] += adapter is not None and merging.merged is None and not merging.is_under_way
+        reached["shadow gone"] += self.had_shadow and adapter is None
+        self.had_shadow = adapter is not None
 
     @invariant()
     def cached_blocks_hold_what_they_say(self):
@@ -947,5 +1060,6 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
+    assert reached.keys() >= {"merged step", "no room for a shadow", "shadow kept", "shadow gone"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import accumulate, pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,8 @@ from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.batch import StepBatch
 from chorus.core.model.config import ModelConfig
 from chorus.core.model.lora_state import LoraState
+from chorus.core.model.shadow import MATRICES
+from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.ops import native
@@ -159,8 +162,12 @@ class Step:
         rows = self.segments.rows[which]
         self.segments.add(begin, end, replace(rows, scale=factor * rows.scale))
 
-    def logits(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> torch.Tensor:
-        """Logits of every token. All that no adapter holds is NaN, as if others had left it."""
+    def logits(
+        self, dtype: torch.dtype, kernels: str, threads: int = 1, merged: Sequence[AdapterRows] = ()
+    ) -> torch.Tensor:
+        """Logits of every token, computed with `merged` in the weights. All that no adapter holds is NaN, as if others
+        had left it.
+        """
         executor = self.base.executor(dtype, kernels, threads)
         arena = executor.arena
         assert arena.layout.page_elems == self.layout.page_elems
@@ -183,7 +190,27 @@ class Step:
         offset = positions % self.layout.block_tokens
         batch = StepBatch(self.token_ids, positions, torch.tensor(page), offset, attention, lora)
         with torch.inference_mode():
+            if merged:
+                batch.merged = True
+                executor.decoder.use_merged(merged_layers(executor.decoder, lora, merged))
             return executor.decoder.forward(batch).clone()  # the next step overwrites them
+
+
+def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -> list[LayerWeights]:
+    """The decoder's layers with an adapter in them; what it does not change is the decoder's own."""
+    layers = list(decoder.layers)
+    for part in parts:
+        part._blocks.clear()
+    for index, layer in enumerate(layers):
+        for group, name in enumerate(MATRICES):
+            here = [part for part in parts if part.first_elem[index] >= 0]
+            here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(group))]
+            if here:
+                out = torch.full_like(origin := getattr(layer, name), float("nan"))
+                assert decoder.merge(index, group, here, origin, out) < 10
+                layer = replace(layer, **{name: out})
+        layers[index] = layer
+    return layers
 
 
 def random_step(seed: int, base: Base, lengths: list[int]) -> Step:

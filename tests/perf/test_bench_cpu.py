@@ -15,7 +15,7 @@ import pytest
 from chorus.core.model.config import ModelConfig
 from chorus.memory.files.format import inspect_adapter
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
-from chorus.perf.cpu import random_model
+from chorus.perf.cpu import merged, random_model
 from chorus.perf.cpu.limits import Limits, product_name
 from chorus.perf.cpu.report import goals, product_rate, show, summarise
 from chorus.perf.cpu.roofline import bound
@@ -54,6 +54,17 @@ def test_every_case_has_rates_and_a_share_of_the_limit(outcome):
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+def test_merged_steps_are_measured(capsys):
+    shape = "hidden=64,ffn=96,layers=2,heads=2,kv_heads=1,vocab=300,positions=512"
+    assert merged.main(["--rounds", "1", "--steps", "2", "--threads", "1", "--geometry", shape]) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["merged"]
+    assert list(found["steps"]) == list(merged.VARIANTS)
+    assert all(each["seconds"] > 0 for each in found["steps"].values())
+    assert len(found["merging"]) == 4
+    assert all(each["pause"] <= each["seconds"] for each in found["merging"].values())
+    assert all(each["steps"] > 0 for each in found["merging"].values())
+
+
 def test_contenders_compute_the_same(outcome):
     _, found = outcome
     assert all(values["contenders"]["peft"]["agreement"] == 1.0 for values in found["cases"].values())

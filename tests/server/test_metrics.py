@@ -54,6 +54,9 @@ def test_cache_counters(start, fake_engine):
     stats = fake_engine.stats
     counts = {
         "num_cached_pages": 5,
+        "num_shadow_pages": 4,
+        "merged_adapter": "alice",
+        "num_mode_switches": 3,
         "num_adapter_hits": 7,
         "num_adapter_loads": 8,
         "num_streamed_loads": 6,
@@ -65,6 +68,9 @@ def test_cache_counters(start, fake_engine):
     lines = start(fake_engine).client.get("/metrics").text.splitlines()
     for line in (
         'chorus_pages{kind="cached"} 5.0',
+        'chorus_pages{kind="shadow"} 4.0',
+        'chorus_merged_adapter{adapter="alice"} 1.0',
+        "chorus_mode_switches_total 3.0",
         "chorus_adapter_hits_total 7.0",
         "chorus_adapter_loads_total 8.0",
         "chorus_adapter_streamed_loads_total 6.0",

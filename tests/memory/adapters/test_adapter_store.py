@@ -16,6 +16,7 @@ from chorus.memory.pages.adapter_layout import AdapterLayout
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.shadow import ShadowPages
 
 from ..fakes import FakeBackend, SlowReads
 
@@ -42,7 +43,7 @@ class Memory:
         self.images = HostImages(host_bytes, reads)
         self.store = AdapterStore(pool, backend, self.images, order, costs, PAGE_BYTES, clock=lambda: 0.0)
         prefix = PrefixCache(pool, order, costs, 4)
-        self.reclaimer = Reclaimer(pool, order, self.store, prefix)
+        self.reclaimer = Reclaimer(pool, order, self.store, prefix, ShadowPages(pool, order))
 
 
 @pytest.fixture

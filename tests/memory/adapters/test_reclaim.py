@@ -11,6 +11,7 @@ from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
+from chorus.memory.pages.shadow import ShadowPages
 
 from ..fakes import FakeBackend
 
@@ -31,7 +32,7 @@ class Memory:
         self.images = HostImages(1000, InlineReads())
         self.store = AdapterStore(self.pool, FakeBackend(), self.images, order, costs, 10, clock=lambda: 0.0)
         self.prefix = PrefixCache(self.pool, order, costs, 1)
-        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix)
+        self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, ShadowPages(self.pool, order))
 
     def adapter(self, name, size, uses=1):
         """An idle resident adapter."""
@@ -166,4 +167,80 @@ def test_reclaim_all_gives_back_chains_and_adapters():
     assert memory.reclaimer.reclaim_all() == 7
     assert memory.reclaimer.reclaim_all() == 0
     assert memory.pool.num_free == memory.pool.num_usable
+    memory.check()
+
+
+def test_runs_evict_as_little_as_they_can_and_nothing_that_is_wanted_or_used():
+    memory = Memory()
+    kv = memory.pool.allocate(2, PageKind.KV)  # 1, 2
+    memory.block(1)  # 3
+    idle = memory.adapter("idle", "two")  # 4, 5
+    wanted = memory.adapter("wanted", "two")  # 6, 7
+    memory.store.hold(wanted)
+    assert memory.reclaimer.make_runs([4]) is None
+    assert memory.left() == {"idle", "wanted", 1}
+    assert memory.reclaimer.make_runs([3]) == [range(8, 11)]
+    assert memory.left() == {"idle", "wanted", 1}
+    assert memory.reclaimer.make_runs([3, 1]) == [range(8, 11), range(5, 6)]
+    assert not idle.pages
+    assert memory.left() == {"wanted", 1}
+    assert memory.reclaimer.make_runs([3, 3]) == [range(8, 11), range(3, 6)]
+    assert memory.left() == {"wanted"}
+    memory.check(kv)
+
+
+def test_runs_evict_what_follows_a_cached_block_with_it():
+    memory = Memory()
+    pages = memory.pool.allocate(10, PageKind.KV)
+    block = None
+    for token, page in enumerate(pages):
+        block = memory.prefix.insert(0, block, [token], page)
+    memory.prefix.release(pages)
+    assert memory.reclaimer.make_runs([2]) == [range(9, 11)]
+    assert len(memory.prefix) == 8
+    assert memory.reclaimer.make_runs([9]) is not None
+    assert memory.pool.num_free >= 9
+    memory.check()
+
+
+def test_shadow_pages_in_use_go_after_all_but_what_is_wanted():
+    memory = Memory(host_adapter_page=1.0, prefix_page=1.0)
+    wanted, _ = memory.adapter("wanted", "two"), memory.adapter("idle", "two")
+    memory.store.hold(wanted)
+    memory.block(1)
+    gone = []
+    shadow = memory.reclaimer.shadow
+    shadow.on_gone = lambda: gone.append(True)
+    shadow.take([range(6, 10)])
+    assert memory.pool.count(PageKind.SHADOW) == 4
+    assert memory.reclaimer.available == 10
+    assert memory.reclaimer.spare == 6
+    assert memory.reclaimer.make_room(4)
+    assert (memory.left(), gone) == ({"wanted"}, [])
+    assert memory.reclaimer.make_room(5)
+    assert (memory.left(), gone, shadow.pages) == ({"wanted"}, [True], [])
+    assert memory.reclaimer.make_room(10)
+    memory.check()
+
+
+def test_runs_for_another_shadow_take_the_place_of_the_last():
+    memory = Memory()
+    shadow = memory.reclaimer.shadow
+    shadow.take([range(4, 11)])
+    assert memory.reclaimer.make_runs([11]) is None
+    assert shadow.pages
+    assert memory.reclaimer.make_runs([5, 3]) == [range(6, 11), range(3, 6)]
+    assert memory.pool.num_free == 10
+    memory.check()
+
+
+def test_shadow_pages_at_rest_compete():
+    memory = Memory(host_adapter_page=1.0, prefix_page=1.0)
+    memory.block(1)
+    shadow = memory.reclaimer.shadow
+    shadow.take([range(7, 11)])
+    shadow.rest(0.5, 1)
+    assert memory.reclaimer.spare == memory.reclaimer.available == 10
+    assert memory.reclaimer.make_room(6)
+    assert (memory.left(), shadow.pages) == ({1}, [])
     memory.check()

@@ -12,7 +12,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import IntegrityError, OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 
-KINDS = (PageKind.KV, PageKind.ADAPTER)
+KINDS = (PageKind.KV, PageKind.ADAPTER, PageKind.SHADOW)
 
 
 class PoolMachine(RuleBasedStateMachine):
@@ -37,6 +37,29 @@ class PoolMachine(RuleBasedStateMachine):
         assert PagePool.DUMMY not in pages
         assert not {page for _, held in self.holders for page in held} & set(pages), "a page that is in use"
         self.holders.append((kind, pages))
+
+    @rule(first=st.integers(0, 19), count=st.integers(1, 8))
+    def take(self, first, count):
+        run = range(first, min(first + count, self.pool.num_pages))
+        free = self.pool.num_free
+        if any(self.pool.kind(page) is not PageKind.FREE for page in run):
+            with pytest.raises(OutOfPages, match="not all of"):
+                self.pool.take(run, PageKind.SHADOW)
+            assert self.pool.num_free == free
+            return
+        self.pool.take(run, PageKind.SHADOW)
+        self.holders.append((PageKind.SHADOW, list(run)))
+
+    @precondition(lambda self: any(kind is PageKind.SHADOW for kind, _ in self.holders))
+    @rule(data=st.data())
+    def give_back(self, data):
+        indices = [index for index, (kind, _) in enumerate(self.holders) if kind is PageKind.SHADOW]
+        _, pages = self.holders.pop(data.draw(st.sampled_from(indices)))
+        free = self.pool.num_free
+        self.pool.give_back(pages)
+        others = self.pool.allocate(free, PageKind.KV)
+        assert not set(others) & set(pages), "they are allocated before others"
+        self.pool.release(others)
 
     @precondition(lambda self: any(kind is PageKind.KV for kind, _ in self.holders))
     @rule(data=st.data())

@@ -1,0 +1,170 @@
+"""The adapter that steps have in their weights: making its shadow weights, switching to them, giving them up."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+from weakref import WeakKeyDictionary
+
+from ..memory.adapters.adapter import Adapter
+from ..memory.adapters.store import AdapterStore, Reclaimer
+from .executors.base import ShadowBackend
+from .requests.types import CannotMerge, ExecutorLost
+
+logger = logging.getLogger(__name__)
+
+#: Share of a step's time that merging may take between two steps, chosen: a pause is shorter than a step, and what is
+#: begun is done before many steps have passed. The least is one matrix.
+SHARE = 0.5
+
+#: Until a policy's choice is tried again for which there was no room; looking for it takes a while.
+RETRY_SECONDS = 1.0
+
+
+class Merging:
+    """Shadow weights of one adapter at a time.
+
+    merged: the adapter that steps have in their weights, None in unmerged mode. shadowed: whose shadow there is or is
+    being made; while `merged` is None it may be kept, so that merging the same adapter again is a switch.
+
+    The adapter stays resident: when it loses its pages, or its name gets another version, the shadow is given up first.
+    Pages that requests or adapters need more are given up by `Reclaimer`, at any time between two steps.
+    """
+
+    def __init__(
+        self, backend: ShadowBackend | None, reclaimer: Reclaimer, store: AdapterStore, clock: Callable[[], float]
+    ) -> None:
+        self._backend = backend
+        self._reclaimer = reclaimer
+        self._pages = reclaimer.shadow
+        self._store = store
+        self._clock = clock
+        self._refused: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
+        self._retry_at = -math.inf  # when there may be room again
+        self._spent = 0.0  # seconds on the shadow that is being made
+        self._uses = 0  # switches to the shadow that is there
+        self.is_under_way = False
+        """True if a shadow is being made: `advance` is to be called between steps."""
+        self.merged: Adapter | None = None
+        self.shadowed: Adapter | None = None
+        self.num_merges = 0
+        self.num_switches = 0
+        self.merge_seconds = 0.0
+        """Seconds that the latest whole merge took, all pauses together; 0 before the first."""
+        self.longest_pause = 0.0
+        """Seconds of the longest time that a step was kept waiting for merging."""
+        self._pages.on_gone = self._forget
+        store.on_leaving = self._leave
+
+    def merge(self, adapter: Adapter) -> None:
+        """Have steps compute with the adapter in their weights: at once if its shadow is there, or once it is made.
+
+        Until then they go on unmerged. CannotMerge, and all stays as it is, when it can't be made.
+        """
+        if adapter is not self.shadowed:
+            self._begin(adapter)
+        elif not self.is_under_way and self.merged is None:
+            self._switch_on(adapter)
+
+    def unmerge(self) -> None:
+        """Have steps compute with the model's own weights. The shadow is kept until its pages are wanted."""
+        adapter = self.merged
+        if adapter is None:
+            if self.is_under_way:
+                self._pages.give_up()
+            return
+        self.merged = None
+        self.num_switches += 1
+        self._pages.rest(self.merge_seconds, self._uses)
+        self._store.let_go(adapter)
+
+    def advance(self, step_seconds: float) -> None:
+        """Do some of the work that is under way; steps are merged once all is done.
+
+        step_seconds: of a decode step, which go on beside it.
+        """
+        adapter, backend = self.shadowed, self._backend
+        if adapter is None or backend is None or not self.is_under_way:
+            return
+        began = self._clock()
+        try:
+            is_whole = backend.advance(SHARE * step_seconds)
+        except CannotMerge as error:
+            logger.info("%s", error)
+            self._refused[adapter] = str(error)
+            self._pages.give_up()
+            return
+        except ExecutorLost:
+            raise
+        except Exception as error:  # steps go on without
+            logger.exception("merging %r failed", adapter)
+            self._refused[adapter] = f"merging it failed: {type(error).__name__}: {error}"
+            self._pages.give_up()
+            return
+        pause = self._clock() - began
+        self._spent += pause
+        self.longest_pause = max(self.longest_pause, pause)
+        if is_whole:
+            self.is_under_way = False
+            self.merge_seconds = self._spent
+            self.num_merges += 1
+            self._store.let_go(adapter)
+            self._switch_on(adapter)
+
+    def may_merge(self, adapter: Adapter) -> bool:
+        """True unless it is known that the adapter can't be merged, or not yet."""
+        if self._backend is None or not _is_complete(adapter) or adapter in self._refused:
+            return False
+        return adapter is self.shadowed or self._clock() >= self._retry_at
+
+    def _begin(self, adapter: Adapter) -> None:
+        backend = self._backend
+        if backend is None:
+            raise CannotMerge("this executor has no merged mode")
+        if adapter in self._refused:
+            raise CannotMerge(self._refused[adapter])
+        if not _is_complete(adapter):
+            raise CannotMerge(f"adapter {adapter.name!r} is not resident; merge it once it has been loaded")
+        self._store.hold(adapter)  # what a request waits for is not evicted for the runs
+        try:
+            sizes = backend.sizes(adapter)
+            runs = self._reclaimer.make_runs(sizes)
+            if runs is None:
+                self._retry_at = self._clock() + RETRY_SECONDS
+                raise CannotMerge(
+                    f"adapter {adapter.name!r} needs {sum(sizes)} pages for merged weights, in {len(sizes)} runs of up "
+                    f"to {max(sizes)}; there is no room for them beside what is in use"
+                )
+        except CannotMerge:
+            self._store.let_go(adapter)
+            raise
+        self._pages.take(runs)
+        backend.begin(adapter, runs)
+        self.shadowed, self.is_under_way, self._spent, self._uses = adapter, True, 0.0, 0
+
+    def _switch_on(self, adapter: Adapter) -> None:
+        self._store.hold(adapter)
+        self._pages.use()
+        self.merged = adapter
+        self._uses += 1
+        self.num_switches += 1
+
+    def _leave(self, adapter: Adapter) -> None:
+        if adapter is self.shadowed:
+            self._pages.give_up()
+
+    def _forget(self) -> None:
+        """The pages are gone."""
+        adapter, is_held = self.shadowed, self.merged is not None or self.is_under_way
+        self.num_switches += self.merged is not None
+        self.merged = self.shadowed = None
+        self.is_under_way = False
+        if self._backend is not None:
+            self._backend.drop()
+        if adapter is not None and is_held:
+            self._store.let_go(adapter)
+
+
+def _is_complete(adapter: Adapter) -> bool:
+    return bool(adapter.pages) and adapter.transfer is None

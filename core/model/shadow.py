@@ -1,0 +1,138 @@
+"""Shadow weights: a copy of the projections that an adapter targets, with the adapter in it (dLoRA's merged mode).
+
+The model's own weights are never written. Whether a step takes the shadow or them is a flag of its batch, so that
+un-merging costs nothing and leaves no trace.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+
+from ...memory.adapters.adapter import Adapter
+from ...memory.pages.arena import Arena
+from ...ops.sgmv import AdapterRows
+from ..requests.types import CannotMerge
+from .lora_state import LoraState
+from .weights import LayerWeights
+
+#: Names of a layer's matrices, in the order of the groups of projections.
+MATRICES = ("qkv", "o", "gate_up", "down")
+
+#: By how much the norm of a row of weights may grow, by the bytes of an element; chosen. Rounding the sum makes an
+#: error in proportion to it, which rows of the base model and of other adapters see: in 16 bits it may be twice that of
+#: the weights' own rounding. In float32, whose rounding is 2^16 times as fine, 256 times as much still moves no token.
+MOST_GROWTH = {2: 2.0, 4: 256.0}
+
+
+class MergeableModel(Protocol):
+    """A model whose layers can be given copies of their weights."""
+
+    @property
+    def layers(self) -> Sequence[LayerWeights]: ...
+
+    def merge(
+        self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor, /
+    ) -> float:
+        """Write a matrix with an adapter's parts in it to out, in origin's layout; the sums are of float32.
+
+        Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+        """
+        ...
+
+    def use_merged(self, layers: Sequence[LayerWeights] | None, /) -> None:
+        """Have steps that say so take these layers; None: there are none."""
+        ...
+
+
+class ShadowWeights:
+    """The shadow of one adapter at a time, in runs of pages of the arena; made matrix by matrix between steps.
+
+    adapter: whose it is, None when there is none.
+    """
+
+    def __init__(self, model: MergeableModel, arena: Arena, lora: LoraState) -> None:
+        self._model = model
+        self._arena = arena
+        self._lora = lora
+        self.adapter: Adapter | None = None
+        self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of what is to be made
+        self._layers: list[LayerWeights] = []
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        """Pages of each run that an adapter's shadow takes, one for each matrix in which it changes something."""
+        page = self._arena.layout.page_elems
+        return [-(-self._origin(*at).numel() // page) for at in self._targets(adapter)]
+
+    def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
+        """Give an adapter that is complete in the arena the runs of `sizes`, for `advance` to fill."""
+        self.drop()
+        self.adapter = adapter
+        elems, page = self._arena.pages.view(-1), self._arena.layout.page_elems
+        self._layers = list(self._model.layers)
+        for (layer, group), run in zip(self._targets(adapter), runs, strict=True):
+            origin = self._origin(layer, group)
+            place = elems[run.start * page :][: origin.numel()].view(origin.shape)
+            self._left.append((layer, group, place))
+            self._layers[layer] = replace(self._layers[layer], **{MATRICES[group]: place})
+        self._left.reverse()
+
+    def advance(self, max_seconds: float) -> bool:
+        """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
+
+        CannotMerge when the adapter outweighs the weights; then it is to be dropped.
+        """
+        if self.adapter is None:
+            raise RuntimeError("there is no shadow to make")
+        rows = self._lora.rows_of(self.adapter)
+        began = time.perf_counter()
+        done = 0  # elements: by what these took, the next ones' time is known
+        while self._left:
+            layer, group, place = self._left[-1]
+            spent = time.perf_counter() - began
+            if done and spent + spent / done * place.numel() > max_seconds:
+                return False
+            self._left.pop()
+            done += place.numel()
+            parts = [part for part in rows if _changes(part, layer, self._lora.modules(group))]
+            growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
+            most = MOST_GROWTH[place.itemsize]
+            if not growth <= most:
+                raise CannotMerge(
+                    f"adapter {self.adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
+                    f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
+                )
+        self._model.use_merged(self._layers)
+        return True
+
+    def drop(self) -> None:
+        """Forget the shadow; its pages are others' then."""
+        self._model.use_merged(None)
+        self.adapter = None
+        self._left, self._layers = [], []
+
+    def check(self, adapter: Adapter) -> None:
+        """RuntimeError unless steps may use the shadow, and it is this adapter's."""
+        if adapter is not self.adapter or self._left:
+            raise RuntimeError(f"the shadow weights are not those of {adapter!r}")
+
+    def _targets(self, adapter: Adapter) -> list[tuple[int, int]]:
+        """Layer and group of each matrix in which an adapter changes something."""
+        parts = self._lora.rows_of(adapter)
+        return [
+            (layer, group)
+            for layer in range(len(self._model.layers))
+            for group in range(len(MATRICES))
+            if any(_changes(part, layer, self._lora.modules(group)) for part in parts)
+        ]
+
+    def _origin(self, layer: int, group: int) -> torch.Tensor:
+        return getattr(self._model.layers[layer], MATRICES[group])
+
+
+def _changes(part: AdapterRows, layer: int, modules: Sequence[int]) -> bool:
+    return part.first_elem[layer] >= 0 and any(part.a_offset[module] >= 0 for module in modules)
