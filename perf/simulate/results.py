@@ -40,7 +40,7 @@ class Spread:
     def of(cls, values: Iterable[float]) -> Spread:
         ordered = sorted(values)
         rank, _ = interval(len(ordered))
-        return cls(_rounded(median(ordered)), ordered[rank], ordered[-1 - rank])
+        return cls(*map(_rounded, (median(ordered), ordered[rank], ordered[-1 - rank])))
 
     def to_json(self) -> list[float]:
         return [self.median, self.low, self.high]

@@ -154,7 +154,7 @@ def test_arrivals_out_of_order_are_refused():
 # -- what routers know
 
 
-def seen_by(look, staleness=0.0, requests=None):
+def seen_by(look, staleness=0.0, requests=None, **options):
     """Serve with a router that shows `look` what it is given, and takes turns."""
     turn = itertools.count()
 
@@ -163,7 +163,7 @@ def seen_by(look, staleness=0.0, requests=None):
         return next(turn) % len(states)
 
     requests = requests or [asked(n, 0.05 * n, 40, "ab"[n % 2]) for n in range(40)]
-    replicas = make_replicas(2, max_num_seqs=8, read_threads=1)
+    replicas = make_replicas(2, **{"max_num_seqs": 8, "read_threads": 1, **options})
     assert len(simulate(requests, replicas, route, staleness=staleness)) == len(requests)
     return replicas
 
@@ -175,7 +175,9 @@ def test_routers_see_the_kv_cache_the_link_and_the_disk():
     def look(request, states):
         found.append([(s.kv_tokens, s.free_tokens, s.link_seconds, s.disk_seconds, s.num_requests) for s in states])
 
-    seen_by(look, requests=[asked(n, 0.004 * n, 40, "ab"[n // 2 % 2]) for n in range(40)])
+    requests = [asked(n, 0.004 * n, 40, "ab"[n // 20]) for n in range(40)]
+    slow = Terms(terms={"latency": Number(value=0.01, source="a slow disk")})
+    seen_by(look, requests=requests, profile=PROFILE.model_copy(update={"disk": slow}))
     kv_tokens, free_tokens, link, disk, requests = zip(*(row[0] for row in found), strict=True)
     assert max(kv_tokens) > 20 * 4
     assert all(
@@ -264,7 +266,7 @@ def test_tenants_take_turns_by_the_queue_policy():
         replica = make_replicas(1, max_num_seqs=1, policies=Policies(policy))
         records = simulate(requests, replica)
         places.append(list(records.column("tenant")).index("small"))
-    assert places == [1, 6, 1]
+    assert places == [1, 6, 2], "who comes anew is lifted to those that wait"
 
 
 # -- replicas that come and go
