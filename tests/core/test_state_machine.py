@@ -198,7 +198,7 @@ class FakeShadow:
         self._clock = clock
 
     def sizes(self, adapter: Adapter) -> list[int]:
-        return [1, 2, 2][: adapter.num_pages]
+        return [2, 3, 4][: adapter.num_pages]
 
     def begin(self, adapter: Adapter, runs: list[range]) -> None:
         assert adapter.pages

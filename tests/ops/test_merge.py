@@ -62,7 +62,7 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
             want = unpacked(origin).double()
             before = want.norm(dim=1)
             for part in here:
-                for module, column, width in lora._groups[group]:
+                for module, column, width in lora._groups[group]:  # noqa: SLF001 - where modules lie
                     a, b = part.matrices(executor.arena.pages, layer, module, widths[name], width)
                     if a is not None:
                         want[column : column + width] += part.scale * b.double().T @ a.double()
@@ -108,7 +108,7 @@ def test_what_is_not_finite_is_told(base, kernels):
     part = next(part for part in parts if part.a_offset[0] >= 0)
     layer = next(layer for layer in range(LAYERS) if part.first_elem[layer] >= 0)
     origin = decoder.layers[layer].qkv
-    huge = replace(part, scale=3e38, _blocks={})
+    huge = replace(part, scale=3e38)
     assert decoder.merge(layer, 0, [huge], origin, torch.empty_like(origin)) == float("inf")
 
 
@@ -138,7 +138,7 @@ def test_a_mixture_keeps_the_bound(base, shape, lengths, kernels):
     parts = list(step.segments.rows)
     step.segments = Segments()
     for part in parts:
-        step.segments.add(0, tokens, replace(part, scale=-part.scale, _blocks={}))
+        step.segments.add(0, tokens, replace(part, scale=-part.scale))
     for begin, end, rows in own:
         step.segments.add(begin, end, rows)
     assert max(step.segments.level) >= 1

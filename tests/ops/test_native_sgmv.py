@@ -200,7 +200,7 @@ def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -
     """The decoder's layers with an adapter in them; what it does not change is the decoder's own."""
     layers = list(decoder.layers)
     for part in parts:
-        part._blocks.clear()
+        part._blocks.clear()  # noqa: SLF001 - found for other pages
     for index, layer in enumerate(layers):
         for group, name in enumerate(MATRICES):
             here = [part for part in parts if part.first_elem[index] >= 0]
