@@ -20,7 +20,7 @@ from chorus.perf.cpu.workload import Geometry, tiny
 
 pytestmark = pytest.mark.skipif(not native.available(torch.bfloat16), reason="the native decoder is not available here")
 
-BLOCK, PAGES = 16, 400
+BLOCK, PAGES = 16, 700
 LAYERS = 2
 SHAPES = {
     "gate and up in panels of their own": Geometry(hidden=128, ffn=352, layers=LAYERS, heads=4, kv_heads=2, vocab=512),
