@@ -1,26 +1,36 @@
-"""Does the simulator agree with reality? One trace, served by the real executor in real time and simulated.
+"""Agreement of the simulator with reality: one trace, served by the real executor in real time and simulated.
 
-    python -m chorus.perf.simulate.agreement [--model DIR --adapters DIR] [--profile FILE] [--repeats N]
+    python -m chorus.perf.simulate.agreement [--workload SPEC] [--model DIR --adapters DIR] [--profile FILE]
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
-both: a machine whose speed drifts drifts for both. Exits with 1 when mean TTFT or TPOT differ by more than --limit.
+both: a machine whose speed drifts drifts for both. Without --workload the requests are made up; with it, they are the
+first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
+with lengths cut to what the model takes: the profile was fitted to none of them.
+
+Exits with 1 when mean TTFT or TPOT differ by more than --limit, with --workload when the median over the requests of
+|simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when the
+machine was not quiet: the rounds of a fit differ, the fits do, or the system held the process up.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import os
 import random
 import sys
 import time
+import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
+import numpy as np
 from rich.console import Console
 
 from ...core.config import EngineConfig
@@ -34,8 +44,11 @@ from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
 from ..cpu import random_model
 from ..cpu.workload import Geometry, Workload
+from ..report.command import parser
 from ..report.table import Table
+from ..workload.errors import WorkloadError
 from ..workload.request import TraceRequest
+from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
 from .records import Records, Served
@@ -44,8 +57,19 @@ from .replica import Replica
 PROMPT_TOKENS = (16, 160)
 OUTPUT_TOKENS = (12, 64)
 HELD_UP_SECONDS = 0.5
+MOST_NOISE = 0.1
+"""Noise of a fit (`Measured.noise`), and share by which the prices of a decode step may differ between fits."""
+
+MOST_ERROR = {"ttft": 0.15, "e2e": 0.07}
+"""Of the medians over a workload's requests."""
+
+_PROMPT_SHARE = 0.75  # of the model's length, that a workload's prompt may take
 READ_THREADS = 2
 _FIRST_TOKEN_ID = 16  # ids below are special in most vocabularies
+
+
+class HeldUp(UserWarning):
+    """The system gave the process no processor for long during a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +95,34 @@ class Load:
         return found
 
 
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """The first requests of a workload, at a load of ours.
+
+    The adapters that it names become those that there are, each always the same one.
+    """
+
+    workload: Sequence[TraceRequest]
+    share: float
+    most_tokens: int
+
+    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
+        """Arrivals keep their pattern. rows: batch size at which the share holds."""
+        costs, names = profile.costs(), sorted(adapters)
+        most_prompt = int(_PROMPT_SHARE * self.most_tokens)
+        first, last = self.workload[0].arrival, self.workload[-1].arrival
+        cut, busy = [], 0.0
+        for request in self.workload:
+            prompt, output = request.prompt_tokens, request.output_tokens
+            prompt, output = min(prompt, most_prompt), max(1, min(output, self.most_tokens - most_prompt))
+            name = None if request.adapter is None else names[crc32(request.adapter.encode()) % len(names)]
+            decode = costs.decode_seconds([16] * rows, rows * (prompt + output // 2)) / rows
+            busy += costs.prefill_seconds(prompt, 16) + output * decode
+            cut.append(request._replace(prompt_tokens=prompt, output_tokens=output, adapter=name))
+        factor = busy / self.share / max(last - first, 1e-9)
+        return [each._replace(id=index, arrival=(each.arrival - first) * factor) for index, each in enumerate(cut)]
+
+
 def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
     """Random token ids; no two requests share a beginning worth caching."""
     source = random.Random(request.id)
@@ -78,7 +130,7 @@ def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
 
 
 def serve_both(
-    config: EngineConfig, profile: Profile, load: Load, refit: Callable[[], Profile] | None = None
+    config: EngineConfig, profile: Profile, load: Load | Recorded, refit: Callable[[], Profile] | None = None
 ) -> tuple[Records, Records]:
     """The same trace in real time, on an engine that has read none of its adapters yet, and simulated with `profile`.
 
@@ -102,7 +154,7 @@ def serve_both(
 def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
     """Serve `trace` in real time on an engine that does nothing else: requests come when their time has come.
 
-    Warns of steps in which the system gave the process no processor for long: such a run says nothing.
+    Warns with HeldUp of steps in which the system gave the process no processor for long: such a run says nothing.
     """
     prompts = {request.id: prompt_of(request, engine.model.vocab_size) for request in trace}
     records = Records()
@@ -126,7 +178,7 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
         outputs = engine.step()
         spent, now = time.process_time() - spent, time.perf_counter() - start
         if now - before - spent > HELD_UP_SECONDS:
-            print(f"the system held the process up for {now - before - spent:.1f} s: run it again", file=sys.stderr)
+            warnings.warn(f"the system held the process up for {now - before - spent:.1f} s", HeldUp, stacklevel=2)
         for output in outputs:
             first = first_tokens.setdefault(output.request_id, now)
             if output.error is None and output.finish_reason is None:
@@ -193,6 +245,26 @@ def compare(real: Records, simulated: Records) -> dict[str, Any]:
     return found
 
 
+def errors(real: Records, simulated: Records) -> dict[str, list[float]]:
+    """|simulated / real - 1| of each request's TTFT and latency, for each time that it was simulated."""
+    place = {arrival: index for index, arrival in enumerate(real.column("arrival"))}
+    order = [place[arrival] for arrival in simulated.column("arrival")]
+    return {name: np.abs(simulated.column(name) / real.column(name)[order] - 1).tolist() for name in MOST_ERROR}
+
+
+def unrest(noises: Sequence[float], profiles: Sequence[Profile], num_held_up: int) -> list[str]:
+    """Reasons why the machine was not quiet; none if it was."""
+    found = []
+    if noises and max(noises) > MOST_NOISE:
+        found.append(f"rounds of a fit differ by {max(noises):.0%} (at most {MOST_NOISE:.0%})")
+    prices = [profile.costs().decode_seconds([16] * 4, 400) for profile in profiles]
+    if (drift := max(prices) / min(prices) - 1) > MOST_NOISE:
+        found.append(f"fits differ by {drift:.0%} (at most {MOST_NOISE:.0%})")
+    if num_held_up:
+        found.append(f"the system held the process up {num_held_up} times")
+    return found
+
+
 def table(found: dict[str, Any]) -> Table:
     columns = ["ms", *(f"{side} {name}" for side in ("real", "simulated") for name in ("mean", "p50", "p90"))]
     made = Table("real and simulated", [*columns, "mean off by, %"])
@@ -203,26 +275,30 @@ def table(found: dict[str, Any]) -> Table:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m chorus.perf.simulate.agreement", description=__doc__.split("\n")[0]
-    )
+    command = parser(__spec__, __doc__)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "chorus" / "agreement"
-    add = parser.add_argument
+    add = command.add_argument
+    add("--workload", type=Path, metavar="SPEC", help="a workload's specification or requests; default: made up ones")
+    add("--set", action="append", default=[], metavar="FIELD=VALUE", help="another value of the specification")
     add("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
     add("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
     add("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
-    add("--repeats", type=int, default=3, help="times to fit and to serve, by turns (default: 3)")
-    add("--requests", type=int, default=60, help="of each repeat (default: 60)")
-    add("--load", type=float, default=0.5, help="share of time to keep busy (default: 0.5)")
+    add("--repeats", type=int, default=3, help="times to fit and to serve, by turns")
+    add("--requests", type=int, default=60, help="of each repeat")
+    add("--load", type=float, default=0.5, help="share of time to keep busy")
     add("--threads", type=int, help="CPU threads; default: all")
-    add("--rounds", type=int, default=3, help="of the fit (default: 3)")
-    add("--limit", type=float, default=0.15, help="share that means may be off (default: 0.15)")
+    add("--rounds", type=int, default=3, help="of the fit")
+    add("--limit", type=float, default=0.15, help="share that means may be off, of requests that are made up")
     add("--seed", type=int, default=0)
-    add("--work-dir", type=Path, default=cache, help="for the random model (default: %(default)s)")
+    add("--work-dir", type=Path, default=cache, help="for the random model")
     add("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    arguments = command.parse_args(argv)
     if (arguments.model is None) != (arguments.adapters is None):
-        parser.error("--model and --adapters go together; give both or neither")
+        command.error("--model and --adapters go together; give both or neither")
+    try:
+        load = _load(arguments)
+    except (WorkloadError, OSError) as error:
+        command.error(f"argument --workload: {error}")
     model, adapters = (arguments.model, arguments.adapters) if arguments.model else _random(arguments.work_dir)
     config = EngineConfig(
         model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=16, max_num_batched_tokens=256,
@@ -231,28 +307,54 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def fit() -> Profile:
         print("fitting a profile", file=sys.stderr)
-        profiles.append(measure_machine(config, rounds=arguments.rounds, batches=208).profile)
+        measured = measure_machine(config, rounds=arguments.rounds, batches=208)
+        noises.append(measured.noise)
+        profiles.append(measured.profile)
         return profiles[-1]
 
+    noises: list[float] = []
     profiles: list[Profile] = [load_profile(arguments.profile)] if arguments.profile else []
     if not profiles:
         fit()
-    real, virtual = Records(), Records()
-    for repeat in range(arguments.repeats):
-        print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
-        load = Load(arguments.requests, arguments.load, arguments.seed + repeat)
-        both = serve_both(config, profiles[-1], load, None if arguments.profile else fit)
-        real.extend(both[0])
-        virtual.extend(both[1])
-        table(compare(*both)).show(Console(stderr=True, width=120))
+    real, virtual, off = Records(), Records(), {name: [] for name in MOST_ERROR}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HeldUp)
+        for repeat in range(arguments.repeats):
+            print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
+            both = serve_both(config, profiles[-1], load(repeat, profiles[-1]), None if arguments.profile else fit)
+            for name, found in errors(*both).items():
+                off[name] += found
+            real.extend(both[0])
+            virtual.extend(both[1])
+            table(compare(*both)).show(Console(stderr=True, width=120))
     found = compare(real, virtual)
     found["decode_r2"] = [profile.step.fit.decode_r2 for profile in profiles if profile.step.fit is not None]
+    found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
+    found["noise"] = noises
+    found["unrest"] = unrest(noises, profiles, sum(issubclass(each.category, HeldUp) for each in caught))
+    if arguments.workload is not None:
+        agrees = all(found["median_error"][name] <= most for name, most in MOST_ERROR.items())
+    else:
+        agrees = all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot"))
+    found["verdict"] = "inconclusive" if found["unrest"] else "agrees" if agrees else "differs"
     if arguments.json:
         print(json.dumps(found))
     else:
         table(found).show()
-        print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"]) or "not known"))
-    return 0 if all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot")) else 1
+        print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"] if r2) or "not known"))
+        print("median error: " + ", ".join(f"{name} {each:.1%}" for name, each in found["median_error"].items()))
+        print("; ".join([found["verdict"], *found["unrest"]]))
+    return {"agrees": 0, "differs": 1, "inconclusive": 2}[found["verdict"]]
+
+
+def _load(arguments: argparse.Namespace) -> Callable[[int, Profile], Load | Recorded]:
+    """Return what gives the requests of a repeat. Raises WorkloadError."""
+    if arguments.workload is None:
+        return lambda repeat, profile: Load(arguments.requests, arguments.load, arguments.seed + repeat)
+    recorded = list(itertools.islice(open_workload(arguments.workload, arguments.set), arguments.requests))
+    if len(recorded) < 2:
+        raise WorkloadError(f"{arguments.workload} has {len(recorded)} requests; at least 2 are needed")
+    return lambda repeat, profile: Recorded(recorded, arguments.load, profile.geometry.max_model_len)
 
 
 def _random(work_dir: Path) -> tuple[Path, Path]:

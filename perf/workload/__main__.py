@@ -11,13 +11,11 @@ import argparse
 import json
 import sys
 from collections import deque
-from collections.abc import Iterable
 from contextlib import nullcontext
 from pathlib import Path
 
 from .errors import WorkloadError
-from .request import TraceRequest
-from .spec import WorkloadSpec
+from .spec import open_workload
 from .summary import Summary, table
 from .traces import jsonl
 
@@ -38,7 +36,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"argument --window: is {arguments.window:g}; give a number of seconds above 0")
     summary = Summary(arguments.window)
     try:
-        requests = summary.watch(_open(arguments.spec, arguments.set))
+        requests = summary.watch(open_workload(arguments.spec, arguments.set))
         with arguments.write.open("w", encoding="utf-8") if arguments.write else nullcontext() as file:
             jsonl.write(requests, file) if file else deque(requests, maxlen=0)
     except (WorkloadError, OSError) as error:
@@ -47,20 +45,6 @@ def main(argv: list[str] | None = None) -> int:
     result = summary.result()
     print(json.dumps(result) if arguments.json else table(result))
     return 0
-
-
-def _open(path: Path, settings: list[str]) -> Iterable[TraceRequest]:
-    if path.suffix == ".jsonl":
-        if settings:
-            raise WorkloadError(f"--set {settings[0]}: {path} holds requests, not a specification; leave it out")
-        return jsonl.read(path)
-    overrides = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise WorkloadError(f"--set {setting}: give FIELD=VALUE, like popularity.alpha=2")
-        overrides[name] = value
-    return WorkloadSpec.load(path, overrides)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from .model import Strict
 from .popularity import Popularity
 from .request import BASE, RequestBatch, TraceRequest
 from .seeds import hashed_uniform, stream
+from .traces import jsonl
 
 
 class WorkloadSpec(Strict):
@@ -213,3 +214,21 @@ def _name(fields: Any, error: Any) -> str:
             parts.append(part)
             fields = fields[part] if part < len(fields) else None
     return ".".join(map(str, parts))
+
+
+def open_workload(path: Path, settings: Sequence[str] = ()) -> Iterable[TraceRequest]:
+    """Requests of a specification (.toml, .json), or those that were written before (.jsonl).
+
+    settings: other values of a specification's fields, each as FIELD=VALUE. Raises WorkloadError.
+    """
+    if path.suffix == ".jsonl":
+        if settings:
+            raise WorkloadError(f"--set {settings[0]}: {path} holds requests, not a specification; leave it out")
+        return jsonl.read(path)
+    overrides = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not name or not equals:
+            raise WorkloadError(f"--set {setting}: give FIELD=VALUE, like popularity.alpha=2")
+        overrides[name] = value
+    return WorkloadSpec.load(path, overrides)

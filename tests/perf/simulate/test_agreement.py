@@ -9,18 +9,23 @@ import sys
 import pytest
 
 from chorus.core.config import EngineConfig
-from chorus.core.costs.profile import load_profile
+from chorus.core.costs.profile import Number, Terms, load_profile
 from chorus.perf.simulate.agreement import (
     OUTPUT_TOKENS,
     PROMPT_TOKENS,
     Load,
+    Recorded,
     compare,
+    errors,
     main,
     prompt_of,
     serve_both,
     table,
+    unrest,
 )
 from chorus.perf.simulate.records import Records, Served
+from chorus.perf.workload.request import TraceRequest
+from chorus.perf.workload.traces import jsonl
 
 
 def test_both_serve_the_same_requests(subject):
@@ -91,13 +96,64 @@ def test_records_are_summed_up():
 def test_the_command(subject, capsys):
     model = subject("gqa").model
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
-    assert main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"]) == 0
+    code = main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"])
     found = json.loads(capsys.readouterr().out)
+    assert (code, found["verdict"]) == ((2, "inconclusive") if found["unrest"] else (0, "agrees"))
     assert (found["real"]["requests"], found["simulated"]["requests"]) == (5, 10), "simulated before and after"
     assert len(found["decode_r2"]) == 2
     with pytest.raises(SystemExit):
         main(flags[:2])
     assert "--model and --adapters go together" in capsys.readouterr().err
+
+
+def test_the_command_takes_a_workload_that_nothing_was_fitted_to(subject, tmp_path, capsys):
+    model = subject("gqa").model
+    path = tmp_path / "trace.jsonl"
+    with path.open("w") as file:
+        jsonl.write([TraceRequest(n, 60.0 * n, "acme" if n % 2 else None, 40, 5) for n in range(6)], file)
+    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
+    flags += ["--profile", "a100-llama2-7b", "--repeats", "1", "--load", "900"]
+    code = main([*flags, "--workload", str(path), "--requests", "5"])
+    found = json.loads(capsys.readouterr().out)
+    assert found["real"]["requests"] == found["simulated"]["requests"] == 5
+    assert found["median_error"].keys() == {"ttft", "e2e"}
+    assert found["verdict"] == ("inconclusive" if found["unrest"] else "differs"), "this is no A100"
+    assert code == (2 if found["unrest"] else 1)
+    path.write_text("")
+    with pytest.raises(SystemExit):
+        main([*flags, "--workload", str(path)])
+    assert "has 0 requests; at least 2 are needed" in capsys.readouterr().err
+
+
+def test_a_recorded_load_keeps_the_pattern_and_cuts_what_is_too_long():
+    profile = load_profile("a100-llama2-7b")
+    requests = [TraceRequest(n, 100 + n**1.5, "acme" if n % 3 else None, 10 * n + 1, 5000) for n in range(200)]
+    trace = Recorded(requests, 0.5, 1000).trace(profile, 4, ["b", "a"])
+    assert [each.id for each in trace] == list(range(200))
+    assert trace[0].arrival == 0
+    ratios = [each.arrival / n**1.5 for n, each in enumerate(trace) if n]
+    assert ratios == pytest.approx([ratios[0]] * 199)
+    assert {each.prompt_tokens for each in trace[80:]} == {750}
+    assert {each.output_tokens for each in trace} == {250}
+    assert {each.adapter for each in trace if each.id % 3} == {trace[1].adapter} <= {"a", "b"}
+    twice = Recorded(requests, 1.0, 1000).trace(profile, 4, ["b", "a"])
+    assert twice[-1].arrival == pytest.approx(trace[-1].arrival / 2)
+
+
+def test_errors_are_of_each_request_and_each_simulation():
+    real = records((0.0, 1.0, 4.0, 0.0, 0.0, 5), (1.0, 2.0, 5.0, 0.0, 0.0, 4))
+    simulated = records((1.0, 3.0, 5.0, 0.0, 0.0, 4), (0.0, 1.0, 3.0, 0.0, 0.0, 5), (0.0, 2.0, 4.0, 0.0, 0.0, 5))
+    assert errors(real, simulated) == {"ttft": [0.5, 0.0, 1.0], "e2e": [0.0, 0.25, 0.0]}
+
+
+def test_no_conclusion_is_drawn_on_a_machine_that_was_not_quiet():
+    profile = load_profile("a100-llama2-7b")
+    step = Terms(terms={name: Number(value=1.3 * n.value, source="slower") for name, n in profile.step.terms.items()})
+    slower = profile.model_copy(update={"step": step})
+    assert unrest([0.02, 0.09], [profile, profile], 0) == []
+    assert unrest([0.02, 0.2], [profile], 0) == ["rounds of a fit differ by 20% (at most 10%)"]
+    assert unrest([], [profile, slower], 0) == ["fits differ by 30% (at most 10%)"]
+    assert unrest([], [profile], 2) == ["the system held the process up 2 times"]
 
 
 def test_the_simulator_in_perf_imports_no_torch():
