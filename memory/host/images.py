@@ -176,8 +176,11 @@ class HostImages(Generic[Key]):
         return entry is not None and entry.has_ended
 
     def is_slow(self, key: Key) -> bool:
-        """True if it has been read for so long that others are read beside it, as of the last look."""
-        return key in self._under_way and self._under_way[key][0].is_slow
+        """True if it is being read, and for so long, as of the last look, that others are read beside it."""
+        if key not in self._under_way:
+            return False
+        entry = self._under_way[key][0]
+        return entry.is_slow and not entry.has_ended
 
     def pace(self, key: Key) -> tuple[float, float]:
         """Seconds for which a read under way has brought nothing, its wait for a thread included, and that each of its

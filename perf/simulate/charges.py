@@ -9,7 +9,6 @@ from ...core.costs.models import CostModel
 from ...core.costs.work import StepWork
 from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from ...core.scheduling.policies import VictimPolicy
-from ...graphs.runner import StepMode
 from .link import Link, Urgency
 
 if TYPE_CHECKING:
@@ -58,7 +57,7 @@ class Charges:
             return
         if self._costs.merge is None:
             raise ValueError("the profile has no merge cost, so nothing can be merged; set terms merge.base")
-        plan.mode = StepMode.MERGED
+        plan.merged = adapter
         if adapter is not self._merged:
             self._merged = adapter
             self._merge_due = self._costs.merge.seconds(adapter.rank)

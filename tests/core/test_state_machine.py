@@ -418,7 +418,7 @@ class EngineMachine(RuleBasedStateMachine):
         block_tokens=st.sampled_from([1, 2, 4, 8]),
         kv_tokens=st.sampled_from([24, MAX_MODEL_LEN, 64, 100]),
         adapter_pages=st.lists(st.integers(1, 9), min_size=len(NAMES), max_size=len(NAMES)),
-        max_num_seqs=st.sampled_from([1, 2, 3, 4, 6, 9]),
+        max_num_seqs=st.sampled_from([1, 2, 2, 3, 3, 4, 6, 9]),
         spare_tokens=st.sampled_from([0, 1, 5, 40]),
         chunked=st.sampled_from([True, True, False]),
         prefix_cache=st.sampled_from([True, True, True, False]),
@@ -470,6 +470,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.turns: dict[str, tuple[float, int]] = {}
         """Since when an account has waited for a turn, with something in the queue all the time: time and step."""
         self.last_turns: dict[str, tuple[float, int]] = {}
+        self.decided = (0.0, 0)
         self.requests: dict[str, Expected] = {}
         self.clock = Clock()
         self.executor = CheckingExecutor(self.config, self.requests, self.clock)
@@ -518,7 +519,7 @@ class EngineMachine(RuleBasedStateMachine):
         tenants=st.lists(st.sampled_from(["", "a", "b"]), min_size=6, max_size=6),
         salts=st.lists(st.sampled_from(["", "", "", "x"]), min_size=6, max_size=6),
         twins=st.booleans(),
-        together=st.booleans(),
+        together=st.sampled_from([True, True, False]),
     )
     def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins, together):
         """A few requests of similar length, whose prompts begin with the same `shared` tokens, or all of one call."""
@@ -638,6 +639,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.preemptions_before = self.scheduler.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
         self._note_turns()
+        self.decided = self.clock.now, self.scheduler.num_steps  # when the step is, which then takes time
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         outputs = self.engine.step()
         if self.executor.violations:
@@ -660,7 +662,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.turns = {account: self.turns.get(account, now) for account in self.scheduler.waiting.accounts}
 
     def _has_waited_for_long(self, since):
-        seconds, steps = self.clock.now - since[0], self.scheduler.num_steps - since[1]
+        seconds, steps = self.decided[0] - since[0], self.decided[1] - since[1]
         return seconds >= self.config.max_turn_seconds or steps >= self.config.max_turn_steps
 
     def _check_turns(self, started, may_begin):
@@ -674,7 +676,7 @@ class EngineMachine(RuleBasedStateMachine):
             reached["a turn that was late"] += account in self.turns and self._has_waited_for_long(self.turns[account])
             if late and last is not None:
                 assert self._has_waited_for_long(last), f"{account!r} began, last {last}; late for a turn: {late}"
-            self.turns[account] = self.last_turns[account] = self.clock.now, self.scheduler.num_steps
+            self.turns[account] = self.last_turns[account] = self.decided
 
     def _note_preemptions(self):
         """Requests that were sent back go on before all others, even one that began in this very step."""
@@ -695,7 +697,7 @@ class EngineMachine(RuleBasedStateMachine):
         in_step = {row.request_id for row in plan.rows}
         sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
-        if plan.num_tokens < self.config.max_num_batched_tokens:
+        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available:
             assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
@@ -722,7 +724,8 @@ class EngineMachine(RuleBasedStateMachine):
                 if other.account == waiting.account and not (behind and other.adapter is None):
                     assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
         if self.config.max_adapters_per_step is None and not beyond_seats:
-            here = {None, *self.here_before}
+            tier = self.engine.store.tier
+            here = {None, *(adapter for adapter in self.here_before if tier(adapter) in (Tier.DEVICE, Tier.HOST))}
             groups = [groups for accounts in self.scheduler.waiting.accounts.values() for groups in accounts.values()]
             may_begin = [r for group in groups if group.adapter in here for r in group.firsts]
             self._check_turns(started, [r for r in may_begin if r.id not in self.running_before])
@@ -1020,7 +1023,8 @@ class EngineMachine(RuleBasedStateMachine):
     def _live_on(self):
         """Until every request has ended."""
         remaining = sum(len(e.prompt) + e.params.max_tokens for e in self.requests.values())
-        for _ in range(2 * remaining * (1 + len(self.requests)) + 10):
+        patience = 2000  # steps that only wait for reads, until those that hang are given up
+        for _ in range(2 * remaining * (1 + len(self.requests)) + patience):
             if not self.engine.has_work():
                 break
             for read in list(self._pending()):
@@ -1060,6 +1064,6 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
-    assert reached.keys() >= {"merged step", "no room for a shadow", "shadow kept", "shadow gone"}
+    assert reached.keys() >= {"merged step", "shadow kept", "shadow gone"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached

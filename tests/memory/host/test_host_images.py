@@ -499,3 +499,13 @@ def test_a_failed_read_leaves_nothing_behind(threads):
     finally:
         gc.enable()
     images.close()
+
+
+def test_a_slow_read_that_has_ended_is_slow_no_more_though_nobody_has_looked(watched):
+    watched.request("slow")
+    assert watched.began["slow"].wait(60)
+    watched.wait(2)
+    assert watched.images.is_slow("slow")
+    watched.steps["slow"].release(4)
+    watched.until(lambda: watched.images.is_ready("slow"))
+    assert not watched.images.is_slow("slow")
