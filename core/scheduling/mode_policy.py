@@ -11,7 +11,7 @@ from ...memory.adapters.adapter import Adapter
 
 @dataclass(frozen=True, slots=True)
 class ModeState:
-    """What dLoRA's Algorithm 1 decides by, before each step.
+    """State that dLoRA's Algorithm 1 decides by, before each step.
 
     requests: waiting and running ones of each adapter; None: of the base model. num_running: of all, the batch that
     first come, first served makes. merged: the adapter in the weights that steps use. shadowed: whose merged weights

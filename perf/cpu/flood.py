@@ -51,7 +51,7 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What came of a run: times to the first token by tenant, and tokens per second while all tenants sent."""
+    """Results of a run: times to the first token by tenant, and tokens per second while all tenants sent."""
 
     ttft: dict[int, list[float]]
     tokens_per_second: float

@@ -1,4 +1,4 @@
-"""What a step costs beside its rows: merging, all-reduces, LoRA on the CPU, and KV that was swapped out."""
+"""Costs of a step beside its rows: merging, all-reduces, LoRA on the CPU, and KV that was swapped out."""
 
 from __future__ import annotations
 

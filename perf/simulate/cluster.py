@@ -35,7 +35,7 @@ def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
 
 
 class Happened(StrEnum):
-    """What a controller is told of."""
+    """Events that a controller is told of."""
 
     ARRIVED = "arrived"  # a request, which has not been routed yet
     ENDED = "ended"  # requests of a replica

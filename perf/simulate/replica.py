@@ -39,7 +39,7 @@ class Phase(StrEnum):
 
 
 class Progress(NamedTuple):
-    """What a request has had elsewhere: its tokens so far, and when the first of them and its admission came.
+    """Progress of a request elsewhere: its tokens so far, and when the first of them and its admission came.
 
     cold: seconds of its time there in which steps waited for adapters.
     """

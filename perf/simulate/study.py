@@ -180,7 +180,7 @@ class Expectation(Strict):
 
 
 class Axis(Strict):
-    """What is varied, all else alike, to see where orders hold.
+    """Fields that are varied, all else alike, to see where orders hold.
 
     fields: dotted, of the setup; with several, all change together. factors: of each row's own value; whole numbers
     stay whole, and of a rate's curve the rates are multiplied. values: in place of it.

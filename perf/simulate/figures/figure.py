@@ -126,7 +126,7 @@ class Published(Strict):
 
 
 class Order(Strict):
-    """What is claimed of several rows. rising: from the least value to the largest; a number is a bound in the unit.
+    """Claim about several rows. rising: from the least value to the largest; a number is a bound in the unit.
 
     alike: rows whose values are the same within the share `within`, which is chosen here: papers say "roughly".
     """

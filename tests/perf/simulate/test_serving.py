@@ -1,4 +1,4 @@
-"""What a study may say of a cluster: placement, a script, service classes, and what its router knows."""
+"""Cluster fields of a study: placement, a script, service classes, and what its router knows."""
 
 from __future__ import annotations
 
