@@ -21,7 +21,7 @@ from .study import Axis, Pool, Row, Setup, Study, StudyError
 #: Significant digits of results: more than anybody reads, fewer than sums in another order would change.
 _DIGITS = 7
 
-#: How sure an interval is to hold the median of all seeds, where there are enough of them.
+#: Least probability with which an interval holds the median of all seeds, where there are enough of them.
 CONFIDENCE = 0.95
 
 #: Metrics of each row, in one run.
@@ -175,7 +175,7 @@ def run_study(
     shown = {task.key for task in tasks[: len(study.rows)]}  # those of which samples are kept
     found: dict[str, Outcome] = {}
     todo = list({task.key: task for task in tasks}.values())  # points may be the study's own
-    with _mapped(min(jobs, len(todo))) as mapped:
+    with map_of(min(jobs, len(todo))) as mapped:
         for task, outcome in zip(todo, mapped(partial(_simulated, shown), todo), strict=True):
             found[task.key] = outcome
             told(task.origin)
@@ -234,7 +234,7 @@ def _simulated(shown: set[str], task: _Task) -> Outcome:
 
 
 @contextmanager
-def _mapped(jobs: int) -> Iterator[Callable[..., Iterable[Outcome]]]:
+def map_of(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
     """`map`, in so many processes."""
     if jobs <= 1:
         yield map

@@ -100,13 +100,13 @@ class SimAdmission(Admission):
         """Return when the queue's order changes, if nobody in it can be admitted before a running request ends.
 
         Running requests only take pages, so what did not fit won't. But the order changes when a request has been
-        overtaken for long enough, an adapter that has been read may be loaded, and known blocks may be shared: None
-        where somebody may be admitted sooner.
+        overtaken for long enough, or an account has waited too long for a turn, an adapter that has been read may be
+        loaded, and known blocks may be shared: None where somebody may be admitted sooner.
         """
         limits, until = self._limits, math.inf
         if len(running) >= limits.max_num_seqs:
             return until
-        if self.awaits_growth or self._memory.use_prefix_cache:
+        if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.accounts) > 1:
             return None
         overdue_before = self._clock() - limits.max_overtake_seconds
         for request in self._waiting:

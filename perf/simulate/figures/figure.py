@@ -33,7 +33,7 @@ from pydantic import Field, PositiveFloat, PositiveInt, ValidationError, model_v
 from ...workload.model import Strict
 from ..study import Pool, Row, Setup, Study, StudyError, load_study
 
-#: What a value in SI units, or a share, is multiplied by to have the unit.
+#: Factor from SI units, or a share, to each unit.
 UNITS = {
     "ms": 1e3, "µs": 1e6, "%": 1e2, "times": 1.0, "tokens/s": 1.0, "requests/s": 1.0, "1/s": 1.0, "MB": 1e-6,
     "MiB": 2.0**-20, "": 1.0,

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import get_context
 from typing import Any
 
 from ..fragmentation import run_fragmentation
-from ..results import Spread
+from ..results import Spread, map_of
 from ..serving import run_serving
 from ..study import Pool, Setup, StudyError
 from .baselines import static_batches
@@ -102,7 +99,7 @@ def compute(
     }  # fmt: skip
     distinct = {task.key: task for task in tasks.values()}
     found: dict[str, dict[str, float]] = {}
-    with _mapped(min(jobs, len(distinct))) as mapped:
+    with map_of(min(jobs, len(distinct))) as mapped:
         for place, (task, metrics) in enumerate(
             zip(distinct.values(), mapped(_simulated, distinct.values()), strict=True)
         ):
@@ -143,19 +140,6 @@ def _simulated(task: _Task) -> dict[str, float]:
     # of the request that ended first: what it waited for loads, its own and others'
     metrics["first_cold"] = float(outcome.samples["cold_share"][0] * outcome.samples["e2e"][0])
     return metrics
-
-
-@contextmanager
-def _mapped(jobs: int) -> Iterator[Callable[..., Iterable[dict[str, float]]]]:
-    """`map`, in so many processes."""
-    if jobs <= 1:
-        yield map
-        return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        try:
-            yield pool.map
-        finally:
-            pool.shutdown(cancel_futures=True)
 
 
 def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, float]], seeds: int) -> FigureResult:
