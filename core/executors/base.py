@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
+from ...memory.host.swapped_kv import SwapBackend
 from ...memory.pages.layout import PageLayout
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
@@ -80,6 +81,11 @@ class Executor(Protocol):
     @property
     def shadow(self) -> ShadowBackend | None:
         """None where no adapter can be merged."""
+        ...
+
+    @property
+    def swaps(self) -> SwapBackend | None:
+        """None where KV of preempted requests can't be kept."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -14,6 +14,7 @@ from ...graphs.runner import StepMode
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
 from .charges import Charges
 from .repeats import RepeatedPlan, RepeatedResult
+from .swaps import SimSwaps
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
@@ -101,10 +102,11 @@ class SimExecutor:
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
         self.charges = Charges(
-            self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
-            hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
+            self.costs, self.adapters.link, hidden_bytes=geometry.hidden_size * geometry.itemsize,
+            num_layers=geometry.num_layers, degree=degree,
         )  # fmt: skip
         self.shadow = None
+        self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
         self.horizon = math.inf
         self.busy_seconds = 0.0
         self._clock = clock
@@ -122,13 +124,12 @@ class SimExecutor:
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows, charges = self.costs, plan.rows, self.charges
-        computed = plan if charges.is_idle else charges.work(plan)
         if plan.mode is StepMode.MERGED:
-            computing = charges.merged_seconds(computed)
+            computing = charges.merged_seconds(plan)
         else:
-            computing = StepWork.of(computed, costs.kernel).seconds(costs.step)
+            computing = StepWork.of(plan, costs.kernel).seconds(costs.step)
         if not charges.is_idle:
-            computing += charges.each_step(computed)
+            computing += charges.each_step(plan)
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
             growth = costs.step.growth(len(rows))
@@ -142,7 +143,7 @@ class SimExecutor:
             price = self._stalled(first, computing, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
-        if once := charges.once(plan, self._clock.now):
+        if once := charges.once():
             price.first += once
             price.single = True
         self._priced = plan, price

@@ -187,6 +187,89 @@ class FakeAdapters:
         return image
 
 
+class FakeSwaps:
+    """Copies of KV pages that end at once or when the machine says so; some fail."""
+
+    page_seconds = 1e-4
+
+    class Copy:
+        """State: coming, done or failed. After `cancel` it writes until it is quiet."""
+
+        def __init__(self, write: Callable[[], None]) -> None:
+            self.state = "coming"
+            self.cancelled = False
+            self.busy = True
+            self._write = write
+
+        def end(self, state: str = "done") -> None:
+            if self.busy and state == "done" and not self.cancelled:
+                self._write()
+            self.busy, self.state = False, "failed" if self.cancelled else state
+
+        def is_done(self) -> bool:
+            return self.state == "done"
+
+        def has_failed(self) -> bool:
+            return self.cancelled or self.state == "failed"
+
+        def cancel(self) -> None:
+            self.cancelled = True
+
+        def is_quiet(self) -> bool:
+            return not self.busy
+
+    def __init__(self, memory: dict[tuple[int, int], object], block_tokens: int, clock: Clock) -> None:
+        self.at_once = True
+        self._copies: list[FakeSwaps.Copy] = []
+        self._memory = memory
+        self._offsets = range(block_tokens)
+        self._clock = clock
+
+    @property
+    def under_way(self) -> list[Copy]:
+        self._copies = [copy for copy in self._copies if copy.busy]
+        return self._copies
+
+    def copy_out(self, pages: list[int]) -> tuple[list[list[object]], Copy | None]:
+        image: list[list[object]] = []
+        pages = list(pages)
+
+        def write() -> None:
+            image.extend([self._memory.get((page, offset)) for offset in self._offsets] for page in pages)
+
+        return image, self._begin(write)
+
+    def copy_in(self, image: list[list[object]], skip: int, pages: list[int]) -> Copy | None:
+        pages = list(pages)
+        assert len(pages) == len(image) - skip
+        held = list(image)
+
+        def write() -> None:
+            for page, content in zip(pages, held[skip:], strict=True):
+                for offset in self._offsets:
+                    self._memory[page, offset] = content[offset]
+
+        if not self.at_once:
+            for page in pages:
+                for offset in self._offsets:
+                    self._memory[page, offset] = "not there yet"
+        return self._begin(write)
+
+    def wait(self, timeout: float) -> None:
+        self._clock.now += timeout
+        reached["waited for a copy"] += bool(self.under_way)
+        for copy in self.under_way[:1]:
+            copy.end()
+
+    def _begin(self, write: Callable[[], None]) -> Copy | None:
+        copy = self.Copy(write)
+        if self.at_once:
+            copy.end()
+            return None
+        self._copies.append(copy)
+        return copy
+
+
 class FakeShadow:
     """Shadow weights of as many matrices as an adapter has pages, at most three; a call makes one."""
 
@@ -236,6 +319,7 @@ class CheckingExecutor:
         self.memory: dict[tuple[int, int], object] = {}
         self.adapters = FakeAdapters(self.memory, clock)
         self.shadow = FakeShadow(self.memory, clock)
+        self.swaps = FakeSwaps(self.memory, config.block_tokens, clock)
         self.violations: list[Exception] = []
         self.raises_for: set[str] = set()
         self.sick: set[str] = set()
@@ -436,11 +520,13 @@ class EngineMachine(RuleBasedStateMachine):
         fair_by=st.sampled_from(["tenant", "tenant", "adapter"]),
         weights=st.sampled_from([{}, {"a": 0.01, NAMES[0]: 100.0}]),
         max_turn=st.sampled_from([(0.2, 1000), (1000.0, 4), (10.0, 1000)]),
+        preemption=st.sampled_from(["recompute", "swap", "swap", "auto"]),
+        swaps_at_once=st.booleans(),
     )
     def build(
         self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
         host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, patience, max_waiting,
-        share, fair_by, weights, max_turn,
+        share, fair_by, weights, max_turn, preemption, swaps_at_once,
     ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
@@ -465,6 +551,7 @@ class EngineMachine(RuleBasedStateMachine):
             weights=weights,
             max_turn_seconds=max_turn[0],
             max_turn_steps=max_turn[1],
+            preemption=preemption,
             seed=5,
         )
         self.turns: dict[str, tuple[float, int]] = {}
@@ -475,6 +562,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.clock = Clock()
         self.executor = CheckingExecutor(self.config, self.requests, self.clock)
         self.executor.on_plan = self._check_order
+        self.executor.swaps.at_once = swaps_at_once
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
         self.engine.store.images.wait = self._wait
@@ -618,6 +706,14 @@ class EngineMachine(RuleBasedStateMachine):
         for _ in range(min(count, len(self._pending()))):
             read = data.draw(st.sampled_from(self._pending()))
             read.come_back() if read.hangs else read.finish()
+
+    @precondition(lambda self: self.executor.swaps.under_way)
+    @rule(data=st.data(), state=st.sampled_from(["done", "done", "done", "failed"]))
+    def end_a_copy(self, data, state):
+        """In any order."""
+        copy = data.draw(st.sampled_from(self.executor.swaps.under_way))
+        reached["a copy failed"] += state == "failed"
+        copy.end(state)
 
     @precondition(lambda self: self.config.adapter_read_seconds < PATIENT)
     @precondition(lambda self: any(not read.hangs for read in self._pending()))
@@ -951,7 +1047,12 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
         assert stats.num_free_pages + held == self.usable
-        assert stats.num_kv_pages == 0 or stats.num_running > 0
+        copied = sum(len(pages) for _, pages in self.engine.swapped.holders())
+        assert stats.num_kv_pages == 0 or stats.num_running > 0 or copied
+        assert self.config.preemption != "recompute" or stats.num_swaps_out == 0
+        assert stats.num_swapped <= len(self._active()) + len(self.executor.swaps.under_way)
+        for name in ("num_swaps_out", "num_swaps_in", "num_swaps_dropped"):
+            reached[name] += getattr(stats, name) > 0
         for request_id in self._active():
             request = self.requests[request_id].request
             runs = request in self.scheduler.running
@@ -1012,6 +1113,7 @@ class EngineMachine(RuleBasedStateMachine):
     @invariant()
     def host_images_are_counted(self):
         images = self.engine.store.images
+        assert images.budget.num_bytes == images.num_bytes + self.engine.swapped.num_bytes
         entries = {*images._entries.values(), *images._given_up.values()}  # noqa: SLF001 - the books themselves
         assert images.num_bytes == sum(entry.num_bytes for entry in entries)
 
@@ -1029,6 +1131,8 @@ class EngineMachine(RuleBasedStateMachine):
                 break
             for read in list(self._pending()):
                 read.finish()
+            for copy in self.executor.swaps.under_way:
+                copy.end()
             self._step()
         assert not self.engine.has_work(), "requests starve"
 
@@ -1039,6 +1143,10 @@ class EngineMachine(RuleBasedStateMachine):
             self._live_on()
         self._end_hanging()
         self._live_on()
+        for copy in self.executor.swaps.under_way:
+            copy.end()
+        self.engine.scheduler.schedule()  # frees what was copied for requests that have been aborted
+        assert self.engine.stats().num_swapped == self.engine.stats().swapped_bytes == 0
         self.clock.now += 1.0
         self.engine.store.images.watch()
         for request_id, expected in self.requests.items():
@@ -1065,5 +1173,6 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
     assert reached.keys() >= {"merged step", "shadow kept", "shadow gone"}
+    assert reached.keys() >= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached
