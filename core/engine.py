@@ -19,13 +19,12 @@ from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
 from ..memory.host.images import HostImages, Reads, ThreadReads
-from ..memory.host.swapped_kv import SwappedKv
 from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.swapped_kv import SwappedKv
 from .config import EngineConfig
-from .costs.preemption import swaps
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
 from .merging import Merging
@@ -37,6 +36,7 @@ from .requests.types import CannotMerge, ExecutorLost, RequestOutput, StepPlan, 
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies
+from .scheduling.preemption import swaps
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
-from ...memory.host.swapped_kv import SwapBackend
 from ...memory.pages.layout import PageLayout
+from ...memory.transfers.swapped_kv import SwapBackend
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
 from ..requests.types import ExecutorLost, StepPlan, StepResult

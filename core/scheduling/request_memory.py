@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
 from ...memory.adapters.store import AdapterStore
-from ...memory.host.swapped_kv import KvImage, SwappedKv
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
+from ...memory.transfers.swapped_kv import KvImage, SwappedKv
 from ..requests.request import Request
 from ..requests.types import ExecutorLost
 

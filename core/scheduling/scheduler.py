@@ -13,8 +13,8 @@ from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
-from ...memory.host.swapped_kv import KvImage
 from ...memory.pages.pool import PageKind
+from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
 from ..engine_stats import AccountStats
 from ..requests.request import Request, RequestState
@@ -124,6 +124,9 @@ class Scheduler:
             if cut and not preempted:
                 self._add_to_chunks(cut, counts, self._max_tokens - used - sum(admitted.values()))
             counts |= {request: count for request, count in admitted.items() if count}
+        if all_decode and self._memory.arriving:  # admitted just now, without a row
+            all_decode = False
+            counts = {request: counts.get(request, 1) for request in self.running if request.coming is None}
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)

@@ -794,7 +794,8 @@ class EngineMachine(RuleBasedStateMachine):
         sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
         if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available:
-            assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
+            waits = self.engine.swapped.frees_pages  # for pages that are being copied out
+            assert all(r.call or r.coming is not None or waits for r in sitting_out), "one alone in its call sat out"
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -1058,7 +1059,7 @@ class EngineMachine(RuleBasedStateMachine):
             runs = request in self.scheduler.running
             assert request.is_running == hasattr(request, "block_table") == runs
             assert runs != (request in self.scheduler.waiting)
-            assert request.state is not RequestState.LOADING or request.adapter is not None
+            assert request.state is not RequestState.LOADING or request.adapter is not None or request.coming
             reached[f"state {request.state}"] += 1
         idle = [a for a in self._adapters() if a.pages and not a.references and a.transfer is None]
         assert self.engine.store.num_idle_pages == sum(adapter.num_pages for adapter in idle)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from chorus.core.config import EngineConfig
-from chorus.core.costs.preemption import swaps
 from chorus.core.engine import Engine
 from chorus.core.executors.swaps import PageSwaps
 from chorus.core.requests.request import RequestState
+from chorus.core.scheduling.preemption import swaps
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.eviction import RestoreCosts
@@ -50,8 +50,9 @@ def test_a_short_arena_changes_no_token(subject, drive, preemption, chunked, pre
 @pytest.mark.parametrize("cache_pages", [0, 3, 1000])
 def test_shared_beginnings(subject, drive, preemption, cache_pages):
     it = subject("gqa")
-    cases = make_families(it, adapters=FEW, stems=(48, 90), seed=60)
-    driver = drive(it, num_pages=44, max_num_batched_tokens=64, preemption=preemption, host_cache_bytes=0)
+    cases = make_families(it, adapters=FEW, stems=(48, 90), seed=60, tokens=(24, 48))
+    adapters = {name: it.adapters[name] for name in FEW if name}
+    driver = drive(it, num_pages=30, max_num_batched_tokens=64, preemption=preemption, adapters=adapters)
     driver.engine.store.images.budget.capacity_bytes = cache_pages * driver.engine.executor.layout.page_bytes
     add_all(driver, cases)
     check(driver, cases)
@@ -73,7 +74,7 @@ def test_a_preemption_at_any_step_loses_nothing(subject, drive, at):
     prompts = [[rng.randrange(3, it.vocab_size) for _ in range(50)] for _ in asked]
 
     def run(preempt_at):
-        driver = drive(it, max_num_batched_tokens=24, preemption="swap")
+        driver = drive(it, max_num_batched_tokens=24, max_num_seqs=8, preemption="swap")
         requests = [
             driver.add(f"r{index}", name, prompt, **params)
             for index, (name, prompt, params) in enumerate(zip(FEW, prompts, asked, strict=False))
@@ -89,7 +90,10 @@ def test_a_preemption_at_any_step_loses_nothing(subject, drive, at):
         answers = driver.drain()
         stats = driver.engine.stats()
         assert stats.num_swaps_in == stats.num_swaps_out - stats.num_swaps_dropped
-        return {name: (a.tokens, a.finish_reason, [lp.token for lp in a.logprobs], a.prompt_logprobs and [lp and lp.token for lp in a.prompt_logprobs]) for name, a in answers.items()}  # noqa: E501  # fmt: skip
+        scored = answers["r2"].prompt_logprobs
+        assert scored is not None
+        tokens = {name: (answer.tokens, answer.finish_reason) for name, answer in answers.items()}
+        return tokens, [len(answer.logprobs) for answer in answers.values()], [each.token_id for each in scored]
 
     assert run(at) == run(0)
 

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ..host.budget import HostBudget
 from ..pages.block_table import BlockTable
 from ..pages.pool import IntegrityError, PageKind
-from ..transfers.transfer import Transfer
-from .budget import HostBudget
+from .transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
