@@ -38,7 +38,7 @@ class EngineStats:
     num_swaps_in: int = 0
     swapped_bytes_out: int = 0
     swapped_bytes_in: int = 0
-    num_swaps_dropped: int = 0  # swapped KV that was computed again after all
+    num_swaps_dropped: int = 0  # KV in host memory that came to nothing: lost, in others' way, or cached anyway
     num_shadow_pages: int = 0
     mode: StepMode = StepMode.LORA  # merged, or lora as each step needs it
     merged_adapter: str | None = None

@@ -124,7 +124,7 @@ _STATS = (
     (CounterMetricFamily, "num_swaps_in", "swaps_in", "", "Copies of such KV back"),
     (CounterMetricFamily, "swapped_bytes_out", "swapped_out_bytes", "", "Bytes of KV copied to host memory"),
     (CounterMetricFamily, "swapped_bytes_in", "swapped_in_bytes", "", "Bytes of KV copied back"),
-    (CounterMetricFamily, "num_swaps_dropped", "swaps_dropped", "", "KV in host memory that was computed again"),
+    (CounterMetricFamily, "num_swaps_dropped", "swaps_dropped", "", "KV in host memory that was not used"),
     (CounterMetricFamily, "num_adapter_hits", "adapter_hits", "", "Admissions that found their adapter"),
     (CounterMetricFamily, "num_adapter_loads", "adapter_loads", "", "Adapters brought to the device"),
     (CounterMetricFamily, "num_streamed_loads", "adapter_streamed_loads", "",

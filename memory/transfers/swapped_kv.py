@@ -41,7 +41,7 @@ class SwapBackend(Protocol):
 class KvImage:
     """KV of a request's first `num_tokens` tokens, but for the blocks before `blocks`, which others used at that time.
 
-    is_whole: all of it is in host memory. is_used: it is on its way back and must not be dropped. is_dropped: it is
+    is_whole: all of it is in host memory. is_used: it is being copied back and must not be dropped. is_dropped: it is
     lost, or nobody wants it any more.
     """
 
@@ -76,7 +76,7 @@ class SwappedKv:
 
     def __init__(self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int) -> None:
         """backend: None where nothing can be copied: then nothing is ever saved."""
-        self._backend = backend
+        self.backend = backend
         self._budget = budget
         self._page_bytes = page_bytes
         self._images: dict[KvImage, None] = {}  # the oldest first
@@ -109,10 +109,10 @@ class SwappedKv:
         If the copy takes its time the pages become its own, and the table is empty.
         """
         num_bytes = len(blocks) * self._page_bytes
-        if self._backend is None or not blocks or not self._budget.claim(num_bytes, self):
+        if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
         try:
-            data, transfer = self._backend.copy_out(table.pages[blocks.start : blocks.stop])
+            data, transfer = self.backend.copy_out(table.pages[blocks.start : blocks.stop])
         except (MemoryError, ValueError, OSError):
             logger.exception("KV of %d tokens could not be copied to host memory", num_tokens)
             return None
@@ -130,8 +130,8 @@ class SwappedKv:
 
         The pages are the request's; it gives them up by `cancel` only, while the transfer is under way.
         """
-        assert self._backend is not None
-        transfer = self._backend.copy_in(image.data, skip, pages)
+        assert self.backend is not None
+        transfer = self.backend.copy_in(image.data, skip, pages)
         self.num_in += 1
         self.num_bytes_in += len(pages) * self._page_bytes
         if transfer is None:
@@ -147,10 +147,9 @@ class SwappedKv:
             if copy.image is image and not copy.is_out and copy.table is None:
                 copy.table = table.hand_over()
                 copy.transfer.cancel()
-        image.is_used = False
 
     def drop(self, image: KvImage) -> None:
-        """Give an image up before it was of use: its request has to compute all again."""
+        """Give an image up that came to nothing: it is lost, others need its memory, or the KV is there without it."""
         if not image.is_dropped:
             self.num_dropped += 1
             self.forget(image)
@@ -188,8 +187,8 @@ class SwappedKv:
 
     def wait(self, timeout: float) -> bool:
         """Let time go by until a copy may have ended; False, at once, if nothing is being copied."""
-        if self._copies and self._backend is not None:
-            self._backend.wait(timeout)
+        if self._copies and self.backend is not None:
+            self.backend.wait(timeout)
         return bool(self._copies)
 
     # -- the budget's
@@ -224,6 +223,8 @@ class SwappedKv:
         self._copies.remove(copy)
         if copy.table is not None:
             copy.table.free()
+        if not copy.is_out:
+            copy.image.is_used = False
         if copy.image.is_dropped:
             self._clear(copy.image)
 

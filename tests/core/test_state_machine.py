@@ -691,7 +691,21 @@ class EngineMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.scheduler.running)
     @rule(data=st.data())
     def preempt(self, data):
-        request = data.draw(st.sampled_from(self.scheduler.running))
+        self._preempt(data.draw(st.sampled_from(self.scheduler.running)))
+
+    @precondition(lambda self: self.config.preemption != "recompute" and self.scheduler.running)
+    @rule(picks=st.lists(st.integers(0, 8), min_size=1, max_size=6), ends=st.sampled_from(["done", "failed", ""]))
+    def preempt_one_after_another(self, picks, ends):
+        """Copies go on beside steps, or end before the next one."""
+        for pick in picks:
+            if running := self.scheduler.running:
+                self._preempt(running[pick % len(running)])
+            if ends and (copies := self.executor.swaps.under_way):
+                reached["a copy failed"] += ends == "failed"
+                copies[pick % len(copies)].end(ends)
+            self._step()
+
+    def _preempt(self, request):
         self.scheduler.preempt(request)
         self.requests[request.id].preempted = True
 
@@ -820,12 +834,14 @@ class EngineMachine(RuleBasedStateMachine):
             for other in first:
                 if other.account == waiting.account and not (behind and other.adapter is None):
                     assert other.arrival_time <= waiting.arrival_time, f"{waiting} was overtaken too long by {other}"
+        may_begin = []
         if self.config.max_adapters_per_step is None and not beyond_seats:
             tier = self.engine.store.tier
             here = {None, *(adapter for adapter in self.here_before if tier(adapter) in (Tier.DEVICE, Tier.HOST))}
             groups = [groups for accounts in self.scheduler.waiting.accounts.values() for groups in accounts.values()]
-            may_begin = [r for group in groups if group.adapter in here for r in group.firsts]
-            self._check_turns(started, [r for r in may_begin if r.id not in self.running_before])
+            firsts = [request for group in groups if group.adapter in here for request in group.firsts]
+            may_begin = [request for request in firsts if request.id not in self.running_before]
+        self._check_turns(started, may_begin)
         oldest = min((r.arrival_time for r in self.scheduler.waiting), default=float("inf"))
         reached["overtaken"] += any(arrival > oldest for arrival in fresh)
         for request in started:
@@ -1048,10 +1064,10 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
         assert stats.num_free_pages + held == self.usable
-        copied = sum(len(pages) for _, pages in self.engine.swapped.holders())
+        copied = list(self.engine.swapped.holders())  # the next step gives back what is not copied any more
         assert stats.num_kv_pages == 0 or stats.num_running > 0 or copied
         assert self.config.preemption != "recompute" or stats.num_swaps_out == 0
-        assert stats.num_swapped <= len(self._active()) + len(self.executor.swaps.under_way)
+        assert stats.num_swapped <= len(self._active()) + len(copied)
         for name in ("num_swaps_out", "num_swaps_in", "num_swaps_dropped"):
             reached[name] += getattr(stats, name) > 0
         for request_id in self._active():

@@ -24,6 +24,73 @@ from .test_parity import FEW, add_all, check, make_cases, make_families
 SETTINGS = ["recompute", "swap", "auto"]
 
 
+class LateSwaps:
+    """Copies of a CPU executor's pages that are made when `end` is called: at random, or by `wait`; some fail.
+
+    Until then, what pages are to hold is wrong, and host memory holds nothing yet.
+    """
+
+    class Copy:
+        def __init__(self, make):
+            self.state = "coming"
+            self.cancelled = False
+            self.make = make
+
+        def end(self, state="done"):
+            if state == "done" and not self.cancelled:
+                self.make()
+            self.state = state
+
+        def is_done(self):
+            return self.state == "done" and not self.cancelled
+
+        def has_failed(self):
+            return self.cancelled or self.state == "failed"
+
+        def cancel(self):
+            self.cancelled = True
+
+        def is_quiet(self):
+            return self.state != "coming"
+
+    def __init__(self, swaps, arena, failing=0.0):
+        self.page_seconds = swaps.page_seconds
+        self.copies = []
+        self._swaps = swaps
+        self._arena = arena
+        self._random = random.Random(4)
+        self._failing = failing
+
+    def copy_out(self, pages):
+        image = torch.full((len(pages), self._arena.shape[1]), torch.nan)
+        return image, self._begin(lambda: image.copy_(self._swaps.copy_out(pages)[0]))
+
+    def copy_in(self, image, skip, pages):
+        self._arena[list(pages)] = torch.nan
+        return self._begin(lambda: self._swaps.copy_in(image, skip, pages))
+
+    def wait(self, timeout):
+        self.end_one()
+
+    def end_one(self):
+        if coming := [copy for copy in self.copies if copy.state == "coming"]:
+            self._random.choice(coming).end("failed" if self._random.random() < self._failing else "done")
+
+    def _begin(self, make):
+        self.copies.append(self.Copy(make))
+        return self.copies[-1]
+
+
+def slow_link(driver, failing=0.0):
+    """Let an engine's copies end one after the other, a step or more apart."""
+    executor = driver.executor
+    late = LateSwaps(executor.swaps, executor.inner.arena.pages, failing)
+    driver.engine.swapped.backend = late
+    ends = random.Random(9)
+    executor.before = lambda plan: late.end_one() if ends.random() < 0.4 else None
+    return late
+
+
 @pytest.mark.usefixtures("crowded")
 @pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
 @pytest.mark.parametrize("chunked", [True, False], ids=["chunked", "whole"])
@@ -43,6 +110,24 @@ def test_a_short_arena_changes_no_token(subject, drive, preemption, chunked, pre
     assert stats.num_swapped == stats.swapped_bytes == 0
     if preemption != "recompute":
         assert stats.swapped_bytes_in <= stats.swapped_bytes_out
+
+
+@pytest.mark.usefixtures("crowded")
+@pytest.mark.parametrize("failing", [0.0, 0.3], ids=["sound", "failing"])
+@pytest.mark.parametrize("prefix_cache", [True, False], ids=["cached", "uncached"])
+def test_copies_that_go_on_beside_steps_change_no_token(subject, drive, prefix_cache, failing):
+    it = subject("gqa")
+    cases = make_cases(it, 24, seed=4, tokens=(24, 48))
+    driver = drive(it, max_num_batched_tokens=64, num_pages=46, preemption="swap", prefix_cache=prefix_cache)
+    late = slow_link(driver, failing)
+    add_all(driver, cases)
+    check(driver, cases)
+    stats = driver.engine.stats()
+    assert stats.num_swaps_out > 3
+    assert stats.num_swaps_in > 1
+    assert (stats.num_swaps_dropped > 0) or not failing
+    assert {copy.state for copy in late.copies} == {"done", *(["failed"] if failing else [])}
+    assert stats.num_swapped == stats.swapped_bytes == 0
 
 
 @pytest.mark.usefixtures("crowded")
@@ -147,6 +232,54 @@ def test_an_aborted_request_leaves_nothing_on_the_host(subject, drive):
     driver.engine.check_integrity()
     stats = driver.engine.stats()
     assert (stats.num_swapped, stats.swapped_bytes, stats.num_swaps_dropped) == (0, 0, 0)
+
+
+def test_aborts_while_copies_are_under_way(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, preemption="swap", prefix_cache=False)
+    late = slow_link(driver)
+    late.end_one = lambda: None
+    leaving = driver.add("leaving", "r1-all", [5] * 40, max_tokens=10)
+    coming = driver.add("coming", None, [6] * 40, max_tokens=10)
+    driver.step()
+    driver.engine.scheduler.preempt(coming)
+    late.copies[0].end()
+    driver.step()
+    assert coming.coming is not None
+    driver.engine.scheduler.preempt(leaving)
+    driver.engine.store.unregister("r1-all")
+    pages = driver.engine.stats().num_kv_pages
+    for name in ("leaving", "coming"):
+        driver.engine.abort(name)
+        driver.engine.check_integrity()
+    stats = driver.engine.stats()
+    assert (stats.num_kv_pages, stats.num_swapped) == (pages, 2), "they are still copied"
+    driver.step()
+    assert driver.engine.stats().num_kv_pages == pages
+    for copy in late.copies[1:]:
+        copy.end()
+    driver.step()
+    stats = driver.engine.stats()
+    assert (stats.num_kv_pages, stats.num_swapped, stats.swapped_bytes, stats.num_swaps_dropped) == (0, 0, 0, 0)
+
+
+def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, preemption="swap", prefix_cache=False)
+    late = slow_link(driver)
+    prompt = it.prompt("r1-all", 30, 12, seed=3)
+    request = driver.add("a", "r1-all", prompt, max_tokens=12)
+    for _ in range(4):
+        driver.step()
+    driver.engine.scheduler.preempt(request)
+    late.copies[0].end()
+    driver.engine.begin_step()
+    assert request.coming is not None
+    driver.engine.scheduler.preempt(request)
+    assert driver.engine.stats().num_kv_pages > 0, "something is still written to its pages"
+    assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
+    stats = driver.engine.stats()
+    assert (stats.num_swaps_out, stats.num_swaps_in, stats.num_swaps_dropped) == (1, 2, 0)
 
 
 def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subject, drive):
