@@ -751,9 +751,12 @@ class EngineMachine(RuleBasedStateMachine):
         self._note_turns()
         self.decided = self.clock.now, self.scheduler.num_steps  # when the step is, which then takes time
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
+        num_steps = self.scheduler.num_steps
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
+        if self.scheduler.num_steps == num_steps:  # whoever began waits for a copy: there was no plan to check
+            self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
         self._note_preemptions()
         for output in outputs:
             expected = self.requests[output.request_id]
@@ -786,7 +789,8 @@ class EngineMachine(RuleBasedStateMachine):
             reached["a turn that was late"] += account in self.turns and self._has_waited_for_long(self.turns[account])
             if late and last is not None:
                 assert self._has_waited_for_long(last), f"{account!r} began, last {last}; late for a turn: {late}"
-            self.turns[account] = self.last_turns[account] = self.decided
+            self.last_turns[account] = self.decided
+            self.turns[account] = self.clock.now, self.scheduler.num_steps  # it had its turn while adapters were loaded
 
     def _note_preemptions(self):
         """Requests that were sent back go on before all others, even one that began in this very step."""
