@@ -123,7 +123,12 @@ class RequestMemory:
             leaving = self.swapped.leaving()
             while first < request.num_known_blocks and self._pool.references(pages[first]) > 1 + leaving[pages[first]]:
                 first += 1
-        request.kv_image = self.swapped.save(request.block_table, range(first, last), num_tokens)
+        try:
+            request.kv_image = self.swapped.save(request.block_table, range(first, last), num_tokens)
+        except ExecutorLost:
+            raise
+        except Exception:
+            logger.exception("the KV of request %s could not be copied to host memory", request.id)
         return request.kv_image is not None
 
     def settle(self) -> list[Request]:

@@ -106,16 +106,13 @@ class SwappedKv:
     def save(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
         """Begin to copy blocks of a table that is about to be freed; None where there is no room, or no way.
 
-        If the copy takes its time the pages become its own, and the table is empty.
+        If the copy takes its time the pages become its own, and the table is empty. Raises what the backend raises;
+        nothing is kept then.
         """
         num_bytes = len(blocks) * self._page_bytes
         if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
             return None
-        try:
-            data, transfer = self.backend.copy_out(table.pages[blocks.start : blocks.stop])
-        except (MemoryError, ValueError, OSError):
-            logger.exception("KV of %d tokens could not be copied to host memory", num_tokens)
-            return None
+        data, transfer = self.backend.copy_out(table.pages[blocks.start : blocks.stop])
         image = KvImage(data, num_bytes, blocks, num_tokens, transfer is None)
         self._images[image] = None
         self.num_bytes += num_bytes

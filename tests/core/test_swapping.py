@@ -282,6 +282,25 @@ def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, dri
     assert (stats.num_swaps_out, stats.num_swaps_in, stats.num_swaps_dropped) == (1, 2, 0)
 
 
+@pytest.mark.parametrize("way", ["copy_out", "copy_in"])
+def test_a_copy_that_is_refused_costs_time_only(subject, drive, monkeypatch, way):
+    def refuse(*args):
+        raise RuntimeError("the driver refuses")
+
+    it = subject("gqa")
+    driver = drive(it, preemption="swap")
+    prompt = it.prompt("r1-all", 30, 12, seed=3)
+    request = driver.add("a", "r1-all", prompt, max_tokens=12)
+    for _ in range(4):
+        driver.step()
+    monkeypatch.setattr(driver.executor.swaps, way, refuse)
+    driver.engine.scheduler.preempt(request)
+    assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
+    stats = driver.engine.stats()
+    assert (stats.num_swapped, stats.swapped_bytes, stats.num_swaps_in) == (0, 0, 0)
+    assert (stats.num_swaps_out, stats.num_swaps_dropped) == ((1, 1) if way == "copy_in" else (0, 0))
+
+
 def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subject, drive):
     it = subject("gqa")
     here, there = drive(it, preemption="swap"), drive(it, preemption="swap")
