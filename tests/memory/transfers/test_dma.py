@@ -294,14 +294,20 @@ def test_a_layer_whose_event_fired_costs_the_compute_stream_nothing():
 
 def test_a_step_brings_the_first_layers_of_all_loads_before_the_later_ones():
     driver, order = FakeDriver(), []
-    copies = CudaCopies(arena(20), driver, group_bytes=0)
-    images = [numbered_image(2) for _ in range(3)]
-    layout = plain_layout(3)
-    transfers = [copies.start(whole(image), layout, [5 * i, 5 * i + 2]) for i, image in enumerate(images)]
-    first_byte = {image.data_ptr() + 4 * 20 * layer: (layer, i) for i, image in enumerate(images) for layer in range(3)}
+    copies = CudaCopies(arena(30), driver, group_bytes=0)
+    begun, num_layers = 1 + LAYERS_AHEAD, 3 + LAYERS_AHEAD  # by the start of each, and in all
+    layout = plain_layout(num_layers)
+    images = [numbered_image(layout.num_pages) for _ in range(3)]
+    places = [[10 * i + 2 * page % 9 for page in range(layout.num_pages)] for i in range(3)]
+    transfers = [
+        copies.start(whole(image, num_layers), layout, pages) for image, pages in zip(images, places, strict=True)
+    ]
+    first_byte = {
+        image.data_ptr() + 4 * 20 * layer: (layer, i) for i, image in enumerate(images) for layer in range(num_layers)
+    }
     driver.on_copy = lambda copy: order.append(first_byte[copy.source]) if copy.source in first_byte else None
     copies.advance()
-    assert order == [(layer, i) for layer in (1, 2) for i in range(3)]
+    assert order == [(layer, i) for layer in range(begun, num_layers) for i in range(3)]
     driver.finish()
     assert all(transfer.is_done() for transfer in transfers)
 
@@ -309,7 +315,10 @@ def test_a_step_brings_the_first_layers_of_all_loads_before_the_later_ones():
 def test_a_refused_copy_ends_the_transfer_with_none_of_its_group_running():
     driver, pages = FakeDriver(), arena()
     copies = CudaCopies(pages, driver, group_bytes=1 << 20)
-    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    image = unread(numbered_image())
+    image.publish(1)
+    transfer = copies.start(image, plain_layout(), PAGES)
+    image.stream.publish(4)  # before its reader tells anybody
     driver.copies_before_failure = 1
     with pytest.raises(RuntimeError, match="no copy"):
         copies.advance()
@@ -337,11 +346,15 @@ def test_pages_that_cannot_be_moved_are_still_when_the_caller_hears_of_it(copies
 def test_closing_cancels_and_waits():
     driver, pages = FakeDriver(), arena()
     copies = CudaCopies(pages, driver, group_bytes=0)
-    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    image = unread(numbered_image())
+    image.publish(1)
+    transfer = copies.start(image, plain_layout(), PAGES)
+    assert driver.num_copies == 1
     copies.close()
     assert not driver.pending_copies()
     assert transfer.is_quiet()
     assert not transfer.is_done()
+    image.publish(4)
     copies.advance()
     assert driver.num_copies == 1
 
