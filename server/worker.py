@@ -65,8 +65,8 @@ class EngineWorker:
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
+        self._lost: ExecutorLost | None = None  # told to the caller of an action
         self.failure: str | None = None
-        self._lost: ExecutorLost | None = None
         """Reason why the engine takes no more requests; None as long as it does."""
         self.model: ModelInfo
         """Model that the engine serves; set once started."""
