@@ -11,7 +11,7 @@ from ..host.image import HostImage
 from ..host.images import HostImages
 from ..pages.eviction import RestoreCosts
 from ..pages.pool import OutOfPages, PageKind, PagePool
-from ..transfers.transfer import Transfer
+from ..transfers.transfer import ExecutorLost, Transfer
 from .adapter import Adapter, AdapterBackend
 
 logger = logging.getLogger(__name__)
@@ -84,11 +84,13 @@ class AdapterLoads:
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
     def save(self, adapter: Adapter) -> None:
-        """Make an image of a resident adapter; without one it will be read again, if it can be."""
+        """Make an image of a resident adapter; without one it will be read again, if it can be. Raises ExecutorLost."""
         if self._images.is_ready(adapter) and self._images.error(adapter) is None:
             return
         try:
             image = self._backend.save(adapter.layout, adapter.pages)
+        except ExecutorLost:
+            raise
         except Exception:
             logger.exception("saving %r failed", adapter)
             return
@@ -163,6 +165,7 @@ class AdapterLoads:
         """End the loads that are complete, and free what cancelled ones held once nothing writes to it.
 
         Returns the adapters that are there, and those whose bytes will never come and why: they are to be evicted.
+        Raises ExecutorLost.
         """
         self._free_what_is_quiet()
         found: list[tuple[Adapter, BaseException | None]] = []
@@ -172,6 +175,8 @@ class AdapterLoads:
                 continue
             try:
                 is_done, has_failed = transfer.is_done(), transfer.has_failed()
+            except ExecutorLost:
+                raise
             except Exception as error:  # a driver that refuses a copy; others' loads go on
                 logger.exception("loading %r failed", adapter)
                 found.append((adapter, error.with_traceback(None)))
@@ -182,6 +187,8 @@ class AdapterLoads:
                 adapter.transfer = None
                 found.append((adapter, None))
             elif has_failed:
+                if isinstance(load.image.error, ExecutorLost):  # the reading thread was told of it
+                    raise load.image.error
                 found.append((adapter, load.image.error or RuntimeError("its bytes did not come")))
         return found
 

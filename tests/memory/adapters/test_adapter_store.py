@@ -18,6 +18,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.shadow import ShadowPages
+from chorus.memory.transfers.transfer import ExecutorLost
 
 from ..fakes import FakeBackend, SlowReads
 
@@ -693,6 +694,32 @@ def test_a_version_that_cannot_be_saved_gives_up_its_pages_all_the_same(memory, 
     assert memory.reclaimer.make_room(10)
     assert store.tier(a) is Tier.DISK
     check(store, pool)
+
+
+def test_a_device_that_is_lost_while_it_saves_is_everybodys(memory, store, backend):
+    (a,) = register(store, a="four")
+    store.hold(a)
+    store.acquire(a)
+    memory.images.drop(a)
+    store.release(a)
+    backend.save = lambda layout, pages: (_ for _ in ()).throw(ExecutorLost("an illegal address"))
+    with pytest.raises(ExecutorLost, match="illegal address"):
+        memory.reclaimer.make_room(10)
+
+
+@pytest.mark.parametrize("told", ["asked", "read"])
+def test_a_device_that_is_lost_while_it_copies_is_everybodys(slow, backend, told):
+    """Whether the transfer tells it when it is asked how far it is, or the reading thread when it issues a copy."""
+    store = slow.store
+    (a,) = register(store, a="four")
+    store.hold(a)
+    store.acquire(a)
+    if told == "read":
+        store.loads.under_way[a.transfer].image.fail(ExecutorLost("an ECC error"))
+    else:
+        a.transfer.is_done = lambda: (_ for _ in ()).throw(ExecutorLost("an ECC error"))
+    with pytest.raises(ExecutorLost, match="ECC"):
+        store.poll()
 
 
 def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
