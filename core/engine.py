@@ -24,6 +24,7 @@ from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
+from ..memory.transfers.transfer import ExecutorLost
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
@@ -32,7 +33,7 @@ from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import CannotMerge, ExecutorLost, RequestOutput, StepPlan, StepResult
+from .requests.types import CannotMerge, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies

@@ -13,8 +13,8 @@ from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
 from ...memory.transfers.swapped_kv import KvImage, SwappedKv
+from ...memory.transfers.transfer import ExecutorLost
 from ..requests.request import Request
-from ..requests.types import ExecutorLost
 
 logger = logging.getLogger(__name__)
 

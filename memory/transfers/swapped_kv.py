@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from ..host.budget import HostBudget
 from ..pages.block_table import BlockTable
 from ..pages.pool import IntegrityError, PageKind
-from .transfer import Transfer
+from .transfer import ExecutorLost, Transfer
 
 logger = logging.getLogger(__name__)
 
@@ -237,11 +237,13 @@ def _is_loose(image: KvImage) -> bool:
 
 
 def _state_of(transfer: Transfer) -> str:
-    """The state of a copy: coming, done, or failed, which a cancelled one is too."""
+    """The state of a copy: coming, done, or failed, which a cancelled one is too. Raises ExecutorLost."""
     try:
         if transfer.is_done():
             return "done"
         return "failed" if transfer.has_failed() else "coming"
+    except ExecutorLost:
+        raise
     except Exception:  # a driver that refuses a copy: the request computes its KV again
         logger.exception("a copy of KV failed")
         return "failed"
