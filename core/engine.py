@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,13 +24,14 @@ from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
 from .merging import Merging
+from .modes import Modes, mode_policy
 from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import CannotMerge, ExecutorLost, RequestOutput, StepPlan, StepResult
+from .requests.types import ExecutorLost, RequestOutput, StepPlan, StepResult
+from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
-from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
@@ -82,7 +82,7 @@ class Engine:
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
-        self._mode_policy = None if policies is None else policies.mode
+        self.modes = self._modes(policies)
         self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
@@ -105,6 +105,15 @@ class Engine:
                 strict=config.strict_adapters, seconds=config.adapter_load_seconds,
             )  # fmt: skip
         return engine
+
+    def _modes(self, policies: Policies | None) -> Modes | None:
+        """Return what chooses the modes of steps, None where nobody but `merge` and `unmerge` does."""
+        prices = LearnedPrices() if policies is None or policies.prices is None else policies.prices
+        policy = None if policies is None else policies.mode
+        policy = policy or mode_policy(self.config.mode_policy, prices)
+        if policy is None or self.executor.shadow is None:
+            return None
+        return Modes(policy, prices, self.merging, self.scheduler, self.config, self._clock)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
@@ -156,28 +165,14 @@ class Engine:
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time."""
         merging = self.merging
-        if self._mode_policy is not None:
-            self._choose_mode(self._mode_policy)
+        if self.modes is not None:
+            self.modes.decide()
         if merging.is_under_way:
             merging.advance(self._decode_seconds)
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
         return plan
-
-    def _choose_mode(self, policy: ModePolicy) -> None:
-        merging, scheduler = self.merging, self.scheduler
-        chosen = policy.choose(
-            ModeState(
-                scheduler.count_by_adapter(), len(scheduler.running), merging.merged, merging.shadowed,
-                merging.merge_seconds,
-            )
-        )  # fmt: skip
-        if chosen is None:
-            merging.unmerge()
-        elif chosen is not merging.merged and merging.may_merge(chosen):
-            with suppress(CannotMerge):  # it is served unmerged
-                merging.merge(chosen)
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
@@ -190,6 +185,8 @@ class Engine:
                 self._measure_prefill(plan, seconds)
             else:
                 self._decode_seconds = seconds
+                if self.modes is not None and not result.unready:
+                    self.modes.note(plan, seconds)
             outputs += self.scheduler.update(plan, result)
         elif not outputs and self.scheduler.has_work():
             self.store.images.wait(READ_WAIT_SECONDS)
