@@ -68,7 +68,7 @@ def most_requested(requests: Batch, legal: Collection[Adapter]) -> Adapter | Non
 
 
 class Iteration(NamedTuple):
-    """Step of a period: |B_i| and IterationTime(B_i) of the merged batch, and those of B'_i, first come first served."""
+    """Step of a period: |B_i| and IterationTime(B_i), the merged batch's, and those of B'_i, the one of B_fcfs."""
 
     merged: int
     merged_seconds: float

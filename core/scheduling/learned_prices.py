@@ -13,8 +13,8 @@ LEAST = np.array([1.0, 1.0, 256.0, 1.0, 8.0, 8.0])
 NOISE = 0.05
 """Share of a step's time by which it differs from others of the same work; chosen."""
 
-DRIFT = 1e-4
-"""Share of the doubt of the beginning that comes back with every step, so that machines may change; chosen."""
+KEPT = 0.999
+"""Share of what is known that each step leaves, so that machines may change; chosen: a thousand steps count."""
 
 MERGE_STEPS = 10.0
 """Steps that a merge is taken to cost before there has been one; chosen."""
@@ -22,20 +22,24 @@ MERGE_STEPS = 10.0
 MAX_SURPRISE = 0.5
 """Most share of its time by which a step changes prices: others may have had the processor in it."""
 
+SWEEPS = 8
+"""Rounds over the terms after each step; they go on from the prices before."""
+
 
 class LearnedPrices:
-    """A linear model of a decode step's time, by a Kalman filter whose state is the price of each term.
+    """A linear model of a decode step's time, whose prices are not below 0: the most likely ones after each step.
 
-    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. At first the
-    time of a step is shared out among its terms alike. That overrates LoRA, as often as not: merged mode is tried where
-    it might help, and once it has been tried its price is known. No price is below 0: of terms that
-    always come together, none is paid for by another.
+    Terms: a step, a row, a token of KV, whether there is LoRA work, rank-rows computed, rank-rows read. What steps
+    leave open is shared out among their terms alike. That overrates LoRA, as often as not: merged mode is tried where
+    it might help, and once it has been tried its price is known.
     """
 
     def __init__(self) -> None:
-        self._prices = np.zeros(len(LEAST))
-        self._doubt = np.zeros((len(LEAST), len(LEAST)))
-        self._first_doubt = np.zeros(len(LEAST))
+        count = len(LEAST)
+        self._prices = np.zeros(count)
+        self._squares = np.zeros((count, count))  # of the terms of all steps, and their products with the seconds
+        self._sums = np.zeros(count)
+        self._guess = np.zeros(count)  # what takes the place of steps, where there are none: 1 / variance of a price
         self._step = 0.0  # seconds of the last steps, about
         self._merge: float | None = None  # seconds of the latest merge
         self._num_steps = 0
@@ -50,24 +54,34 @@ class LearnedPrices:
     def observe(self, batch: Batch, merged: Adapter | None, context: float, seconds: float) -> None:
         terms = _terms(batch, merged, context)
         self._num_steps += 1
-        usual = seconds if self._num_steps == 1 else min(seconds, 2 * self._step)
-        self._step += (usual - self._step) / min(8, self._num_steps)
         if self._num_steps == 1:
-            self._first_doubt = (seconds / np.maximum(terms, LEAST)) ** 2
-            self._doubt = np.diag(self._first_doubt)
-        surprise = seconds - float(self._prices @ terms)
-        if self._num_steps > len(LEAST):
-            most = MAX_SURPRISE * self._step
-            surprise = min(max(surprise, -most), most)
-        spread = self._doubt @ terms
-        gain = spread / (float(terms @ spread) + (NOISE * seconds) ** 2)
-        self._prices = np.maximum(0.0, self._prices + gain * surprise)
-        self._doubt = self._doubt - np.outer(gain, spread)
-        room = np.maximum(0.0, self._first_doubt - self._doubt.diagonal())
-        self._doubt[np.diag_indices_from(self._doubt)] += np.minimum(room, DRIFT * self._first_doubt)
+            self._step = seconds
+            self._guess = (np.maximum(terms, LEAST) / seconds) ** 2
+            shares = terms / self._guess
+            self._prices = shares * seconds / float(shares @ terms)
+        elif self._num_steps > len(LEAST):
+            expected, most = float(self._prices @ terms), MAX_SURPRISE * self._step
+            seconds = min(max(seconds, expected - most), expected + most)
+        self._step += (seconds - self._step) / min(8, self._num_steps)
+        weight = (NOISE * self._step) ** -2
+        self._squares = KEPT * self._squares + weight * np.outer(terms, terms)
+        self._sums = KEPT * self._sums + weight * seconds * terms
+        self._settle()
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
         self._merge = seconds
+
+    def _settle(self) -> None:
+        """Go to the prices of the least squared error: each term's best, the others as they are, in turns."""
+        squares, sums, prices = self._squares.tolist(), self._sums.tolist(), self._prices.tolist()
+        guess = self._guess.tolist()
+        terms = range(len(prices))
+        for _ in range(SWEEPS):
+            for term in terms:
+                row = squares[term]
+                rest = sums[term] - sum([row[other] * prices[other] for other in terms]) + row[term] * prices[term]
+                prices[term] = max(0.0, rest / (row[term] + guess[term]))
+        self._prices = np.array(prices)
 
 
 def _terms(batch: Batch, merged: Adapter | None, context: float) -> np.ndarray:
