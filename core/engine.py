@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.runner import StepMode
-from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
+from ..memory.adapters.reclaimer import Reclaimer
+from ..memory.adapters.store import AdapterStore, UnknownAdapter
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
+from chorus.memory.adapters.reclaimer import Reclaimer
+from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads
