@@ -109,10 +109,12 @@ class Engine:
 
     def _modes(self, policies: Policies | None) -> Modes | None:
         """Return what chooses the modes of steps, None where nobody but `merge` and `unmerge` does."""
-        prices = LearnedPrices() if policies is None or policies.prices is None else policies.prices
-        policy = None if policies is None else policies.mode
-        policy = policy or mode_policy(self.config.mode_policy, prices)
-        if policy is None or self.executor.shadow is None:
+        prices = (policies and policies.prices) or LearnedPrices()
+        policy = (policies and policies.mode) or mode_policy(self.config.mode_policy, prices)
+        if policy is None:
+            return None
+        if self.executor.shadow is None:
+            logger.warning("mode_policy has no effect: this device has no merged mode")
             return None
         return Modes(policy, prices, self.merging, self.scheduler, self.config, self._clock)
 
@@ -212,7 +214,7 @@ class Engine:
         self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders(), *self.reclaimer.shadow.holders()])
 
     def stats(self) -> EngineStats:
-        pool, scheduler, merging = self.pool, self.scheduler, self.merging
+        pool, scheduler, merging, modes = self.pool, self.scheduler, self.merging, self.modes
         reads = self.store.images.counts()
         return EngineStats(
             num_running=len(scheduler.running),
@@ -243,6 +245,10 @@ class Engine:
             num_mode_switches=merging.num_switches,
             merge_seconds=merging.merge_seconds,
             longest_merge_pause=merging.longest_pause,
+            predicted_step_seconds=modes.predicted_seconds if modes else 0.0,
+            measured_step_seconds=modes.measured_seconds if modes else 0.0,
+            wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
+            num_steps_leaving_out=modes.num_left_out if modes else 0,
         )
 
     def accounts(self) -> list[AccountStats]:

@@ -117,10 +117,14 @@ class Modes:
         scheduler.only = only if self._leaves_out else None
         self.num_left_out += self._leaves_out
 
+    def credit(self, adapter: Adapter | None) -> float | None:
+        """Return what an adapter, or the base model, has been credited; None where the policy keeps no credits."""
+        return self.policy.credit(adapter) if isinstance(self.policy, Credits) else None
+
     def _apply(self, choice: ModeChoice) -> None:
         merging = self._merging
         if choice.merged is None:
-            if merging.merged is not None or choice.only is None:
+            if not merging.is_under_way or choice.only is None:  # starving requests don't undo what is under way
                 merging.unmerge()
         elif choice.merged is not merging.merged and merging.may_merge(choice.merged):
             with suppress(CannotMerge):  # it is served unmerged

@@ -22,7 +22,7 @@ MERGE_STEPS = 10.0
 MAX_SURPRISE = 0.5
 """Most share of its time by which a step changes prices: others may have had the processor in it."""
 
-SWEEPS = 8
+SWEEPS = 3
 """Rounds over the terms after each step; they go on from the prices before."""
 
 

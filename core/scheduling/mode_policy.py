@@ -16,8 +16,8 @@ Batch = Mapping[Adapter | None, int]
 class ModeState:
     """State that a mode is chosen by, before each step.
 
-    requests: waiting and running ones, the paper's R. fcfs: those of them that run or are next in the queue's order, as
-    many as a step has rows: B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a
+    requests: waiting and running ones, the paper's R. fcfs: those of them that run or came first, as many as a step has
+    rows: B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a
     step. context: tokens in the KV cache of a running request, the mean. merged: the adapter in the weights that steps
     use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`.
     step_seconds: of the last decode step. may_leave_out: a step may leave some requests out.

@@ -150,7 +150,7 @@ class Scheduler:
                 return None
             self._shares.forget()
             self._admission.only = None
-            return Scheduler.schedule(self)
+            return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
         if plan.bucket is None and any(request.row is None and not request.call for request in counts):

@@ -11,7 +11,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from ...core.config import EngineConfig
-from ...core.costs.mode_prices import ProfilePrices
 from ...core.costs.profile import Number, Profile, Terms, load_profile
 from ...core.scheduling.policies import Policies, TokenCounters
 from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware, Sampled
@@ -23,6 +22,7 @@ from .cluster import Cluster, Event, Happened, first, simulate, simulate_clients
 from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
+from .mode_prices import ProfilePrices
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica

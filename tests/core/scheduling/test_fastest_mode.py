@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.core.costs.mode_prices import ProfilePrices
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
 from chorus.core.scheduling.fastest_mode import FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
+from chorus.perf.simulate.mode_prices import ProfilePrices
 
 from .test_dlora import A, B, C, Voice, state
 

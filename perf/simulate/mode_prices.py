@@ -1,10 +1,10 @@
-"""Prices of decode steps by a cost model, for policies of modes."""
+"""Prices of decode steps by a profile, for policies of modes."""
 
 from __future__ import annotations
 
+from ...core.costs.models import CostModel
+from ...core.scheduling.mode_policy import Batch, ModePrices, work_of
 from ...memory.adapters.adapter import Adapter
-from ..scheduling.mode_policy import Batch, ModePrices, work_of
-from .models import CostModel
 
 
 class ProfilePrices(ModePrices):
