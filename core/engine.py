@@ -21,6 +21,7 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.transfer import ExecutorLost
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
@@ -30,7 +31,7 @@ from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import ExecutorLost, RequestOutput, StepPlan, StepResult
+from .requests.types import RequestOutput, StepPlan, StepResult
 from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.policies import Policies
