@@ -1,6 +1,6 @@
 """Twice the KV that fits: requests that outgrow the arena, preempted to host memory or computed again, in one run.
 
-    python -m chorus.perf.cpu.swapping [--geometry 125m] [--requests 16] [--times 2] [--rounds 3]
+    python -m chorus.perf.cpu.swapping [--geometry 125m] [--requests 12] [--times 2] [--rounds 2]
 
 All requests come at once and draw more tokens than admission expects while none has ended, until their KV would be
 `--times` what the arena holds: some are preempted. The same requests are served in turns with `preemption` swap,
@@ -136,12 +136,12 @@ def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     add = command.add_argument
     add("--geometry", type=Geometry.parse, default=Geometry(), help="the model's shapes, as of perf.cpu")
-    add("--requests", type=int, default=16, help="that come at once, each with a seat")
+    add("--requests", type=int, default=12, help="that come at once, each with a seat")
     add("--prompt-tokens", type=int, default=256)
     add("--output-tokens", type=int, default=1024)
     add("--times", type=float, default=2.0, help="KV of all requests, of what the arena holds")
     add("--rank", type=int, default=16, help="of the adapter that every second request has")
-    add("--rounds", type=int, default=3)
+    add("--rounds", type=int, default=2)
     add("--threads", type=int, help="CPU threads; default: all")
     add("--work-dir", default=str(Path(tempfile.gettempdir()) / "chorus-swapping"), help="where models are kept")
     return judge(*run(command.parse_args(argv)))
