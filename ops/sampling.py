@@ -14,7 +14,7 @@ SLICE_BYTES = 32 << 20
 _MASK64 = (1 << 64) - 1
 _MOST_INVERSE = 1e300
 _NO_MASS = -700.0  # e^x below that is taken as 0, here and in the native library
-_BLOCK = 512  # masses that are added up before a running sum
+_BLOCK = 128  # masses that are added up before a running sum; vocabularies are often padded to a multiple of it
 
 #: How many of the largest logits top_p looks at first, and how that grows where they are not enough.
 FIRST_WIDTH, WIDER = 512, 16
@@ -89,9 +89,12 @@ class TorchSampling:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
-        picked, width = pick(logits, rows), FIRST_WIDTH
-        while UNDECIDED in (tokens := sample(picked, chances, width).tolist()):
-            width *= WIDER
+        tokens, left, width = [UNDECIDED] * len(rows), range(len(rows)), FIRST_WIDTH
+        while left:
+            found = sample(pick(logits, [rows[i] for i in left]), [chances[i] for i in left], width).tolist()
+            for i, token in zip(left, found, strict=True):
+                tokens[i] = token
+            left, width = [i for i in left if tokens[i] == UNDECIDED], width * WIDER
         return tokens
 
     def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
