@@ -21,7 +21,7 @@ class DecodeViews:
     """One bucket's slices of the static buffers; every row is one token.
 
     token_ids, positions, page, offset: `[bucket]` int64; page_table: `[bucket, max_pages]` int64;
-    kv_lens: `[bucket]` host ints, updated in place by `fill`.
+    kv_lens: `[bucket]` host ints, updated in place by `fill`. tables: the block table of each row, likewise.
     """
 
     token_ids: torch.Tensor
@@ -30,6 +30,7 @@ class DecodeViews:
     offset: torch.Tensor
     page_table: torch.Tensor
     kv_lens: list[int]
+    tables: list[Sequence[int]]
 
 
 class DecodeBuffers:
@@ -52,10 +53,14 @@ class DecodeBuffers:
         self._vectors = torch.zeros(4, largest, dtype=torch.long)
         self._columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
+        self._table = self._page_table.numpy()
         self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
             size: DecodeViews(
-                *self._vectors[:, :size].unbind(0), page_table=self._page_table[:size], kv_lens=[1] * size
+                *self._vectors[:, :size].unbind(0),
+                page_table=self._page_table[:size],
+                kv_lens=[1] * size,
+                tables=[()] * size,
             )
             for size in sizes
         }
@@ -80,6 +85,7 @@ class DecodeBuffers:
             if previous is not table or copied != len(table):
                 self._fill_row(row, table)
         views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * (bucket - used))]
+        views.tables[:] = [*block_tables, *([()] * (bucket - used))]
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
@@ -91,9 +97,9 @@ class DecodeBuffers:
         used = len(table)
         start = copied if previous is table else 0
         if used > start:
-            self._page_table[row, start:used] = torch.tensor(table[start:], dtype=torch.long)
+            self._table[row, start:used] = table[start:]
         if copied > used:
-            self._page_table[row, used:copied] = self._dummy_page
+            self._table[row, used:copied] = self._dummy_page
         self._filled[row] = (table, used)
 
 
@@ -115,7 +121,10 @@ class DeviceDecodeBuffers:
         self._upload = Upload(device, values.numel() * values.itemsize)
         self.views = {
             size: DecodeViews(
-                *self._columns[size][:, :size].unbind(0), page_table=host.page_table, kv_lens=host.kv_lens
+                *self._columns[size][:, :size].unbind(0),
+                page_table=host.page_table,
+                kv_lens=host.kv_lens,
+                tables=host.tables,
             )
             for size, host in self._host.views.items()
         }

@@ -122,7 +122,13 @@ class RaggedAttention:
         self._prefill_tokens = 0
         self._num_tokens = 0
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
@@ -183,13 +189,19 @@ class DecodeAttention:
         )
         self._planned = False
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
         if len(kv_lens) != self._bucket or qo_indptr[-1] != self._bucket or count_prefills(qo_indptr, len(kv_lens)):
             raise ValueError(f"the bucket has {self._bucket} rows of one token, the step {len(kv_lens)} rows")
         backend.event.synchronize()
-        buffers.write(page_table, kv_lens)
+        buffers.write(page_table, kv_lens, tables=tables)
         buffers.upload()
         arguments = {
             "indptr": buffers.host_indptr[: self._bucket + 1],

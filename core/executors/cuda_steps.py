@@ -143,7 +143,7 @@ class CudaSteps:
         views = self._buffers.fill(
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
-        self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+        self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 
     def _step(self, bucket: int, lora: LoraLaunches | None) -> Callable[[], None]:
         """A bucket's step, from static buffers to static buffers."""
