@@ -39,6 +39,11 @@ class EngineStats:
     num_mode_switches: int = 0
     merge_seconds: float = 0.0  # that the latest merge took, all pauses together
     longest_merge_pause: float = 0.0
+    # by a policy of modes: what decode steps were predicted to take, what they took, the sum of the differences
+    predicted_step_seconds: float = 0.0
+    measured_step_seconds: float = 0.0
+    wrong_step_seconds: float = 0.0
+    num_steps_leaving_out: int = 0
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 

@@ -27,8 +27,8 @@ from .settings import AdapterName, Settings
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
+    from ..core.engine import Engine
     from ..memory.adapters.adapter import Adapter
-    from ..memory.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
 
@@ -123,10 +123,12 @@ class _Seen:
     tier: str
     pages: int
     references: int
+    credit: float | None
 
     @classmethod
-    def of(cls, store: AdapterStore, adapter: Adapter) -> _Seen:
-        return cls(adapter, store.tier(adapter).value, len(adapter.pages), adapter.references)
+    def of(cls, engine: Engine, adapter: Adapter) -> _Seen:
+        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        return cls(adapter, engine.store.tier(adapter).value, len(adapter.pages), adapter.references, credit)
 
     def body(self, request: Request) -> dict[str, Any]:
         manifest = self.adapter.manifest
@@ -138,6 +140,7 @@ class _Seen:
             "tier": self.tier,
             "pages": self.pages,
             "references": self.references,
+            "credit": self.credit,
             "path": shown_path(manifest.path, request),
             "content_hash": manifest.content_hash,
             "no_effect": manifest.no_effect,
@@ -157,22 +160,31 @@ class AdapterApi:
     # --- our own ---
 
     async def list_all(self, request: Request) -> Response:
-        seen, quarantined = await self._call(
+        seen, quarantined, stats = await self._call(
             lambda engine: (
-                [_Seen.of(engine.store, engine.store.get(name)) for name in engine.store.names()],
+                [_Seen.of(engine, engine.store.get(name)) for name in engine.store.names()],
                 list(engine.quarantine.values()),
+                engine.stats(),
             )
         )
+        weights = {
+            "mode_policy": self._settings.mode_policy,
+            "mode": stats.mode.value,
+            "merged_adapter": stats.merged_adapter,
+            "merges": stats.num_merges,
+            "switches": stats.num_mode_switches,
+        }
         hide = request.app.state.private_paths.hide
         broken = [
             {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)} for one in quarantined
         ]
-        return JSONResponse({"object": "list", "data": [one.body(request) for one in seen], "quarantined": broken})
+        data = [one.body(request) for one in seen]
+        return JSONResponse({"object": "list", "data": data, "quarantined": broken, "weights": weights})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            seen = await self._call(lambda engine: _Seen.of(engine.store, engine.store.get(name)))
+            seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
         except UnknownAdapter:
             raise _unknown(name, None) from None
         return JSONResponse(seen.body(request))
@@ -236,7 +248,7 @@ class AdapterApi:
             raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
-        return await self._call(lambda engine: _Seen.of(engine.store, adapter)), replaced
+        return await self._call(lambda engine: _Seen.of(engine, adapter)), replaced
 
     async def _unload(self, name: str, field: str | None) -> None:
         self._roots.require()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from ...memory.adapters.adapter import Adapter, Tier
@@ -52,6 +52,7 @@ class Admission:
         self._seats = self._limits.max_num_seqs
         self._turns = Turns(self._limits)
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
+        self.only: Collection[Adapter | None] | None = None  # whose requests alone may begin; None: everybody's
         self._doubt_until = 0.0
 
     def arrive(self, account: str) -> None:
@@ -71,6 +72,10 @@ class Admission:
         if self.late:
             self.late = {adapter for adapter in self.late if adapter.requests and not _is_read(self._store, adapter)}
 
+    def has_late_turn(self) -> bool:
+        """True if an account has waited too long for its turn."""
+        return bool(self._turns.late(self._waiting.accounts, self._clock(), self._num_steps()))
+
     def note_late(self, adapter: Adapter) -> None:
         """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
         self.late.add(adapter)
@@ -89,7 +94,7 @@ class Admission:
         admitted: dict[Request, int] = {}
         if budget <= 0 or not self._has_place(running, rows):
             return admitted
-        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until)
+        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
         order = self._order(step)
         while (request := order.next()) is not None and budget > 0:
             if not self._has_place(running, rows + len(admitted)):
@@ -192,7 +197,8 @@ class Step:
     """One step's admission: the running requests, and the adapters that may join them.
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
-    growth: pages that `running` is expected to grow by; None until they are counted.
+    _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
+    they are counted.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -204,6 +210,7 @@ class Step:
     _late: set[Adapter]
     now: float
     _doubt_until: float
+    _only: Collection[Adapter | None] | None = None
     growth: int | None = None
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
@@ -221,10 +228,14 @@ class Step:
     @property
     def is_limited(self) -> bool:
         """True if not every adapter may join."""
-        return self._most_adapters is not None or self._doubts or bool(self._late)
+        return self._most_adapters is not None or self._doubts or bool(self._late) or self._only is not None
 
-    def may_come(self, adapter: Adapter, head: Request) -> bool:
-        """True if an adapter may join the step; `head` is the first request that waits for it."""
+    def may_come(self, adapter: Adapter | None, head: Request) -> bool:
+        """True if an adapter, or the base model, may join the step; `head` is the first request that waits for it."""
+        if self._only is not None and adapter not in self._only:
+            return False
+        if adapter is None:
+            return True
         if self.is_barred(adapter):
             if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
                 self.reserve(head)

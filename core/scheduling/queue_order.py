@@ -70,11 +70,12 @@ class QueueOrder:
         policy: QueuePolicy,
         store: AdapterStore,
         overdue_before: float,
-        may_run: Callable[[Adapter, Request], bool] | None = None,
+        may_run: Callable[[Adapter | None, Request], bool] | None = None,
         only_firsts: bool = False,
         late: dict[str, float] | None = None,
     ) -> None:
-        """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may.
+        """may_run: filters adapters; called with an adapter, or None for the base model, and its first waiting request.
+        None: every adapter may.
         only_firsts: consider only the first answer of each call. late: accounts that have waited too long for a turn,
         and since when.
         """
@@ -157,7 +158,7 @@ class QueueOrder:
             if only_firsts and not group.firsts:
                 continue
             head = self._head(group)
-            if self._may_run is None or adapter is None or self._may_run(adapter, head):
+            if self._may_run is None or self._may_run(adapter, head):
                 entries.append(self._entry(kind, head, group))
         heapq.heapify(entries)
         return entries

@@ -7,7 +7,8 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from itertools import chain, islice
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -102,6 +103,22 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
+    @property
+    def only(self) -> Collection[Adapter | None] | None:
+        """Adapters, or the base model, whose requests alone run; the others' keep what they hold. None: all.
+
+        Should none of these be able to run, all may.
+        """
+        return self._admission.only
+
+    @only.setter
+    def only(self, adapters: Collection[Adapter | None] | None) -> None:
+        self._admission.only = adapters
+
+    def has_late_turn(self) -> bool:
+        """True if an account has waited too long for its turn."""
+        return self._admission.has_late_turn()
+
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.loads.under_way:
@@ -109,6 +126,9 @@ class Scheduler:
         if self.waiting or self._admission.late:
             self._admission.settle()
         sharing = self._shares.choose(self.running, self.waiting) if self.running.calls else None
+        only = self._admission.only
+        if only is not None:
+            sharing = [each for each in (self.running if sharing is None else sharing) if each.adapter in only]
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         cut: list[Request] = []
@@ -126,7 +146,11 @@ class Scheduler:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
         groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
-            return None
+            if only is None:
+                return None
+            self._shares.forget()
+            self._admission.only = None
+            return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
         if plan.bucket is None and any(request.row is None and not request.call for request in counts):
@@ -150,12 +174,12 @@ class Scheduler:
             self._send_back_late(plan, result)
         return outputs
 
-    def count_by_adapter(self) -> Counter[Adapter | None]:
-        """Return the numbers of waiting and running requests; None: of the base model."""
-        counts = Counter(request.adapter for request in self.running)
-        for request in self.waiting:
-            counts[request.adapter] += 1
-        return counts
+    def count_by_adapter(self, most: int | None = None) -> Counter[Adapter | None]:
+        """Return the numbers of running and waiting requests, of the first `most` in this order.
+
+        None: of the base model.
+        """
+        return Counter([request.adapter for request in islice(chain(self.running, self.waiting), most)])
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""

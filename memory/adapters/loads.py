@@ -119,12 +119,15 @@ class AdapterLoads:
         """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
         own pace.
 
-        Infinite for one that has brought nothing for `patience` longer than its rest was to take.
+        Infinite before its first layer, since a disk that hangs looks no different until then, and for one that has
+        brought nothing for `patience` longer than its rest was to take.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image
-        num_layers = adapter.layout.num_layers
-        num_left = num_layers - max(0, image.stream.num_ready)
+        num_layers, num_ready = adapter.layout.num_layers, image.stream.num_ready
+        if num_ready <= 0:
+            return math.inf
+        num_left = num_layers - num_ready
         quiet, layer_seconds = self._images.pace(adapter)
         left = num_left * max(layer_seconds, adapter.num_pages * self._costs.disk_adapter_page / num_layers)
         return left if quiet <= left + patience else math.inf

@@ -31,8 +31,10 @@ class VirtualClock:
 class SimAdapters:
     """The adapters that exist, by name: their rank and size. One catalogue serves any number of simulated replicas."""
 
-    def __init__(self, page: PageLayout) -> None:
+    def __init__(self, page: PageLayout, targets: tuple[str, ...] = MODULES) -> None:
+        """targets: projections that they change, in every layer."""
         self._page = page
+        self._targets = targets
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
 
@@ -46,7 +48,7 @@ class SimAdapters:
         """Make an adapter known; register the path that is returned. num_bytes: of its image on device and host."""
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
-            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES)
+            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self._targets)
             pages = max(1, -(-num_bytes // self._page.page_bytes))
             layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
             shape = self._shapes[rank, num_bytes] = (part,), layout
@@ -79,6 +81,7 @@ class SimReads(Reads):
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
         self._free_at = [clock.now] * threads
+        self._news: list[float] = []  # when reads bring what was not there before
 
     @property
     def free_at(self) -> float:
@@ -99,9 +102,14 @@ class SimReads(Reads):
         return SimRead(clock, start, end, error)
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Move the clock to the first end among `pending`, at most by `timeout`."""
+        """Move the clock to the first news or end among `pending`, at most by `timeout`."""
         now = self._clock.now
-        self._clock.now = min([now + timeout, *(read.end for read in pending)])
+        self._news = [moment for moment in self._news if moment > now]
+        self._clock.now = min([now + timeout, *self._news, *(read.end for read in pending)])
+
+    def wake(self) -> None:
+        """End a wait at this moment of the reading thread's time."""
+        self._news.append(self._clock.now)
 
     def shutdown(self) -> None:
         """Nothing is under way."""
@@ -233,8 +241,11 @@ class SimAdapterBackend:
         return self._adapters.layout(str(manifest.path))
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        start = self._clock.now
-        self._clock.now += self._costs.disk.seconds(manifest.file_size)
+        clock, seconds = self._clock, self._costs.disk.seconds(manifest.file_size)
+        start = clock.now
+        clock.now = start + seconds / layout.num_layers
+        image.publish(1)  # with which requests may begin; later layers end nobody's wait
+        clock.now = start + seconds
         image.data = manifest.file_size
         if self._costs.disk.contention:
             self._reads.append((start, self._clock.now))

@@ -1,4 +1,4 @@
-"""Costs of a step beside its rows: merging, all-reduces, LoRA on the CPU, and KV that was swapped out."""
+"""Costs of a step beside its rows: all-reduces, LoRA on the CPU, and KV that was swapped out."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...core.costs.models import CostModel
-from ...core.costs.work import StepWork
-from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from ...core.requests.types import ScheduledRow, StepPlan
 from ...core.scheduling.policies import VictimPolicy
 from .link import Link, Urgency
 
@@ -15,7 +14,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from ...core.requests.request import Request
-    from ...memory.adapters.adapter import Adapter
 
 
 class Charges:
@@ -36,10 +34,7 @@ class Charges:
         self._hidden_bytes = hidden_bytes
         self._num_layers = num_layers
         self._degree = degree
-        self._merged: Adapter | None = None  # in the copy of the weights
-        self._merge_due = 0.0
         self._swapped: dict[str, int] = {}  # tokens whose KV is in host memory
-        self.num_merges = 0
         self.num_assisted = 0
         self.num_swapped_tokens = 0  # out
 
@@ -48,46 +43,13 @@ class Charges:
         """True if no plan costs anything more than its rows."""
         return self._degree == 1 and not self._swapped
 
-    def merge(self, plan: StepPlan, adapter: Adapter | None) -> None:
-        """Run a plan with one of its adapters merged (dLoRA §4), or none. Another one than last time is written first.
-
-        Raises ValueError where the profile has no merge cost.
-        """
-        if adapter is None:
-            return
-        if self._costs.merge is None:
-            raise ValueError("the profile has no merge cost, so nothing can be merged; set terms merge.base")
-        plan.merged = adapter
-        if adapter is not self._merged:
-            self._merged = adapter
-            self._merge_due = self._costs.merge.seconds(adapter.rank)
-            self.num_merges += 1
-
     def work(self, plan: StepPlan) -> StepPlan:
         """Return the plan as it is computed: without what comes back from host memory."""
         if not self._swapped:
             return plan
         rows = [self._without_swapped(row) for row in plan.rows]
         rows.sort(key=lambda row: len(row.tokens) == 1)  # chunks come first
-        return StepPlan(plan.step_id, rows, plan.adapters, plan.bucket)
-
-    def merged_seconds(self, plan: StepPlan) -> float:
-        """Seconds of a merged plan: the merged adapter's rows are the base model's; the others take away its part and
-        add their own.
-        """
-        merged = self._merged
-        assert merged is not None
-        slot = plan.adapters.index(merged) if merged in plan.adapters else None
-        others = [each for index, each in enumerate(plan.adapters) if index != slot]
-        places = {plan.adapters.index(each): place for place, each in enumerate(others)}
-        rows = [replace(row, slot=places.get(row.slot, BASE_SLOT)) for row in plan.rows]
-        work = StepWork.of(StepPlan(plan.step_id, rows, others, plan.bucket), self._costs.kernel)
-        apart = [len(row.tokens) for row in plan.rows if row.slot != slot]
-        if apart:
-            work.row_ranks += len(apart) * merged.rank
-            work.token_ranks += sum(apart) * merged.rank
-            work.adapter_ranks += merged.rank
-        return work.seconds(self._costs.step)
+        return StepPlan(plan.step_id, rows, plan.adapters, plan.bucket, plan.merged)
 
     def each_step(self, plan: StepPlan) -> float:
         """Seconds of the all-reduces: two a layer, after attention and MLP. What else is on the link waits for them."""
@@ -100,8 +62,8 @@ class Charges:
         return seconds
 
     def once(self, plan: StepPlan, now: float) -> float:
-        """Seconds that this step alone takes longer: a merge, and KV that comes back."""
-        seconds, self._merge_due = self._merge_due, 0.0
+        """Seconds that this step alone takes longer, for KV that comes back."""
+        seconds = 0.0
         back = sum(self._num_back(row) for row in plan.rows) if self._swapped else 0
         if back:
             sending = self._link.send(self._costs.swap_seconds(back * self._kv_token_bytes), Urgency.SWAP)

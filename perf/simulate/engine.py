@@ -67,6 +67,7 @@ def simulated_engine(
     engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
+        engine.scheduler.may_repeat = engine.modes is None
         engine.scheduler.limit_prompts(most_prompts)
     elif not mix or most_prompts is not None:
         raise ValueError(f"mix is {mix} and most_prompts {most_prompts}: only SimEngine's scheduler keeps them")

@@ -764,6 +764,7 @@ def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
     memory.costs.disk_adapter_page = 0.01
     adapter = memory.store.register("a", Path("one"))
     memory.store.loads.request(adapter)
-    memory.images.peek(adapter).publish(1)
     monkeypatch.setattr(memory.images, "pace", lambda adapter: (quiet, layer_seconds))
+    assert memory.store.loads.seconds_left(adapter, patience=0.02) == math.inf, "nobody knows before its first layer"
+    memory.images.peek(adapter).publish(1)
     assert memory.store.loads.seconds_left(adapter, patience=0.02) == pytest.approx(left)
