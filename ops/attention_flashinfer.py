@@ -188,6 +188,12 @@ class DecodeAttention:
             backend.workspace, torch.empty(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=backend.device)
         )
         self._planned = False
+        self._arguments = {  # of every plan
+            "indptr": buffers.host_indptr[: bucket + 1],
+            "last_page_len": buffers.host_last_page_len[:bucket],
+            "head_dim": backend.head_dim,
+            **backend.plan_arguments,
+        }
 
     def plan(
         self,
@@ -203,13 +209,7 @@ class DecodeAttention:
         backend.event.synchronize()
         buffers.write(page_table, kv_lens, tables=tables)
         buffers.upload()
-        arguments = {
-            "indptr": buffers.host_indptr[: self._bucket + 1],
-            "indices": buffers.indices[: buffers.num_indices],
-            "last_page_len": buffers.host_last_page_len[: self._bucket],
-            "head_dim": backend.head_dim,
-            **backend.plan_arguments,
-        }
+        arguments = {**self._arguments, "indices": buffers.indices[: buffers.num_indices]}
         if self._planned:
             # the same plan without copies, which `upload` has made, and without a Python loop over the rows
             backend.module.decode.fast_decode_plan(self._wrapper, **arguments)
