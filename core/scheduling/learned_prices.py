@@ -19,7 +19,7 @@ KEPT = 0.999
 MERGE_STEPS = 10.0
 """Steps that a merge is taken to cost before there has been one; chosen."""
 
-MAX_SURPRISE = 0.5
+MAX_SURPRISE = 0.2
 """Most share of its time by which a step changes prices: others may have had the processor in it."""
 
 SWEEPS = 3

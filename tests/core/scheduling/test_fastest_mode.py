@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
-from chorus.core.scheduling.fastest_mode import FastestMode
+from chorus.core.scheduling.fastest_mode import EARNED, FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
@@ -55,8 +55,8 @@ def test_others_are_left_out_where_that_makes_more_tokens():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 def test_a_merge_has_to_be_earned(share):
-    """It is made when what was lost without it, in tokens, is what making it costs."""
-    policy = FastestMode(prices(merge=0.014 * share * 10, lora=0.004))
+    """It is made when what was lost without it, in tokens, is `EARNED` times what making it costs."""
+    policy = FastestMode(prices(merge=0.014 * share * 10 / EARNED, lora=0.004))
     steps = 0
     while policy.choose(state({A: 8}, step_seconds=0.014)).merged is None:
         steps += 1
