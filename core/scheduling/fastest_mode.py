@@ -8,9 +8,9 @@ from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
 MARGIN = 0.01
 """Share by which a mode must promise more than the present one; chosen: predictions are not that good."""
 
-EARNED = 4.0
+EARNED = 2.0
 """Costs of a merge that must have been lost without it; chosen: requests come and go, and with 1 what the last ones
-missed is merged for the next. So merging takes a quarter, at most, of what it is meant to gain.
+missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
 """
 
 

@@ -111,6 +111,18 @@ def test_merging_is_tried_where_it_might_help_and_given_up_where_it_does_not():
         assert learned.step_seconds({A: 8}, A, 100.0) == pytest.approx(0.01, rel=0.05)
 
 
+def test_one_merge_that_was_held_up_is_not_the_last():
+    learned = LearnedPrices()
+    learned.observe({A: 8}, None, 100.0, 0.01)
+    learned.observe_merge(A, 0.06)
+    assert learned.merge_seconds(A) == 0.06
+    learned.observe_merge(A, 2.5)
+    assert learned.merge_seconds(A) == pytest.approx(0.12), "no more than twice as much"
+    for _ in range(3):
+        learned.observe_merge(A, 0.02)
+    assert learned.merge_seconds(A) == 0.02
+
+
 def test_one_slow_step_changes_little():
     learned = LearnedPrices()
     for _ in range(50):
