@@ -74,7 +74,15 @@ class EngineConfig(BaseModel):
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )
     host_cache_bytes: int = Field(
-        default=1 << 30, ge=0, description="host memory for adapters that were read from disk, least recently used out"
+        default=1 << 30,
+        ge=0,
+        description="host memory for adapters read from disk and for KV of preempted requests, least recently used out",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of a request's KV when others need its pages: it goes to host memory and comes back, "
+        "or it is computed again; auto: whichever was measured to take less time. It is computed again wherever host "
+        "memory has no room",
     )
     eviction: Literal["cost", "lru"] = Field(
         default="cost",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
@@ -21,6 +22,7 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
@@ -35,6 +37,7 @@ from .requests.types import RequestOutput, StepPlan, StepResult
 from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.policies import Policies
+from .scheduling.preemption import swaps
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
 
@@ -78,9 +81,14 @@ class Engine:
         shadow = ShadowPages(self.pool, order)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
+        if executor.swaps is not None:
+            costs.swapped_page = executor.swaps.page_seconds
+        elif config.preemption == "swap":
+            raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
+        self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
         memory = RequestMemory(
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
-            config.share_prefix_cache,
+            config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
@@ -194,7 +202,7 @@ class Engine:
                 if self.modes is not None and not result.unready:
                     self.modes.note(plan, seconds)
             outputs += self.scheduler.update(plan, result)
-        elif not outputs and self.scheduler.has_work():
+        elif not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
             self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
@@ -213,8 +221,12 @@ class Engine:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold."""
-        self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders(), *self.reclaimer.shadow.holders()])
+        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold, and host
+        memory with the KV that waiting requests have there.
+        """
+        holders = self.scheduler, self.store, self.reclaimer.shadow, self.swapped
+        self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
+        self.swapped.check_integrity(self.scheduler.kv_images())
 
     def stats(self) -> EngineStats:
         pool, scheduler, merging, modes = self.pool, self.scheduler, self.merging, self.modes
@@ -229,6 +241,13 @@ class Engine:
             num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
+            num_swapped=len(self.swapped),
+            swapped_bytes=self.swapped.num_bytes,
+            num_swaps_out=self.swapped.num_out,
+            num_swaps_in=self.swapped.num_in,
+            swapped_bytes_out=self.swapped.num_bytes_out,
+            swapped_bytes_in=self.swapped.num_bytes_in,
+            num_swaps_dropped=self.swapped.num_dropped,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,

@@ -32,6 +32,13 @@ class EngineStats:
     num_reads: int = 0  # adapters being read
     num_failed_reads: int = 0
     num_given_up_reads: int = 0
+    num_swapped: int = 0  # requests with KV in host memory, what is being copied included
+    swapped_bytes: int = 0  # that it takes there
+    num_swaps_out: int = 0
+    num_swaps_in: int = 0
+    swapped_bytes_out: int = 0
+    swapped_bytes_in: int = 0
+    num_swaps_dropped: int = 0  # KV in host memory that came to nothing: lost, in others' way, or cached anyway
     num_shadow_pages: int = 0
     mode: StepMode = StepMode.LORA  # merged, or lora as each step needs it
     merged_adapter: str | None = None

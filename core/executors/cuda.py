@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -22,6 +23,7 @@ from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor, watched
 from .cuda_steps import CudaSteps
+from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +50,7 @@ class CudaExecutor(ModelExecutor):
             self.adapters = CudaAdapters(
                 self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
             )
+            self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
@@ -78,7 +81,7 @@ class CudaExecutor(ModelExecutor):
         self._device.synchronize()
         self.adapters.close()
         self.steps.close()
-        del self.steps, self.arena, self.adapters
+        del self.steps, self.arena, self.adapters, self.swaps
         self._device.release()
 
     def _load(self) -> CudaSteps:

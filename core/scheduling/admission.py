@@ -82,7 +82,8 @@ class Admission:
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
-        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
+        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes: none
+        while its KV comes back from host memory.
 
         rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
@@ -108,10 +109,11 @@ class Admission:
                 order.pass_over()
                 continue
             blocks = self._memory.match(request)
-            missing = request.num_tokens - len(blocks) * self._memory.block_tokens
+            kept = self._memory.kept_tokens(request, blocks)
+            missing = request.num_tokens - kept
             if missing > budget and not limits.chunked_prefill:
                 break
-            if self._prefills.wait(request, len(blocks)):
+            if self._prefills.wait(request, kept):
                 order.go_on()
                 continue
             has_room = self._has_room(request, blocks, step)
@@ -126,6 +128,7 @@ class Admission:
                 self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
                 order.end_turn(request.account)
+                count = 0 if request.coming is not None else count
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
@@ -184,8 +187,8 @@ class Admission:
             self._fail(request, *load_error(request, error))
             return False
         is_loading = request.adapter is not None and request.adapter.transfer is not None
-        request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
-        request.began_at = request.num_computed_tokens
+        request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
+        request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
@@ -281,9 +284,9 @@ class SharedPrefills:
     _leaders: dict[object, Request] = field(default_factory=dict)
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
 
-    def wait(self, request: Request, num_blocks: int) -> bool:
-        """Hold a request back if another is computing its prompt; `num_blocks` of it are cached already."""
-        if not self._leaders or self._shareable(request) <= num_blocks * self._memory.block_tokens:
+    def wait(self, request: Request, num_tokens: int) -> bool:
+        """Hold a request back if another is computing its prompt; the KV of `num_tokens` of it is there already."""
+        if not self._leaders or self._shareable(request) <= num_tokens:
             return False
         leader = self._leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _same_prompt(leader, request):

@@ -15,6 +15,7 @@ from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
+from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
 from ..engine_stats import AccountStats
 from ..requests.request import Request, RequestState
@@ -121,6 +122,8 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
+        if self._memory.swapped.is_under_way:
+            self._settle_swaps()
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
         if self.waiting or self._admission.late:
@@ -140,7 +143,10 @@ class Scheduler:
             admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
             if cut and not preempted:
                 self._add_to_chunks(cut, counts, self._max_tokens - used - sum(admitted.values()))
-            counts |= admitted
+            counts |= {request: count for request, count in admitted.items() if count}
+        if all_decode and self._memory.arriving:  # admitted just now, without a row
+            all_decode = False
+            counts = {request: counts.get(request, 1) for request in self.running if request.coming is None}
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -192,6 +198,10 @@ class Scheduler:
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
 
+    def kv_images(self) -> Iterator[KvImage]:
+        """Yield the KV that requests have in host memory, for `SwappedKv.check_integrity`."""
+        return (request.kv_image for request in self._requests.values() if request.kv_image is not None)
+
     def accounts(self) -> list[AccountStats]:
         """Return the accounts with requests in progress, those with most of them first."""
         running, waiting = (Counter(request.account for request in queue) for queue in (self.running, self.waiting))
@@ -212,11 +222,17 @@ class Scheduler:
         still = []
         for request in self._loading:
             if request.state is RequestState.LOADING:
-                if request.adapter is None or request.adapter.transfer is None:
+                is_loading = request.adapter is not None and request.adapter.transfer is not None
+                if not is_loading and request.coming is None:
                     request.state = RequestState.RUNNING
                 else:
                     still.append(request)
         self._loading = still
+
+    def _settle_swaps(self) -> None:
+        """Let the requests go on whose KV is back; those whose KV is lost compute it again."""
+        for request in self._memory.settle():
+            self._send_back(request, RequestState.SWAPPED)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
@@ -230,7 +246,7 @@ class Scheduler:
         False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
         running = self.running
-        if len(running) > self._max_tokens:
+        if len(running) > self._max_tokens or self._memory.arriving:
             return False
         if running.plan is None and not self._all_decode():
             return False
@@ -251,6 +267,8 @@ class Scheduler:
         chosen: dict[Request, int] = {}
         cut: list[Request] = []
         preempted = False
+        if self._memory.arriving:
+            sharing = [request for request in sharing if request.coming is None]
         shares = self._prompt_shares(sharing)
         for request in sorted(sharing, key=lambda r: _missing(r) > 1):
             if budget <= 0:
@@ -270,6 +288,8 @@ class Scheduler:
                 if self._store.give_up_loads():
                     continue
                 preempted = True
+                if self._memory.swapped.frees_pages:
+                    break  # it sits out until they have been copied
                 victim = self._policies.victim.choose(running)
                 self.preempt(victim)
                 budget += chosen.pop(victim, 0)
@@ -310,7 +330,7 @@ class Scheduler:
         """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
-        if not preempted:
+        if not preempted and not self._memory.swapped.frees_pages:
             admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._ahead.read(self.waiting)
@@ -319,7 +339,7 @@ class Scheduler:
         return admitted
 
     def preempt(self, request: Request) -> None:
-        """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
+        """Preempt a running request; its KV comes back from host memory, or is computed again, when it runs again.
 
         Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
         """
@@ -327,12 +347,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _send_back(self, request: Request, state: RequestState) -> None:
-        """Free all that a running request holds and put it at the head of the queue."""
+        """Free all that a running request holds, which may keep its KV in host memory, and put it at the head of the
+        queue.
+        """
         self.running.remove(request)
+        if not self._memory.save(request):
+            request.prompt_logprobs.clear()
         self._give_back(request)
         request.state = state
         request.num_computed_tokens = 0
-        request.prompt_logprobs.clear()
         self._admission.arrive(request.account)
         self.waiting.append_first(request)
 
@@ -416,6 +439,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.id]
+        self._memory.forget_image(request)
         if request.adapter is not None:
             self._store.let_go(request.adapter)
 

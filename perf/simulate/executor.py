@@ -14,6 +14,7 @@ from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
 from .charges import Charges
 from .repeats import RepeatedPlan, RepeatedResult
 from .shadow import SimShadow
+from .swaps import SimSwaps
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
@@ -101,9 +102,10 @@ class SimExecutor:
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
         self.charges = Charges(
-            self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
-            hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
+            self.costs, self.adapters.link, hidden_bytes=geometry.hidden_size * geometry.itemsize,
+            num_layers=geometry.num_layers, degree=degree,
         )  # fmt: skip
+        self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
         self.shadow = None  # where no price of a merge is known, nothing is merged
         if self.costs.merge is not None:
             self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
@@ -125,10 +127,9 @@ class SimExecutor:
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows, charges = self.costs, plan.rows, self.charges
-        computed = plan if charges.is_idle else charges.work(plan)
-        computing = StepWork.of(computed, costs.kernel).seconds(costs.step)
+        computing = StepWork.of(plan, costs.kernel).seconds(costs.step)
         if not charges.is_idle:
-            computing += charges.each_step(computed)
+            computing += charges.each_step(plan)
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
             growth = costs.step.growth(len(rows))
@@ -142,9 +143,6 @@ class SimExecutor:
             price = self._stalled(first, computing, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
-        if once := charges.once(plan, self._clock.now):
-            price.first += once
-            price.single = True
         self._priced = plan, price
         return price
 

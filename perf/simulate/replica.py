@@ -87,7 +87,6 @@ class Replica:
         keep_idle: bool = True,
         policies: Policies | None = None,
         degree: int = 1,
-        swap: bool = False,
         now: float = 0.0,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
@@ -102,7 +101,7 @@ class Replica:
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
             stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads, policies=policies,
-            degree=degree, swap=swap,
+            degree=degree,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf
@@ -221,7 +220,6 @@ class Replica:
             return
         self._queue.pop(request_id, None)
         self.engine.abort(request_id)
-        self.executor.charges.forget(request_id)
         self.state.remove(each.rank)
         self.left.append(Left(each.item, each.progress_at(self._stalled()), to, seconds))
 

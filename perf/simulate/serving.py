@@ -61,7 +61,7 @@ def run_serving(setup: Setup) -> Outcome:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
             most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
-            degree=setup.tensor_parallel, swap=setup.swap, now=now, policies=_policies(setup, adapters.config, profile),
+            degree=setup.tensor_parallel, now=now, policies=_policies(setup, adapters.config, profile),
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]

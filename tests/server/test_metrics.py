@@ -68,6 +68,13 @@ def test_cache_counters(start, fake_engine):
         "num_adapter_evictions": 9,
         "num_prefix_hit_tokens": 10,
         "num_prefix_query_tokens": 11,
+        "num_swapped": 12,
+        "swapped_bytes": 13,
+        "num_swaps_out": 14,
+        "num_swaps_in": 15,
+        "swapped_bytes_out": 16,
+        "swapped_bytes_in": 17,
+        "num_swaps_dropped": 18,
     }
     fake_engine.stats = lambda: replace(stats(), **counts)
     lines = start(fake_engine).client.get("/metrics").text.splitlines()
@@ -86,6 +93,13 @@ def test_cache_counters(start, fake_engine):
         "chorus_adapter_evictions_total 9.0",
         "chorus_prefix_hit_tokens_total 10.0",
         "chorus_prefix_query_tokens_total 11.0",
+        "chorus_swapped_requests 12.0",
+        "chorus_swapped_bytes 13.0",
+        "chorus_swaps_out_total 14.0",
+        "chorus_swaps_in_total 15.0",
+        "chorus_swapped_out_bytes_total 16.0",
+        "chorus_swapped_in_bytes_total 17.0",
+        "chorus_swaps_dropped_total 18.0",
     ):
         assert line in lines
 

@@ -29,9 +29,12 @@ def terms(**values):
     return Terms(terms={name: Number(value=value, source="made up") for name, value in values.items()})
 
 
-def replica(*, change=None, pages=2000, seats=8, **options):
+def replica(*, change=None, pages=2000, seats=8, preemption="auto", host_cache_bytes=1 << 40, **options):
     profile = PROFILE.model_copy(update=change or {})
-    config = EngineConfig(model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats)
+    config = EngineConfig(
+        model=MODEL, prefix_cache=False, num_pages=pages, max_num_seqs=seats, preemption=preemption,
+        host_cache_bytes=host_cache_bytes,
+    )  # fmt: skip
     adapters = SimAdapters(profile.geometry.page_layout(config.block_tokens))
     for name, rank in RANKS.items():
         adapters.add(name, rank, profile.geometry.adapter_bytes(rank))
@@ -145,25 +148,40 @@ def test_the_cpu_assists_where_that_is_faster_than_to_wait():
     assert found.executor.charges.num_assisted == 0
 
 
+def preempting(preemption, per_byte, host_pages=1000):
+    """Two requests that outgrow the arena together: when the last one ends, and its replica."""
+    change = {"link": terms(per_byte=per_byte), "disk": terms(per_byte=0.0)}
+    host = host_pages * PROFILE.geometry.page_layout(16).page_bytes
+    found = replica(change=change, pages=60, preemption=preemption, host_cache_bytes=host)
+    records = simulate([asked(0, 0.0, 120, prompt=400), asked(1, 0.0, 120, prompt=400)], [found])
+    found.engine.check_integrity()
+    assert found.engine.stats().num_preemptions == 1
+    return records.column("e2e").max(), found
+
+
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_swapped_request_comes_back_over_the_link(slow):
-    """Two requests outgrow the arena; what is preempted is computed again, or swapped out and in."""
-    per_byte = 1e-9 if slow else 1e-11
-    change = {"link": terms(per_byte=per_byte), "disk": terms(per_byte=0.0)}
-    requests = [asked(0, 0.0, 120, prompt=400), asked(1, 0.0, 120, prompt=400)]
-    kept, found = replica(change=change, pages=60), replica(change=change, pages=60, swap=True)
-    again, back = (simulate(requests, [each]).column("e2e").max() for each in (kept, found))
-    assert kept.engine.stats().num_preemptions == found.engine.stats().num_preemptions == 1
-    charges = found.executor.charges
-    assert charges.num_swapped_tokens > 400
-    assert charges.is_idle
-    seconds = charges.num_swapped_tokens * found.executor.layout.page_bytes / 16 * per_byte
-    prefill = PROFILE.costs().prefill_seconds(charges.num_swapped_tokens + 1)
-    one = PROFILE.costs().prefill_seconds(1)
+    """What is preempted is computed again, or swapped out and in, whichever is chosen; auto takes what is faster."""
+    per_byte = 1e-8 if slow else 1e-11
+    (again, _), (back, found), (chosen, auto) = (preempting(each, per_byte) for each in ("recompute", "swap", "auto"))
+    stats = found.engine.stats()
+    assert (stats.num_swaps_out, stats.num_swaps_in, stats.num_swapped) == (1, 1, 0)
+    assert stats.swapped_bytes_out == stats.swapped_bytes_in > 25 * found.executor.layout.page_bytes
+    tokens = stats.swapped_bytes_out // found.executor.layout.page_bytes * 16
+    prefill, one = (PROFILE.costs().prefill_seconds(count) for count in (tokens, 1))
     more = back - again - (one - prefill)
-    assert seconds - 0.01 < more < 2 * seconds + 0.01  # it comes back behind what is still on its way out
+    # one way at least is waited for: out, while the other request needs its pages, or back
+    seconds = stats.swapped_bytes_in * per_byte
+    assert seconds - 0.02 < more < 2 * seconds + 0.03
     assert (back > again) == slow
-    found.engine.check_integrity()
+    assert chosen == (again if slow else back)
+    assert auto.engine.stats().num_swaps_out == (not slow)
+
+
+def test_swapped_kv_has_no_more_host_memory_than_there_is():
+    without, _ = preempting("recompute", 1e-11)
+    short, found = preempting("swap", 1e-11, host_pages=20)
+    assert (short, found.engine.stats().num_swaps_out) == (without, 0)
 
 
 def test_a_study_sets_what_a_profile_lacks():
