@@ -184,6 +184,8 @@ class Engine:
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
+            if plan.bucket is None and self.modes is not None:
+                plan.merged = self.modes.of_prefill(plan)
         return plan
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:

@@ -130,6 +130,19 @@ class Modes:
             with suppress(CannotMerge):  # it is served unmerged
                 merging.merge(choice.merged)
 
+    def of_prefill(self, plan: StepPlan) -> Adapter | None:
+        """Return what a step with prompts has in its weights: the merged adapter if most of the tokens are its own.
+
+        The policy goes by decode steps. Prompts are many tokens of few requests; if they are others', each of them has
+        the merged adapter's part taken away again, which is more work than to add it to its own tokens.
+        """
+        merged = self._merging.merged
+        if merged is None or merged not in plan.adapters:
+            return None
+        slot = plan.adapters.index(merged)
+        own = sum([len(row.tokens) for row in plan.rows if row.slot == slot])
+        return merged if 2 * own >= plan.num_tokens else None
+
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A decode step has taken so long."""
         batch, context = _batch_of(plan), sum([row.start for row in plan.rows]) / len(plan.rows)

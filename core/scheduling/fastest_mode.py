@@ -8,13 +8,19 @@ from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
 MARGIN = 0.01
 """Share by which a mode must promise more than the present one; chosen: predictions are not that good."""
 
+EARNED = 2.0
+"""Costs of a merge that must have been lost without it; chosen: requests come and go, and with 1 what the last ones
+missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
+"""
+
 
 class FastestMode:
     """Chooses among unmerged mode, merged mode of everybody, and of the merged adapter's requests alone.
 
     What is there is chosen by predicted tokens a second, step by step, as switching to it and back is free. Merged
-    weights are made when what was lost without them, in tokens, has come to what making them costs: whoever rents until
-    then and buys pays at most twice what he would have paid had he known how long it lasts.
+    weights are made when what was lost without them, in tokens, has come to `EARNED` times what making them costs:
+    whoever rents until then and buys pays a fixed multiple, at most, of what he would have paid had he known how long
+    it lasts.
     """
 
     def __init__(self, prices: ModePrices) -> None:
@@ -59,7 +65,7 @@ class FastestMode:
         for adapter in self._candidates(state):
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
             tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
-            if tokens > self._prices.merge_seconds(adapter) * rate:
+            if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
                 self._lost = {}
                 return adapter
             if tokens:

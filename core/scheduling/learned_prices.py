@@ -19,7 +19,7 @@ KEPT = 0.999
 MERGE_STEPS = 10.0
 """Steps that a merge is taken to cost before there has been one; chosen."""
 
-MAX_SURPRISE = 0.5
+MAX_SURPRISE = 0.2
 """Most share of its time by which a step changes prices: others may have had the processor in it."""
 
 SWEEPS = 3
@@ -41,7 +41,7 @@ class LearnedPrices:
         self._sums = np.zeros(count)
         self._guess = np.zeros(count)  # what takes the place of steps, where there are none: 1 / variance of a price
         self._step = 0.0  # seconds of the last steps, about
-        self._merge: float | None = None  # seconds of the latest merge
+        self._merge: float | None = None  # seconds of a merge, by the latest ones
         self._num_steps = 0
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
@@ -69,7 +69,9 @@ class LearnedPrices:
         self._settle()
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
-        self._merge = seconds
+        """Believe it by half or twice the price at most: one that was held up must not be the last there ever is."""
+        expected = self.merge_seconds(adapter)
+        self._merge = min(max(seconds, expected / 2), expected * 2) if expected else seconds
 
     def _settle(self) -> None:
         """Go to the prices of the least squared error: each term's best, the others as they are, in turns."""

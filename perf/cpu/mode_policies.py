@@ -5,8 +5,9 @@
 Eight clients each send the next request when the last one is answered. A request has one adapter, of the mean rank,
 with the probability `skew`, else another one or none, all alike often. unmerged: nothing is merged. merged: that
 adapter is, all the time, and the others run along. Each has an engine and clients of its own, which ask for the same,
-and takes its turn for a few steps, so that all three meet the same machine. Ratios are those of tokens per second over
-all turns, with the standard error of the mean of the turns' own. The policy goes on with what it has learned.
+and takes its turn for a few steps, so that all three meet the same machine. Rates and ratios are medians over turns,
+as others may have the processors in some of them; half of the interval that the ratio's median is in, at 95 %, stands
+beside it. The policy goes on with what it has learned.
 """
 
 from __future__ import annotations
@@ -48,16 +49,15 @@ class Clients:
         for _ in range(count):
             self._ask()
 
-    def turn(self, steps: int) -> tuple[int, float]:
-        """Return the tokens of so many steps, and their seconds."""
+    def turn(self, steps: int) -> float:
+        """Return the tokens a second of so many steps."""
         engine = self.bench.engine
         before, began = engine.stats().num_generated_tokens, time.perf_counter()
         for _ in range(steps):
             for output in engine.step():
                 if output.finish_reason is not None:
                     self._ask()
-        seconds = time.perf_counter() - began
-        return engine.stats().num_generated_tokens - before, seconds
+        return (engine.stats().num_generated_tokens - before) / (time.perf_counter() - began)
 
     def _ask(self) -> None:
         source = self._source
@@ -68,8 +68,8 @@ class Clients:
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.mode_policies", description=__doc__.split("\n")[0])
     parser.add_argument("--skews", type=_numbers, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="P,…")
-    parser.add_argument("--turns", type=int, default=40, help="of each mode at each skew")
-    parser.add_argument("--steps", type=int, default=10, help="of a turn")
+    parser.add_argument("--turns", type=int, default=100, help="of each mode at each skew")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn")
     parser.add_argument("--policy", choices=("fastest", "dlora-1", "dlora-2", "dlora-3"), default="fastest")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
@@ -94,11 +94,10 @@ def main(argv: list[str] | None = None) -> int:
             for number in range(args.turns):
                 for mode in MODES[:: 1 if number % 2 else -1]:
                     turns[mode].append(clients[mode].turn(args.steps))
-            found[f"{skew:g}"] = line = {mode: _rate(turns[mode]) for mode in MODES}
+            found[f"{skew:g}"] = line = {mode: statistics.median(turns[mode]) for mode in MODES}
             line["merges"] = engine.merging.num_merges - merges
             for mode in MODES[:2]:
-                line[f"of_{mode}"] = line["policy"] / line[mode]
-                line[f"of_{mode}_error"] = _error(turns["policy"], turns[mode])
+                line[f"of_{mode}"], line[f"of_{mode}_error"] = _ratio(turns["policy"], turns[mode])
             print(f"{skew:5.2f}" + "".join(f"{line[mode]:10.0f}" for mode in MODES), end="")
             print("".join(f"{line[f'of_{mode}']:10.3f} ±{line[f'of_{mode}_error']:.3f}" for mode in MODES[:2]), end="")
             print(f"{line['merges']:8.0f}", flush=True)
@@ -111,13 +110,12 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _rate(turns: Sequence[tuple[int, float]]) -> float:
-    return sum(tokens for tokens, _ in turns) / sum(seconds for _, seconds in turns)
-
-
-def _error(turns: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> float:
-    ratios = [_rate([turn]) / _rate([other]) for turn, other in zip(turns, others, strict=True)]
-    return statistics.stdev(ratios) / math.sqrt(len(ratios))
+def _ratio(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the median ratio, and half of the interval, by order statistics, that it is in at 95 %."""
+    ratios = sorted(rate / other for rate, other in zip(rates, others, strict=True))
+    count = len(ratios)
+    below = max(0, math.floor(count / 2 - math.sqrt(count)))
+    return statistics.median(ratios), (ratios[count - 1 - below] - ratios[below]) / 2
 
 
 def _numbers(text: str) -> list[float]:

@@ -379,6 +379,25 @@ def test_the_policies_give_the_same_tokens(subject, drive, name, skew):
         assert StepMode.MERGED in modes(driver)
 
 
+def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, policies=Policies(mode=MostRequests()))
+    for index in range(3):
+        driver.add(f"own {index}", "r8-attention", [5, 6, 7], max_tokens=60)
+    while driver.engine.merging.merged is None:
+        driver.step()
+    of = {}
+    for name, adapter in (("base", None), ("other", "r5-ko"), ("own", "r8-attention")):
+        driver.add(name, adapter, [5, 6, 7, 8, 9, 10, 11, 12], max_tokens=2)
+        driver.step()
+        prompt = driver.plans[-1]
+        assert prompt.bucket is None and any(row.request_id == name for row in prompt.rows)
+        of[name] = prompt.merged and prompt.merged.name
+        driver.step()
+        assert driver.plans[-1].merged.name == "r8-attention"
+    assert of == {"base": None, "other": None, "own": "r8-attention"}
+
+
 def test_nobody_is_left_out_for_longer_than_a_turn(subject, drive):
     it = subject("gqa")
 

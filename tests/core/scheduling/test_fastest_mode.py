@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
-from chorus.core.scheduling.fastest_mode import FastestMode
+from chorus.core.scheduling.fastest_mode import EARNED, FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
@@ -55,8 +55,8 @@ def test_others_are_left_out_where_that_makes_more_tokens():
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
 def test_a_merge_has_to_be_earned(share):
-    """It is made when what was lost without it, in tokens, is what making it costs."""
-    policy = FastestMode(prices(merge=0.014 * share * 10, lora=0.004))
+    """It is made when what was lost without it, in tokens, is `EARNED` times what making it costs."""
+    policy = FastestMode(prices(merge=0.014 * share * 10 / EARNED, lora=0.004))
     steps = 0
     while policy.choose(state({A: 8}, step_seconds=0.014)).merged is None:
         steps += 1
@@ -109,6 +109,18 @@ def test_merging_is_tried_where_it_might_help_and_given_up_where_it_does_not():
         assert A in modes, "it was never tried"
         assert (modes[-1] is A) or not helps
         assert learned.step_seconds({A: 8}, A, 100.0) == pytest.approx(0.01, rel=0.05)
+
+
+def test_one_merge_that_was_held_up_is_not_the_last():
+    learned = LearnedPrices()
+    learned.observe({A: 8}, None, 100.0, 0.01)
+    learned.observe_merge(A, 0.06)
+    assert learned.merge_seconds(A) == 0.06
+    learned.observe_merge(A, 2.5)
+    assert learned.merge_seconds(A) == pytest.approx(0.12), "no more than twice as much"
+    for _ in range(3):
+        learned.observe_merge(A, 0.02)
+    assert learned.merge_seconds(A) == 0.02
 
 
 def test_one_slow_step_changes_little():
