@@ -1201,13 +1201,17 @@ TestEngineMachine.settings = settings(max_examples=500, stateful_step_count=40)
 
 
 def test_the_machine_went_everywhere():
-    if not reached:  # this test was asked for alone
+    """Some places are rare: it goes on until it has been there, for a while."""
+    everywhere = {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
+    everywhere |= {"reload in use", "waited for a read", "no room beside pinned"}
+    everywhere |= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
+    everywhere |= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
+    everywhere |= {"merged step", "shadow kept", "shadow gone"}
+    everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
+    everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
+    for _ in range(5):
+        missing = {place for place in everywhere | reached.keys() if not reached[place]}
+        if not missing:
+            return
         run_state_machine_as_test(EngineMachine, settings=TestEngineMachine.settings)
-    assert reached.keys() >= {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
-    assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
-    assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
-    assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
-    assert reached.keys() >= {"merged step", "shadow kept", "shadow gone"}
-    assert reached.keys() >= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
-    assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
-    assert min(reached.values()) > 0, reached
+    pytest.fail(f"it was never there: {sorted(missing)}")
