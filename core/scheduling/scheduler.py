@@ -104,6 +104,13 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
+    def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
+        """End every request that holds one of `adapters`, with an error; returns how many there were."""
+        users = [request for request in self._requests.values() if request.adapter in adapters]
+        for request in users:
+            self._end(request, error, failure)
+        return len(users)
+
     @property
     def only(self) -> Collection[Adapter | None] | None:
         """Adapters, or the base model, whose requests alone run; the others' keep what they hold. None: all.
@@ -215,9 +222,7 @@ class Scheduler:
         """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
-                self._finish(request, FinishReason.ERROR)
-                reason, failure = load_error(request, error)
-                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
+                self._end(request, *load_error(request, error))
             self._store.evict(adapter)
         still = []
         for request in self._loading:
@@ -423,6 +428,11 @@ class Scheduler:
         """End a request that is in neither queue, with an error."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
+
+    def _end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
+        """End a request with an error, whichever queue it is in."""
+        self._finish(request, FinishReason.ERROR)
         self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

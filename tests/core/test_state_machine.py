@@ -43,6 +43,7 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import InlineReads, Reads
@@ -572,6 +573,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
+        self.removed: set[str] = set()
+        """Requests that were ended because their adapter was removed by force."""
         self.had_shadow = False
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
@@ -679,14 +682,15 @@ class EngineMachine(RuleBasedStateMachine):
         return beside - (-num_tokens // self.config.block_tokens) <= self.usable
 
     def _active(self):
-        return sorted(set(self.requests) - self.aborted - {r for r, e in self.requests.items() if e.reason})
+        ended = {request_id for request_id, expected in self.requests.items() if expected.reason}
+        return sorted(set(self.requests) - self.aborted - self.removed - ended)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         assert self.engine.abort(request_id) == (request_id in self._active())
-        if not self.requests[request_id].reason:
+        if not self.requests[request_id].reason and request_id not in self.removed:
             self.aborted.add(request_id)
 
     @precondition(lambda self: self.scheduler.running)
@@ -889,6 +893,8 @@ class EngineMachine(RuleBasedStateMachine):
             reached["no room beside pinned"] += 1
         elif self._is_given_up(output.error):
             reached["a read was given up"] += 1
+        elif output.failure is LoadFailure.REMOVED:
+            assert output.request_id in self.removed
         else:
             assert (
                 output.request_id in self.executor.raises_for | self.executor.sick
@@ -936,14 +942,23 @@ class EngineMachine(RuleBasedStateMachine):
         backend.read(manifest, self.engine.store.layout_of(manifest), image)
         return self.engine.store.register(name, manifest, image)
 
-    @rule(name=st.sampled_from(NAMES))
-    def unregister(self, name):
-        if name in self.current:
-            self.engine.store.unregister(name)
-            self.pinned.discard(self.current.pop(name))
-        else:
+    @rule(name=st.sampled_from(NAMES), force=st.sampled_from([False, False, True]))
+    def remove(self, name, force=False):
+        """By force whoever holds a version of it ends at once, and nothing of it is left in the arena."""
+        if name not in self.current:
             with pytest.raises(UnknownAdapter):
-                self.engine.store.unregister(name)
+                self.engine.remove_adapter(name, force=force)
+            return
+        adapters = [(request_id, self.requests[request_id].adapter) for request_id in self._active()]
+        users = [
+            request_id for request_id, adapter in adapters if force and adapter is not None and adapter.name == name
+        ]
+        assert self.engine.remove_adapter(name, force=force) == len(users)
+        self.removed.update(users)
+        self.pinned.discard(self.current.pop(name))
+        if force:
+            reached["ended by force"] += bool(users)
+            assert not any(adapter.name == name for adapter in self._adapters())
 
     @rule(name=st.sampled_from(NAMES))
     def pin(self, name):
@@ -1188,7 +1203,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
         for name in list(self.current):
-            self.unregister(name)
+            self.remove(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
         assert len(self.engine.prefix) == self.engine.store.images.num_bytes == 0
@@ -1206,7 +1221,7 @@ def test_the_machine_went_everywhere():
     everywhere |= {"reload in use", "waited for a read", "no room beside pinned"}
     everywhere |= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     everywhere |= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
-    everywhere |= {"merged step", "shadow kept", "shadow gone"}
+    everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}
     everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     for _ in range(5):
