@@ -8,7 +8,9 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
+from statistics import median
 
 from ..config import EngineConfig
 from ..engine import Engine
@@ -19,7 +21,7 @@ from ..requests.request import Request
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import StepPlan, StepResult
 from .fit import Fit, fit
-from .measure import MeasureError, StepProfiler, fit_steps, fit_transfer, r2_of, typical
+from .measure import MeasureError, Samples, StepProfiler, fit_steps, fit_transfer, r2_of, typical
 from .models import Kernel, StepCost
 from .profile import FitReport, Geometry, Number, Profile, Terms, Whole
 
@@ -29,11 +31,25 @@ _OVERHEAD_STEPS = 40
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A profile and how steady the machine was. noise: how far a median round is above the best one."""
+    """A profile, and the steps that it was fitted to: with the same seed, the same steps.
+
+    uncached: adapters were read from the disk itself.
+    """
 
     profile: Profile
-    noise: float
+    decode: Samples
+    prefill: Samples
     uncached: bool
+
+    @property
+    def noise(self) -> float:
+        """How far a median round is above the best one."""
+        return max(self.decode.noise, self.prefill.noise)
+
+    def drift(self, before: Measured) -> float:
+        """Share by which the same steps, decode or prefill, take more or less time than when `before` was measured."""
+        pairs = (self.decode, before.decode), (self.prefill, before.prefill)
+        return max(abs(median(map(truediv, now.seconds, then.seconds)) - 1.0) for now, then in pairs)
 
 
 class TimedExecutor:
@@ -133,7 +149,7 @@ def _measure(
         link=_terms(fit_transfer(transfers.num_bytes, transfers.place), how),
         overhead=_terms(_measure_overhead(config, executor, paths), "engine steps, less their executor's part"),
     )
-    return Measured(profile, max(decode.noise, prefill.noise), transfers.uncached)
+    return Measured(profile, decode, prefill, transfers.uncached)
 
 
 def _measure_overhead(config: EngineConfig, executor: Executor, adapters: Sequence[Path]) -> Fit:

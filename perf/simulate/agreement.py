@@ -3,7 +3,9 @@
     python -m chorus.perf.simulate.agreement [--workload SPEC] [--http] [--model DIR --adapters DIR] [--profile FILE]
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
-both: a machine whose speed drifts drifts for both. Without --workload the requests are made up; with it, they are the
+both: a machine whose speed drifts drifts for both. A repeat in which the machine was not quiet says nothing and is made
+again: the rounds of a fit differ, the same steps take longer after it than before, or the system held the process up.
+Without --workload the requests are made up; with it, they are the
 first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
 with lengths cut to what the model takes: the profile was fitted to none of them.
 
@@ -11,8 +13,8 @@ With --http the built-in model is served by `chorus serve`, and what the client 
 tokenizer, timers and sockets add to the engine's time is fitted to other requests just before.
 
 Exits with 1 when mean TTFT or TPOT differ by more than --limit, with --workload when the median over the requests of
-|simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when the
-machine was not quiet: the rounds of a fit differ, the fits do, or the system held the process up.
+|simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when twice
+as many repeats as were asked for have not brought enough quiet ones.
 """
 
 from __future__ import annotations
@@ -22,22 +24,21 @@ import gc
 import itertools
 import json
 import os
-import random
 import sys
 import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import numpy as np
 from rich.console import Console
 
 from ...core.config import EngineConfig
-from ...core.costs.machine import measure_machine
+from ...core.costs.machine import Measured, measure_machine
 from ...core.costs.measure import forget_file
 from ...core.costs.profile import Profile, load_profile
 from ...core.engine import Engine
@@ -55,83 +56,33 @@ from ..workload.request import TraceRequest
 from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
+from .loads import FIRST_TOKEN_ID, PROMPT_TOKENS, Load, Recorded, prompt_of
 from .over_http import HostTimes, fit_host, served
 from .records import Records, Served
 from .replica import Replica
 
-PROMPT_TOKENS = (16, 160)
-OUTPUT_TOKENS = (12, 64)
 HELD_UP_SECONDS = 0.5
 MOST_NOISE = 0.1
-"""Noise of a fit (`Measured.noise`), and share by which the prices of a decode step may differ between fits."""
+"""Noise of a fit (`Measured.noise`), and drift from the fit before (`Measured.drift`)."""
 
 MOST_ERROR = {"ttft": 0.15, "e2e": 0.07}
 """Of the medians over a workload's requests."""
 
-_PROMPT_SHARE = 0.75  # of the model's length, that a workload's prompt may take
 READ_THREADS = 2
-_FIRST_TOKEN_ID = 16  # ids below are special in most vocabularies
+
+
+@dataclass(frozen=True, slots=True)
+class Repeat:
+    """A load that was served and simulated. unrest: reasons why it says nothing."""
+
+    real: Records
+    simulated: Records
+    host: HostTimes | None
+    unrest: list[str]
 
 
 class HeldUp(UserWarning):
     """The system gave the process no processor for long during a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Requests that keep a machine busy for a share of the time."""
-
-    requests: int
-    share: float
-    seed: int = 0
-
-    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
-        """Poisson arrivals; lengths evenly within PROMPT_TOKENS and OUTPUT_TOKENS; a tenth on the base model.
-
-        rows: batch size at which the share holds.
-        """
-        source = random.Random(self.seed)
-        rate = rate_at(profile, self.share, rows)
-        now, found = 0.0, []
-        for index in range(self.requests):
-            now += source.expovariate(rate)
-            name = None if source.random() < 0.1 else source.choice(list(adapters))
-            found.append(TraceRequest(index, now, name, source.randint(*PROMPT_TOKENS), source.randint(*OUTPUT_TOKENS)))
-        return found
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """The first requests of a workload, at a load of ours.
-
-    The adapters that it names become those that there are, each always the same one.
-    """
-
-    workload: Sequence[TraceRequest]
-    share: float
-    most_tokens: int
-
-    def trace(self, profile: Profile, rows: int, adapters: Sequence[str]) -> list[TraceRequest]:
-        """Arrivals keep their pattern. rows: batch size at which the share holds."""
-        costs, names = profile.costs(), sorted(adapters)
-        most_prompt = int(_PROMPT_SHARE * self.most_tokens)
-        first, last = self.workload[0].arrival, self.workload[-1].arrival
-        cut, busy = [], 0.0
-        for request in self.workload:
-            prompt, output = request.prompt_tokens, request.output_tokens
-            prompt, output = min(prompt, most_prompt), max(1, min(output, self.most_tokens - most_prompt))
-            name = None if request.adapter is None else names[crc32(request.adapter.encode()) % len(names)]
-            decode = costs.decode_seconds([16] * rows, rows * (prompt + output // 2)) / rows
-            busy += costs.prefill_seconds(prompt, 16) + output * decode
-            cut.append(request._replace(prompt_tokens=prompt, output_tokens=output, adapter=name))
-        factor = busy / self.share / max(last - first, 1e-9)
-        return [each._replace(id=index, arrival=(each.arrival - first) * factor) for index, each in enumerate(cut)]
-
-
-def prompt_of(request: TraceRequest, vocab_size: int) -> list[int]:
-    """Random token ids; no two requests share a beginning worth caching."""
-    source = random.Random(request.id)
-    return [source.randrange(_FIRST_TOKEN_ID, vocab_size) for _ in range(request.prompt_tokens)]
 
 
 def serve_both(
@@ -230,7 +181,7 @@ def warm_up(engine: Engine) -> None:
     for count in range(1, engine.config.max_num_seqs + 1):
         params = SamplingParams(max_tokens=3, temperature=0.0, ignore_eos=True)
         for index in range(count):
-            prompt = [_FIRST_TOKEN_ID + count, _FIRST_TOKEN_ID + index] * (PROMPT_TOKENS[1] // 2)
+            prompt = [FIRST_TOKEN_ID + count, FIRST_TOKEN_ID + index] * (PROMPT_TOKENS[1] // 2)
             engine.add_request(Request(f"warm-{count}-{index}", prompt, params))
         while engine.has_work():
             engine.step()
@@ -257,20 +208,26 @@ def simulated(engine: Engine, profile: Profile, trace: Sequence[TraceRequest]) -
     return simulate(trace, [Replica(profile, adapters, config)], prompt=lambda request: prompt_of(request, vocab))
 
 
-def rate_at(profile: Profile, load: float, rows: int) -> float:
-    """Requests per second that keep a machine busy for a share `load` of the time, at batches of `rows`."""
-    costs = profile.costs()
-    prompt, output = sum(PROMPT_TOKENS) / 2, sum(OUTPUT_TOKENS) / 2
-    decode = costs.decode_seconds([16] * rows, int(rows * (prompt + output / 2))) / rows
-    return load / (costs.prefill_seconds(int(prompt), 16) + output * decode)
-
-
 def compare(real: Records, simulated: Records) -> dict[str, Any]:
     """Both summaries, and by how much the simulated means are off, as a share of the real ones."""
     found: dict[str, Any] = {"real": real.summary(), "simulated": simulated.summary()}
     found["deviation"] = {
         name: found["simulated"][name]["mean"] / found["real"][name]["mean"] - 1 for name in ("ttft", "tpot", "e2e")
     }
+    return found
+
+
+def summary(repeats: Sequence[Repeat]) -> dict[str, Any]:
+    """`compare` of all requests of several repeats, and the median of their errors."""
+    real, virtual, off = Records(), Records(), {name: [] for name in MOST_ERROR}
+    for repeat in repeats:
+        for name, found in errors(repeat.real, repeat.simulated).items():
+            off[name] += found
+        real.extend(repeat.real)
+        virtual.extend(repeat.simulated)
+    found = compare(real, virtual)
+    found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
+    found["host"] = [asdict(repeat.host) for repeat in repeats if repeat.host is not None]
     return found
 
 
@@ -281,14 +238,13 @@ def errors(real: Records, simulated: Records) -> dict[str, list[float]]:
     return {name: np.abs(simulated.column(name) / real.column(name)[order] - 1).tolist() for name in MOST_ERROR}
 
 
-def unrest(noises: Sequence[float], profiles: Sequence[Profile], num_held_up: int) -> list[str]:
-    """Reasons why the machine was not quiet; none if it was."""
+def unrest(fits: Sequence[Measured], num_held_up: int) -> list[str]:
+    """Reasons why the machine was not quiet; none if it was. fits: before and after, none where a profile was given."""
     found = []
-    if noises and max(noises) > MOST_NOISE:
-        found.append(f"rounds of a fit differ by {max(noises):.0%} (at most {MOST_NOISE:.0%})")
-    prices = [profile.costs().decode_seconds([16] * 4, 400) for profile in profiles]
-    if (drift := max(prices) / min(prices) - 1) > MOST_NOISE:
-        found.append(f"fits differ by {drift:.0%} (at most {MOST_NOISE:.0%})")
+    if (noise := max((each.noise for each in fits), default=0.0)) > MOST_NOISE:
+        found.append(f"rounds of a fit differ by {noise:.0%} (at most {MOST_NOISE:.0%})")
+    if (drift := max((now.drift(then) for then, now in pairwise(fits)), default=0.0)) > MOST_NOISE:
+        found.append(f"the same steps take {drift:.0%} more or less afterwards (at most {MOST_NOISE:.0%})")
     if num_held_up:
         found.append(f"the system held the process up {num_held_up} times")
     return found
@@ -345,53 +301,57 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def fit() -> Profile:
         print("fitting a profile", file=sys.stderr)
-        measured = measure_machine(config, rounds=arguments.rounds, batches=208)
-        noises.append(measured.noise)
-        profiles.append(measured.profile)
-        return profiles[-1]
+        fits.append(measure_machine(config, rounds=arguments.rounds, batches=208))
+        return fits[-1].profile
 
-    noises: list[float] = []
-    hosts: list[dict[str, float]] = []
-    profiles: list[Profile] = [load_profile(arguments.profile)] if arguments.profile else []
-    if not profiles:
-        fit()
-    real, virtual, off = Records(), Records(), {name: [] for name in MOST_ERROR}
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", HeldUp)
-        for repeat in range(arguments.repeats):
-            print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
-            asked = load(repeat, profiles[-1])
+    def serve_once(number: int) -> Repeat:
+        profile, host = given or fits[-1].profile, None
+        asked = load(number, profile)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", HeldUp)
             if arguments.http:
-                *both, host = serve_both_over_http(config, profiles[-1], asked)
-                hosts.append(asdict(host))
-                if not arguments.profile:
+                real, virtual, host = serve_both_over_http(config, profile, asked)
+                if given is None:
                     fit()
             else:
-                both = serve_both(config, profiles[-1], asked, None if arguments.profile else fit)
-            for name, found in errors(*both).items():
-                off[name] += found
-            real.extend(both[0])
-            virtual.extend(both[1])
-            table(compare(*both)).show(Console(stderr=True, width=120))
-    found = compare(real, virtual)
-    found["decode_r2"] = [profile.step.fit.decode_r2 for profile in profiles if profile.step.fit is not None]
-    found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
-    found["noise"], found["host"] = noises, hosts
-    found["unrest"] = unrest(noises, profiles, sum(issubclass(each.category, HeldUp) for each in caught))
+                real, virtual = serve_both(config, profile, asked, fit if given is None else None)
+        return Repeat(real, virtual, host, unrest(fits[-2:], sum(issubclass(each.category, HeldUp) for each in caught)))
+
+    given = load_profile(arguments.profile) if arguments.profile else None
+    fits: list[Measured] = []
+    if given is None:
+        fit()
+    made: list[Repeat] = []
+    quiet: list[Repeat] = []
+    while len(quiet) < arguments.repeats and len(made) < 2 * arguments.repeats:
+        print(f"repeat {len(quiet) + 1} of {arguments.repeats}", file=sys.stderr)
+        made.append(repeat := serve_once(len(quiet)))
+        table(compare(repeat.real, repeat.simulated)).show(Console(stderr=True, width=120))
+        if repeat.unrest:
+            print("; ".join(["this repeat says nothing", *repeat.unrest]), file=sys.stderr)
+        else:
+            quiet.append(repeat)
+    is_quiet = len(quiet) == arguments.repeats
+    found = summary(quiet if is_quiet else made)
+    found["decode_r2"] = [each.profile.step.fit.decode_r2 for each in fits if each.profile.step.fit is not None]
+    found["noise"] = [each.noise for each in fits]
+    found["unrest"] = [each.unrest for each in made if each.unrest]
     if arguments.workload is not None:
         agrees = all(found["median_error"][name] <= most for name, most in MOST_ERROR.items())
     else:
         agrees = all(abs(found["deviation"][name]) <= arguments.limit for name in ("ttft", "tpot"))
-    found["verdict"] = "inconclusive" if found["unrest"] else "agrees" if agrees else "differs"
+    found["verdict"] = "inconclusive" if not is_quiet else "agrees" if agrees else "differs"
     if arguments.json:
         print(json.dumps(found))
     else:
         table(found).show()
-        for host in hosts:
+        for host in found["host"]:
             print("host, µs: " + ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in host.items()))
         print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"] if r2) or "not known"))
         print("median error: " + ", ".join(f"{name} {each:.1%}" for name, each in found["median_error"].items()))
-        print("; ".join([found["verdict"], *found["unrest"]]))
+        for reasons in found["unrest"]:
+            print("; ".join(["a repeat says nothing", *reasons]))
+        print(found["verdict"])
     return {"agrees": 0, "differs": 1, "inconclusive": 2}[found["verdict"]]
 
 

@@ -5,24 +5,24 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from chorus.core.config import EngineConfig
+from chorus.core.costs.machine import Measured
+from chorus.core.costs.measure import Samples
 from chorus.core.costs.profile import Number, Terms, load_profile
+from chorus.perf.simulate import agreement
 from chorus.perf.simulate.agreement import (
-    OUTPUT_TOKENS,
-    PROMPT_TOKENS,
-    Load,
-    Recorded,
     compare,
     errors,
     main,
-    prompt_of,
     serve_both,
     table,
     unrest,
 )
+from chorus.perf.simulate.loads import Load
 from chorus.perf.simulate.records import Records, Served
 from chorus.perf.workload.request import TraceRequest
 from chorus.perf.workload.traces import jsonl
@@ -44,23 +44,6 @@ def test_both_serve_the_same_requests(subject):
     asked = Load(12, 500.0).trace(profile, 4, list("abcdefgh"))
     assert sorted(real.column("tokens")) == sorted(simulated.column("tokens")) == sorted(r.output_tokens for r in asked)
     assert sorted(real.column("arrival")) == sorted(simulated.column("arrival"))
-
-
-def test_a_load_is_the_same_every_time():
-    profile = load_profile("a100-llama2-7b")
-    load = Load(300, 0.5, seed=3)
-    trace = load.trace(profile, 4, ["a", "b"])
-    assert trace == load.trace(profile, 4, ["a", "b"])
-    assert [r.arrival for r in trace] == sorted(r.arrival for r in trace)
-    assert {r.adapter for r in trace} == {None, "a", "b"}
-    assert all(PROMPT_TOKENS[0] <= r.prompt_tokens <= PROMPT_TOKENS[1] for r in trace)
-    assert all(OUTPUT_TOKENS[0] <= r.output_tokens <= OUTPUT_TOKENS[1] for r in trace)
-    prompts = [prompt_of(request, 100) for request in trace[:20]]
-    assert [len(prompt) for prompt in prompts] == [r.prompt_tokens for r in trace[:20]]
-    assert len({tuple(prompt[:16]) for prompt in prompts}) == 20
-    assert all(16 <= token < 100 for prompt in prompts for token in prompt)
-    twice = Load(300, 1.0, seed=3).trace(profile, 4, ["a", "b"])
-    assert twice[-1].arrival == pytest.approx(trace[-1].arrival / 2)
 
 
 def records(*served):
@@ -98,9 +81,10 @@ def test_the_command(subject, capsys):
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
     code = main([*flags, "--repeats", "1", "--requests", "5", "--rounds", "1", "--limit", "1e9"])
     found = json.loads(capsys.readouterr().out)
-    assert (code, found["verdict"]) == ((2, "inconclusive") if found["unrest"] else (0, "agrees"))
-    assert (found["real"]["requests"], found["simulated"]["requests"]) == (5, 10), "simulated before and after"
-    assert len(found["decode_r2"]) == 2
+    assert (code, found["verdict"]) == ((2, "inconclusive") if len(found["unrest"]) == 2 else (0, "agrees"))
+    tries = len(found["unrest"]) or 1
+    assert (found["real"]["requests"], found["simulated"]["requests"]) in ((5 * n, 10 * n) for n in (1, tries))
+    assert len(found["decode_r2"]) in (2, 3), "before and after"
     with pytest.raises(SystemExit):
         main(flags[:2])
     assert "--model and --adapters go together" in capsys.readouterr().err
@@ -115,29 +99,14 @@ def test_the_command_takes_a_workload_that_nothing_was_fitted_to(subject, tmp_pa
     flags += ["--profile", "a100-llama2-7b", "--repeats", "1", "--load", "900"]
     code = main([*flags, "--workload", str(path), "--requests", "5"])
     found = json.loads(capsys.readouterr().out)
-    assert found["real"]["requests"] == found["simulated"]["requests"] == 5
+    assert found["real"]["requests"] == found["simulated"]["requests"] in (5, 10)
     assert found["median_error"].keys() == {"ttft", "e2e"}
-    assert found["verdict"] == ("inconclusive" if found["unrest"] else "differs"), "this is no A100"
-    assert code == (2 if found["unrest"] else 1)
+    held_up = len(found["unrest"]) == 2
+    assert (code, found["verdict"]) == ((2, "inconclusive") if held_up else (1, "differs")), "this is no A100"
     path.write_text("")
     with pytest.raises(SystemExit):
         main([*flags, "--workload", str(path)])
     assert "has 0 requests; at least 2 are needed" in capsys.readouterr().err
-
-
-def test_a_recorded_load_keeps_the_pattern_and_cuts_what_is_too_long():
-    profile = load_profile("a100-llama2-7b")
-    requests = [TraceRequest(n, 100 + n**1.5, "acme" if n % 3 else None, 10 * n + 1, 5000) for n in range(200)]
-    trace = Recorded(requests, 0.5, 1000).trace(profile, 4, ["b", "a"])
-    assert [each.id for each in trace] == list(range(200))
-    assert trace[0].arrival == 0
-    ratios = [each.arrival / n**1.5 for n, each in enumerate(trace) if n]
-    assert ratios == pytest.approx([ratios[0]] * 199)
-    assert {each.prompt_tokens for each in trace[80:]} == {750}
-    assert {each.output_tokens for each in trace} == {250}
-    assert {each.adapter for each in trace if each.id % 3} == {trace[1].adapter} <= {"a", "b"}
-    twice = Recorded(requests, 1.0, 1000).trace(profile, 4, ["b", "a"])
-    assert twice[-1].arrival == pytest.approx(trace[-1].arrival / 2)
 
 
 def test_errors_are_of_each_request_and_each_simulation():
@@ -146,14 +115,41 @@ def test_errors_are_of_each_request_and_each_simulation():
     assert errors(real, simulated) == {"ttft": [0.5, 0.0, 1.0], "e2e": [0.0, 0.25, 0.0]}
 
 
+def measured(decode: float, noise: float = 0.02, prefill: float = 1.0) -> Measured:
+    profile = load_profile("a100-llama2-7b")
+    return Measured(profile, Samples([], [decode] * 3, noise), Samples([], [prefill] * 3, 0.0), uncached=True)
+
+
 def test_no_conclusion_is_drawn_on_a_machine_that_was_not_quiet():
+    assert unrest([], 0) == unrest([measured(1.0), measured(1.08, 0.09)], 0) == []
+    assert unrest([measured(1.0, 0.2), measured(1.0)], 0) == ["rounds of a fit differ by 20% (at most 10%)"]
+    drifted = ["the same steps take 30% more or less afterwards (at most 10%)"]
+    assert unrest([measured(1.0), measured(1.3)], 0) == drifted
+    assert unrest([measured(1.0), measured(1.0, prefill=0.7)], 0) == drifted
+    assert unrest([], 2) == ["the system held the process up 2 times"]
+
+
+def test_a_fit_that_explains_small_steps_otherwise_is_no_unrest():
+    """Two fits to the same seconds may price a step that neither of them saw otherwise: the machine is the same."""
     profile = load_profile("a100-llama2-7b")
     step = Terms(terms={name: Number(value=1.3 * n.value, source="slower") for name, n in profile.step.terms.items()})
-    slower = profile.model_copy(update={"step": step})
-    assert unrest([0.02, 0.09], [profile, profile], 0) == []
-    assert unrest([0.02, 0.2], [profile], 0) == ["rounds of a fit differ by 20% (at most 10%)"]
-    assert unrest([], [profile, slower], 0) == ["fits differ by 30% (at most 10%)"]
-    assert unrest([], [profile], 2) == ["the system held the process up 2 times"]
+    other = replace(measured(1.0), profile=profile.model_copy(update={"step": step}))
+    assert unrest([measured(1.0), other], 0) == []
+
+
+def test_a_repeat_that_says_nothing_is_made_again(subject, monkeypatch, capsys):
+    """A machine that was unquiet once costs one repeat; one that never is quiet, the conclusion."""
+    model = subject("gqa").model
+    found = iter([["noise"], [], [], ["noise"], ["noise"], [], ["noise"]])
+    monkeypatch.setattr(agreement, "unrest", lambda fits, held_up: next(found))
+    flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
+    flags += ["--profile", "a100-llama2-7b", "--repeats", "2", "--requests", "3", "--limit", "1e9", "--load", "900"]
+    assert main(flags) == 0
+    asked = json.loads(capsys.readouterr().out)
+    assert (asked["real"]["requests"], asked["unrest"], asked["verdict"]) == (6, [["noise"]], "agrees")
+    assert main(flags) == 2
+    asked = json.loads(capsys.readouterr().out)
+    assert (asked["real"]["requests"], asked["verdict"]) == (12, "inconclusive"), "all are shown where too few count"
 
 
 def test_the_simulator_in_perf_imports_no_torch():
