@@ -8,6 +8,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+LEAST_HOST_CACHE_BYTES = 1 << 30
+
 
 class EngineConfig(BaseModel):
     """Model, memory and batching limits of one engine."""
@@ -73,10 +75,11 @@ class EngineConfig(BaseModel):
     cpu_kernels: Literal["auto", "native", "torch"] = Field(
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )
-    host_cache_bytes: int = Field(
-        default=1 << 30,
+    host_cache_bytes: int | None = Field(
+        default=None,
         ge=0,
-        description="host memory for adapters read from disk and for KV of preempted requests, least recently used out",
+        description="host memory for adapters read from disk and for KV of preempted requests, least recently used "
+        "out; default: an eighth of what the machine has left at the start, at least 1 GiB",
     )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
@@ -144,6 +147,11 @@ class EngineConfig(BaseModel):
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
     seed: int | None = Field(default=None, description="seed for requests that bring none")
+
+    @property
+    def host_bytes(self) -> int:
+        """`host_cache_bytes`, or the least that it is by default where nobody has looked at the machine."""
+        return LEAST_HOST_CACHE_BYTES if self.host_cache_bytes is None else self.host_cache_bytes
 
     @field_validator("device")
     @classmethod

@@ -75,7 +75,7 @@ class Engine:
         self.pool = PagePool(executor.num_pages)
         order = EvictionOrder(lru=config.eviction == "lru")
         costs = self.costs = RestoreCosts()
-        images = HostImages(config.host_cache_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
+        images = HostImages(config.host_bytes, reads or ThreadReads(), clock, config.adapter_read_seconds)
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
@@ -108,7 +108,10 @@ class Engine:
         with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
         """
         from .executors.choice import open_executor
+        from .executors.host_memory import default_host_cache_bytes
 
+        if config.host_cache_bytes is None:
+            config = config.model_copy(update={"host_cache_bytes": default_host_cache_bytes()})
         engine = cls(config, open_executor(config), reads=reads)
         if config.adapters is not None:
             engine.quarantine = register_directories(

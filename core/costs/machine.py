@@ -117,7 +117,7 @@ def _measure(
 
     decode = profiler.measure(decodes, Kernel.SGMV, rounds, step_done)
     prefill = profiler.measure(prefills, Kernel.SGMV, rounds, step_done)
-    transfers = profiler.measure_transfers(rounds, config.host_cache_bytes)
+    transfers = profiler.measure_transfers(rounds, config.host_bytes)
     model = ModelConfig.read(config.model)
     device = device_name(config.device)
     how = f"measured on this machine in {rounds} rounds"

@@ -45,7 +45,7 @@ class CudaExecutor(ModelExecutor):
             self.arena = Arena(self.layout, self.num_pages, self._dtype, self._device.torch_device)
             self.steps.use_arena(self.arena)
             self.adapters = CudaAdapters(
-                self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
+                self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_bytes
             )
             self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
             with torch.inference_mode():

@@ -1,10 +1,11 @@
-"""Default size of the CPU's arena."""
+"""Default sizes of what lies in host memory: the CPU's arena, and images of adapters and of swapped KV."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from ...memory.pages.layout import PageLayout
+from ..config import LEAST_HOST_CACHE_BYTES
 from ..control_groups import control_groups
 
 #: At least this, where the machine has it: what adapters and short requests want whatever the model's length.
@@ -13,6 +14,8 @@ LEAST_BYTES = 256 << 20
 LONG_REQUESTS = 4
 #: Of the memory that is left beside the weights, what the arena may take.
 SHARE = 0.25
+#: Of the memory that is left at the start, what images may take.
+HOST_CACHE_SHARE = 0.125
 #: Beside the logits that tokens are drawn from, what drawing them takes.
 DRAWING_BYTES = 32 << 20
 
@@ -31,6 +34,11 @@ def default_arena_bytes(
     weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     drawing = 4 * logits + DRAWING_BYTES
     return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - drawing))))
+
+
+def default_host_cache_bytes(available: int | None = None) -> int:
+    """Host memory for images: a share of what this process may still take; read from the system if left out."""
+    return max(LEAST_HOST_CACHE_BYTES, int(HOST_CACHE_SHARE * (available_bytes() if available is None else available)))
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int:

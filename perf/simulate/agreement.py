@@ -4,7 +4,8 @@
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
 both: a machine whose speed drifts drifts for both. A repeat in which the machine was not quiet says nothing and is made
-again: the rounds of a fit differ, the same steps take longer after it than before, or the system held the process up.
+again: the rounds of a fit differ, the same steps take longer after it than before, the system held the process up, or
+others took processor time.
 Without --workload the requests are made up; with it, they are the
 first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
 with lengths cut to what the model takes: the profile was fitted to none of them.
@@ -57,6 +58,7 @@ from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
 from .loads import FIRST_TOKEN_ID, PROMPT_TOKENS, Load, Recorded, prompt_of
+from .neighbours import Neighbours
 from .over_http import HostTimes, fit_host, served
 from .records import Records, Served
 from .replica import Replica
@@ -64,6 +66,9 @@ from .replica import Replica
 HELD_UP_SECONDS = 0.5
 MOST_NOISE = 0.1
 """Noise of a fit (`Measured.noise`), and drift from the fit before (`Measured.drift`)."""
+
+MOST_OTHERS = 0.05
+"""Share of the processors' time that others may take meanwhile."""
 
 MOST_ERROR = {"ttft": 0.15, "e2e": 0.07}
 """Of the medians over a workload's requests."""
@@ -238,8 +243,11 @@ def errors(real: Records, simulated: Records) -> dict[str, list[float]]:
     return {name: np.abs(simulated.column(name) / real.column(name)[order] - 1).tolist() for name in MOST_ERROR}
 
 
-def unrest(fits: Sequence[Measured], num_held_up: int) -> list[str]:
-    """Reasons why the machine was not quiet; none if it was. fits: before and after, none where a profile was given."""
+def unrest(fits: Sequence[Measured], num_held_up: int, others: float) -> list[str]:
+    """Reasons why the machine was not quiet; none if it was.
+
+    fits: before and after, none where a profile was given. others: share of the processors' time that they took.
+    """
     found = []
     if (noise := max((each.noise for each in fits), default=0.0)) > MOST_NOISE:
         found.append(f"rounds of a fit differ by {noise:.0%} (at most {MOST_NOISE:.0%})")
@@ -247,6 +255,8 @@ def unrest(fits: Sequence[Measured], num_held_up: int) -> list[str]:
         found.append(f"the same steps take {drift:.0%} more or less afterwards (at most {MOST_NOISE:.0%})")
     if num_held_up:
         found.append(f"the system held the process up {num_held_up} times")
+    if others > MOST_OTHERS:
+        found.append(f"others took {others:.0%} of the processors' time (at most {MOST_OTHERS:.0%})")
     return found
 
 
@@ -306,7 +316,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def serve_once(number: int) -> Repeat:
         profile, host = given or fits[-1].profile, None
-        asked = load(number, profile)
+        asked, neighbours = load(number, profile), Neighbours()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", HeldUp)
             if arguments.http:
@@ -315,7 +325,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     fit()
             else:
                 real, virtual = serve_both(config, profile, asked, fit if given is None else None)
-        return Repeat(real, virtual, host, unrest(fits[-2:], sum(issubclass(each.category, HeldUp) for each in caught)))
+        num_held_up = sum(issubclass(each.category, HeldUp) for each in caught)
+        return Repeat(real, virtual, host, unrest(fits[-2:], num_held_up, neighbours.share()))
 
     given = load_profile(arguments.profile) if arguments.profile else None
     fits: list[Measured] = []

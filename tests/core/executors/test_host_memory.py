@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 
-from chorus.core.executors.host_memory import DRAWING_BYTES, LEAST_BYTES, available_bytes, default_arena_bytes
+from chorus.core.config import EngineConfig
+from chorus.core.engine import Engine
+from chorus.core.executors import host_memory
+from chorus.core.executors.host_memory import (
+    DRAWING_BYTES,
+    LEAST_BYTES,
+    available_bytes,
+    default_arena_bytes,
+    default_host_cache_bytes,
+)
 from chorus.memory.pages.layout import PageLayout
 
 GIB = 1 << 30
@@ -80,3 +89,17 @@ def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(
     assert layout.page_bytes == 1 << 20
     (tmp_path / "model.safetensors").write_bytes(bytes(weights))
     assert default_arena_bytes(layout, max_model_len, tmp_path, logits, available) == want
+
+
+def test_images_get_a_share_of_a_large_machine_and_a_little_of_a_small_one():
+    assert default_host_cache_bytes(2048 * GIB) == 256 * GIB
+    assert default_host_cache_bytes(2 * GIB) == GIB
+
+
+def test_an_engine_looks_at_the_machine_unless_it_is_told(subject, monkeypatch):
+    monkeypatch.setattr(host_memory, "available_bytes", lambda: 80 * GIB)
+    for asked, got in ((None, 10 * GIB), (0, 0), (5, 5)):
+        config = EngineConfig(model=subject("gqa").model, memory_bytes=8 << 20, host_cache_bytes=asked)
+        engine = Engine.from_config(config)
+        assert (engine.config.host_cache_bytes, engine.store.images.budget.capacity_bytes) == (got, got)
+        engine.close()

@@ -121,12 +121,13 @@ def measured(decode: float, noise: float = 0.02, prefill: float = 1.0) -> Measur
 
 
 def test_no_conclusion_is_drawn_on_a_machine_that_was_not_quiet():
-    assert unrest([], 0) == unrest([measured(1.0), measured(1.08, 0.09)], 0) == []
-    assert unrest([measured(1.0, 0.2), measured(1.0)], 0) == ["rounds of a fit differ by 20% (at most 10%)"]
+    assert unrest([], 0, 0.0) == unrest([measured(1.0), measured(1.08, 0.09)], 0, 0.04) == []
+    assert unrest([measured(1.0, 0.2), measured(1.0)], 0, 0.0) == ["rounds of a fit differ by 20% (at most 10%)"]
     drifted = ["the same steps take 30% more or less afterwards (at most 10%)"]
-    assert unrest([measured(1.0), measured(1.3)], 0) == drifted
-    assert unrest([measured(1.0), measured(1.0, prefill=0.7)], 0) == drifted
-    assert unrest([], 2) == ["the system held the process up 2 times"]
+    assert unrest([measured(1.0), measured(1.3)], 0, 0.0) == drifted
+    assert unrest([measured(1.0), measured(1.0, prefill=0.7)], 0, 0.0) == drifted
+    assert unrest([], 0, 0.12) == ["others took 12% of the processors' time (at most 5%)"]
+    assert unrest([], 2, 0.0) == ["the system held the process up 2 times"]
 
 
 def test_a_fit_that_explains_small_steps_otherwise_is_no_unrest():
@@ -134,14 +135,14 @@ def test_a_fit_that_explains_small_steps_otherwise_is_no_unrest():
     profile = load_profile("a100-llama2-7b")
     step = Terms(terms={name: Number(value=1.3 * n.value, source="slower") for name, n in profile.step.terms.items()})
     other = replace(measured(1.0), profile=profile.model_copy(update={"step": step}))
-    assert unrest([measured(1.0), other], 0) == []
+    assert unrest([measured(1.0), other], 0, 0.0) == []
 
 
 def test_a_repeat_that_says_nothing_is_made_again(subject, monkeypatch, capsys):
     """A machine that was unquiet once costs one repeat; one that never is quiet, the conclusion."""
     model = subject("gqa").model
     found = iter([["noise"], [], [], ["noise"], ["noise"], [], ["noise"]])
-    monkeypatch.setattr(agreement, "unrest", lambda fits, held_up: next(found))
+    monkeypatch.setattr(agreement, "unrest", lambda fits, num_held_up, others: next(found))
     flags = ["--model", str(model), "--adapters", str(model.parent / "adapters"), "--threads", "1", "--json"]
     flags += ["--profile", "a100-llama2-7b", "--repeats", "2", "--requests", "3", "--limit", "1e9", "--load", "900"]
     assert main(flags) == 0
