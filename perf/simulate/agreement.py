@@ -49,6 +49,7 @@ from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ..cpu import random_model
+from ..cpu.rounds import FOREIGN_LIMIT, CpuSample
 from ..cpu.workload import Geometry, Workload
 from ..report.command import parser
 from ..report.table import Table
@@ -58,7 +59,6 @@ from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
 from .loads import FIRST_TOKEN_ID, PROMPT_TOKENS, Load, Recorded, prompt_of
-from .neighbours import Neighbours
 from .over_http import HostTimes, fit_host, served
 from .records import Records, Served
 from .replica import Replica
@@ -66,9 +66,6 @@ from .replica import Replica
 HELD_UP_SECONDS = 0.5
 MOST_NOISE = 0.1
 """Noise of a fit (`Measured.noise`), and drift from the fit before (`Measured.drift`)."""
-
-MOST_OTHERS = 0.05
-"""Share of the processors' time that others may take meanwhile."""
 
 MOST_ERROR = {"ttft": 0.15, "e2e": 0.07}
 """Of the medians over a workload's requests."""
@@ -116,12 +113,11 @@ def serve_both_over_http(
     config: EngineConfig, profile: Profile, load: Load | Recorded
 ) -> tuple[Records, Records, HostTimes]:
     """The same trace from a server over HTTP, as its client sees it, and simulated with what the host adds, which is
-    fitted to other requests just before. Raises LoadError.
+    fitted to other requests just before and counts as load. Raises LoadError.
     """
     engine = Engine.from_config(config)  # whose sizes are the server's
     try:
         names = engine.store.names()
-        trace = load.trace(profile, min(4, config.max_num_seqs), names)
 
         def in_virtual_time(profile: Profile, trace: Sequence[TraceRequest]) -> Records:
             return simulated(engine, profile, trace)
@@ -130,6 +126,7 @@ def serve_both_over_http(
             for name in names:
                 forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)
             host = fit_host(server, profile, in_virtual_time, config.max_num_seqs)
+            trace = load.trace(host.slower(profile), min(4, config.max_num_seqs), names, host.intake_seconds)
             real, counted = server.serve(trace)
         return real, host.simulate(in_virtual_time, profile, counted), host
     finally:
@@ -255,8 +252,8 @@ def unrest(fits: Sequence[Measured], num_held_up: int, others: float) -> list[st
         found.append(f"the same steps take {drift:.0%} more or less afterwards (at most {MOST_NOISE:.0%})")
     if num_held_up:
         found.append(f"the system held the process up {num_held_up} times")
-    if others > MOST_OTHERS:
-        found.append(f"others took {others:.0%} of the processors' time (at most {MOST_OTHERS:.0%})")
+    if others > FOREIGN_LIMIT:
+        found.append(f"others took {others:.0%} of the processors' time (at most {FOREIGN_LIMIT:.0%})")
     return found
 
 
@@ -316,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def serve_once(number: int) -> Repeat:
         profile, host = given or fits[-1].profile, None
-        asked, neighbours = load(number, profile), Neighbours()
+        asked, own = load(number, profile), (os.getpid(),)
+        before = CpuSample.take(own)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", HeldUp)
             if arguments.http:
@@ -326,7 +324,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             else:
                 real, virtual = serve_both(config, profile, asked, fit if given is None else None)
         num_held_up = sum(issubclass(each.category, HeldUp) for each in caught)
-        return Repeat(real, virtual, host, unrest(fits[-2:], num_held_up, neighbours.share()))
+        return Repeat(real, virtual, host, unrest(fits[-2:], num_held_up, CpuSample.take(own).foreign_share(before)))
 
     given = load_profile(arguments.profile) if arguments.profile else None
     fits: list[Measured] = []

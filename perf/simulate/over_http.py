@@ -63,14 +63,18 @@ class HostTimes:
     intake: float
     intake_per_token: float
 
+    def intake_seconds(self, prompt: int) -> float:
+        """Seconds of event loop and client for a prompt of so many tokens."""
+        return self.intake + self.intake_per_token * prompt
+
     def simulate(self, simulate: Simulate, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
         """Serve a trace in virtual time, with a profile of the engine without a server."""
         came, free = [], -math.inf
         for request in trace:
-            free = max(free, request.arrival) + self.intake + self.intake_per_token * request.prompt_tokens
+            free = max(free, request.arrival) + self.intake_seconds(request.prompt_tokens)
             came.append(request._replace(arrival=free))
         asked = {request.arrival: each.arrival for request, each in zip(came, trace, strict=True)}
-        found, records = Records(), simulate(self._slower(profile), came)
+        found, records = Records(), simulate(self.slower(profile), came)
         found.num_failed = records.num_failed
         names = ("arrival", "ttft", "e2e", "queue", "cold", "tokens")
         for arrival, ttft, e2e, queue, cold, tokens in zip(*map(records.column, names), strict=True):
@@ -79,7 +83,8 @@ class HostTimes:
             found.add(Served(began, ttft + more, e2e + more, queue, cold, tokens))
         return found
 
-    def _slower(self, profile: Profile) -> Profile:
+    def slower(self, profile: Profile) -> Profile:
+        """Return the profile of an engine whose steps take as long as beside the server."""
         own = {} if profile.overhead is None else profile.overhead.terms
         added = {"base": self.per_step, "per_row": self.per_row, "per_prompt": self.per_prompt}
         terms = {
