@@ -98,12 +98,11 @@ class Modes:
     def decide(self) -> None:
         """Have the next step run in the mode that the policy chooses."""
         scheduler, merging = self._scheduler, self._merging
-        requests = scheduler.count_by_adapter()
+        requests, fcfs = scheduler.count_by_adapter(self._max_batch)
         now = self._clock()
         if self._began == self._began and scheduler.has_work():
             self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
         self._began = now
-        fcfs = requests if requests.total() <= self._max_batch else scheduler.count_by_adapter(self._max_batch)
         choice = self.policy.choose(
             ModeState(
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-from ..requests.types import BASE_SLOT, StepPlan
+from ..requests.types import StepPlan
 from .models import Kernel, StepCost
-
-if TYPE_CHECKING:
-    from ...memory.adapters.adapter import Adapter
 
 
 @dataclass(slots=True)
@@ -35,10 +31,25 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
-        if plan.merged is not None:
-            return cls._of_merged(plan, plan.merged, kernel)
-        rows, tokens = plan.rows, plan.num_tokens
+        """Rows of the merged adapter count as the base model's; the others take its part away and add their own."""
         ranks = [adapter.rank for adapter in plan.adapters]
+        merged = plan.merged
+        if merged is None:
+            return cls._of_rows(plan, ranks, kernel)
+        slot = plan.adapters.index(merged) if merged in plan.adapters else None
+        if slot is not None:
+            ranks[slot] = 0
+        work = cls._of_rows(plan, ranks, kernel)
+        if apart := [len(row.tokens) for row in plan.rows if row.slot != slot]:
+            work.row_ranks += len(apart) * merged.rank
+            work.token_ranks += sum(apart) * merged.rank
+            work.adapter_ranks += merged.rank
+        return work
+
+    @classmethod
+    def _of_rows(cls, plan: StepPlan, ranks: list[int], kernel: Kernel) -> StepWork:
+        """ranks: of the plan's adapters, 0 for one that is in the weights."""
+        rows, tokens = plan.rows, plan.num_tokens
         adapter_ranks = sum(ranks)
         ranks.append(0)  # the base model's slot is the last
         kv_tokens, longest, using, row_ranks = tokens, 0, 0, 0
@@ -67,20 +78,6 @@ class StepWork:
             tokens, len(rows), kv_tokens, longest, kernel.rank_work(using, row_ranks, largest),
             kernel.rank_work(using + more_using, token_ranks, largest), adapter_ranks, pairs, True,
         )  # fmt: skip
-
-    @classmethod
-    def _of_merged(cls, plan: StepPlan, merged: Adapter, kernel: Kernel) -> StepWork:
-        """Count the rows of the merged adapter as the base model's; the others take its part away and add their own."""
-        slot = plan.adapters.index(merged) if merged in plan.adapters else None
-        others = [each for index, each in enumerate(plan.adapters) if index != slot]
-        places = {plan.adapters.index(each): place for place, each in enumerate(others)}
-        rows = [replace(row, slot=places.get(row.slot, BASE_SLOT)) for row in plan.rows]
-        work = cls.of(StepPlan(plan.step_id, rows, others, plan.bucket), kernel)
-        if apart := [len(row.tokens) for row in plan.rows if row.slot != slot]:
-            work.row_ranks += len(apart) * merged.rank
-            work.token_ranks += sum(apart) * merged.rank
-            work.adapter_ranks += merged.rank
-        return work
 
     def seconds(self, cost: StepCost) -> float:
         """Of the executor; the engine's overhead comes on top."""

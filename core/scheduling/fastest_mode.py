@@ -73,11 +73,11 @@ class FastestMode:
         self._lost = lost
         return None
 
-    def _candidates(self, state: ModeState) -> set[Adapter]:
+    def _candidates(self, state: ModeState) -> list[Adapter]:
         """Return the adapters that may be worth merging: with most rows of a step, and with most work for theirs."""
         eligible = [adapter for adapter in state.eligible if adapter is not state.shadowed and adapter in state.fcfs]
         if not eligible:
-            return set()
+            return []
         rows = max(eligible, key=lambda adapter: (state.fcfs[adapter], -adapter.version))
         work = max(eligible, key=lambda adapter: (state.fcfs[adapter] * adapter.rank, -adapter.version))
-        return {rows, work}
+        return [rows] if work is rows else [rows, work]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
+from collections.abc import Sequence
+from operator import mul
 
 from ...memory.adapters.adapter import Adapter
 from .mode_policy import Batch, work_of
 
-LEAST = np.array([1.0, 1.0, 256.0, 1.0, 8.0, 8.0])
+LEAST = (1.0, 1.0, 256.0, 1.0, 8.0, 8.0)
 """Least amount of each term by which its share of a step is guessed at first: one of rows and ranks says little."""
 
 NOISE = 0.05
@@ -36,17 +37,17 @@ class LearnedPrices:
 
     def __init__(self) -> None:
         count = len(LEAST)
-        self._prices = np.zeros(count)
-        self._squares = np.zeros((count, count))  # of the terms of all steps, and their products with the seconds
-        self._sums = np.zeros(count)
-        self._guess = np.zeros(count)  # what takes the place of steps, where there are none: 1 / variance of a price
+        self._prices = [0.0] * count
+        self._squares = [[0.0] * count for _ in LEAST]  # of the terms of all steps, and their products with the seconds
+        self._sums = [0.0] * count
+        self._guess = [0.0] * count  # what takes the place of steps, where there are none: 1 / variance of a price
         self._step = 0.0  # seconds of the last steps, about
         self._merge: float | None = None  # seconds of a merge, by the latest ones
         self._num_steps = 0
 
     def step_seconds(self, batch: Batch, merged: Adapter | None, context: float) -> float:
         """Never less than a tenth of what steps take."""
-        return max(float(self._prices @ _terms(batch, merged, context)), self._step / 10, 1e-9)
+        return max(_product(self._prices, _terms(batch, merged, context)), self._step / 10, 1e-9)
 
     def merge_seconds(self, adapter: Adapter) -> float:
         return MERGE_STEPS * self._step if self._merge is None else self._merge
@@ -56,16 +57,19 @@ class LearnedPrices:
         self._num_steps += 1
         if self._num_steps == 1:
             self._step = seconds
-            self._guess = (np.maximum(terms, LEAST) / seconds) ** 2
-            shares = terms / self._guess
-            self._prices = shares * seconds / float(shares @ terms)
+            self._guess = [(max(term, least) / seconds) ** 2 for term, least in zip(terms, LEAST, strict=True)]
+            shares = [term / guess for term, guess in zip(terms, self._guess, strict=True)]
+            total = _product(shares, terms)
+            self._prices = [share * seconds / total for share in shares]
         elif self._num_steps > len(LEAST):
-            expected, most = float(self._prices @ terms), MAX_SURPRISE * self._step
+            expected, most = _product(self._prices, terms), MAX_SURPRISE * self._step
             seconds = min(max(seconds, expected - most), expected + most)
         self._step += (seconds - self._step) / min(8, self._num_steps)
         weight = (NOISE * self._step) ** -2
-        self._squares = KEPT * self._squares + weight * np.outer(terms, terms)
-        self._sums = KEPT * self._sums + weight * seconds * terms
+        for row, one in zip(self._squares, terms, strict=True):
+            row[:] = [KEPT * square + weight * (one * other) for square, other in zip(row, terms, strict=True)]
+        share = weight * seconds
+        self._sums = [KEPT * total + share * term for total, term in zip(self._sums, terms, strict=True)]
         self._settle()
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
@@ -75,19 +79,17 @@ class LearnedPrices:
 
     def _settle(self) -> None:
         """Go to the prices of the least squared error: each term's best, the others as they are, in turns."""
-        squares, sums, prices = self._squares.tolist(), self._sums.tolist(), self._prices.tolist()
-        guess = self._guess.tolist()
-        terms = range(len(prices))
+        squares, sums, prices, guess = self._squares, self._sums, self._prices, self._guess
         for _ in range(SWEEPS):
-            for term in terms:
-                row = squares[term]
-                rest = sums[term] - sum([row[other] * prices[other] for other in terms]) + row[term] * prices[term]
+            for term, row in enumerate(squares):
+                rest = sums[term] - _product(row, prices) + row[term] * prices[term]
                 prices[term] = max(0.0, rest / (row[term] + guess[term]))
-        self._prices = np.array(prices)
 
 
-def _terms(batch: Batch, merged: Adapter | None, context: float) -> np.ndarray:
+def _terms(batch: Batch, merged: Adapter | None, context: float) -> tuple[float, ...]:
     work = work_of(batch, merged)
-    return np.array(
-        [1.0, work.rows, work.rows * context, float(work.adapter_ranks > 0), work.row_ranks, work.adapter_ranks]
-    )
+    return 1.0, work.rows, work.rows * context, float(work.adapter_ranks > 0), work.row_ranks, work.adapter_ranks
+
+
+def _product(prices: Sequence[float], amounts: Sequence[float]) -> float:
+    return sum(map(mul, prices, amounts))

@@ -187,12 +187,24 @@ class Scheduler:
             self._send_back_late(plan, result)
         return outputs
 
-    def count_by_adapter(self, most: int | None = None) -> Counter[Adapter | None]:
-        """Return the numbers of running and waiting requests, of the first `most` in this order.
+    def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
+        """Return the numbers of running and waiting requests by adapter, and those of the first `most` of them.
 
-        None: of the base model.
+        None: of the base model. Adapters are in the order of their first requests, as far as these are among the first
+        `most`. Takes time with `most` and the adapters, however many requests wait.
         """
-        return Counter([request.adapter for request in islice(chain(self.running, self.waiting), most)])
+        running, waiting = self.running.by_adapter(), self.waiting.num_of
+        if len(self.running) > most:
+            first = Counter([request.adapter for request in self.running[:most]])
+        else:
+            first = Counter({adapter: len(group) for adapter, group in running.items()})
+            if waiting:
+                first.update([request.adapter for request in islice(self.waiting, most - len(self.running))])
+        requests = {
+            adapter: len(running.get(adapter, ())) + waiting.get(adapter, 0)
+            for adapter in dict.fromkeys(chain(first, running, waiting))
+        }
+        return requests, first
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""

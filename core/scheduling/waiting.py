@@ -54,6 +54,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.accounts: dict[str, dict[Adapter | None, Group]] = {}
+        self.num_of: dict[Adapter | None, int] = {}
+        """Numbers of requests by adapter, those that are held back included; None: of the base model."""
 
     def count(self, account: str) -> int:
         """Return the number of an account's waiting requests, without those held back."""
@@ -64,6 +66,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._last += 1
         request.place = self._last
         self[request] = None
+        self._count(request)
         request.is_further = request.call != "" and request.call == self._last_call
         self._last_call = request.call
         self._group(request).line(request)[request] = None
@@ -73,10 +76,14 @@ class WaitingQueue(OrderedDict[Request, None]):
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self, request)
+        self._count(request)
         self.release(request)
 
     def remove(self, request: Request) -> None:
         del self[request]
+        self.num_of[request.adapter] -= 1
+        if not self.num_of[request.adapter]:
+            del self.num_of[request.adapter]
         self._leave_group(request)
 
     def hold_back(self, request: Request) -> None:
@@ -95,6 +102,9 @@ class WaitingQueue(OrderedDict[Request, None]):
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
         return {adapter for groups in self.accounts.values() for adapter in groups if adapter is not None}
+
+    def _count(self, request: Request) -> None:
+        self.num_of[request.adapter] = self.num_of.get(request.adapter, 0) + 1
 
     def _group(self, request: Request) -> Group:
         groups = self.accounts.get(request.account)

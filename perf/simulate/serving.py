@@ -96,7 +96,8 @@ def run_serving(setup: Setup) -> Outcome:
 def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
     """Each replica has its own: they have states."""
     mode = MergedOnly() if setup.mode else None
-    prices = ProfilePrices(profile.costs()) if setup.mode_prices == "profile" else None
+    exact = setup.mode_prices == "profile" or mode is not None  # merged only compares none, and needs none learned
+    prices = ProfilePrices(profile.costs()) if exact else None
     return Policies(TokenCounters(config.weights), mode=mode, prices=prices)
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from concurrent.futures import Future
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -537,3 +539,31 @@ def test_accounts_are_told_with_their_requests():
     assert told == [("one", 1, 1), ("", 0, 1), ("other", 0, 1)]
     house.drain()
     assert house.engine.accounts() == []
+
+
+# -- counts
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["add", "add", "step", "abort", "preempt"]), st.integers(0, 99)), max_size=60
+    ),
+    st.integers(1, 12),
+)  # fmt: skip
+def test_requests_by_adapter_are_counted_as_by_a_walk(events, most):
+    house = House(adapters="abc", max_num_seqs=3, num_pages=40)
+    scheduler = house.engine.scheduler
+    for index, (event, number) in enumerate(events):
+        if event == "add":
+            house.add(str(index), (None, "a", "b", "c")[number % 4], max_tokens=1 + number % 7)
+        elif event == "step":
+            house.step()
+        elif event == "abort" and house.expected:
+            house.engine.abort(list(house.expected)[number % len(house.expected)])
+        elif event == "preempt" and scheduler.running:
+            scheduler.preempt(scheduler.running[number % len(scheduler.running)])
+        walk = [request.adapter for request in chain(scheduler.running, scheduler.waiting)]
+        requests, first = scheduler.count_by_adapter(most)
+        assert requests == Counter(walk)
+        assert list(first.items()) == list(Counter(walk[:most]).items()), "in the order of their first requests"
+        assert list(requests)[: len(first)] == list(first)
