@@ -10,7 +10,7 @@ from contextlib import suppress
 from ..memory.adapters.adapter import Adapter
 from .config import EngineConfig
 from .merging import Merging
-from .requests.types import CannotMerge, StepPlan
+from .requests.types import CannotMerge, ScheduledRow, StepPlan
 from .scheduling.dlora import AdaptiveThresholds, Credits, DynamicBatching
 from .scheduling.fastest_mode import FastestMode
 from .scheduling.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
@@ -89,6 +89,8 @@ class Modes:
         self._leaves_out = False
         self._context = self._step_seconds = 0.0
         self._num_merges = 0
+        self._rows: list[ScheduledRow] = []  # of the last decode step, which go on while they are the same
+        self._batch: Batch = {}
         self.predicted_seconds = self.measured_seconds = self.wrong_seconds = 0.0
         """Of all decode steps whose price was known before: what was predicted, what they took, and the sum of the
         differences, whichever way."""
@@ -144,7 +146,9 @@ class Modes:
 
     def note(self, plan: StepPlan, seconds: float) -> None:
         """A decode step has taken so long."""
-        batch, context = _batch_of(plan), sum([row.start for row in plan.rows]) / len(plan.rows)
+        if plan.rows is not self._rows:
+            self._rows, self._batch = plan.rows, _batch_of(plan)
+        batch, context = self._batch, sum([row.start for row in plan.rows]) / len(plan.rows)
         if self._step_seconds:
             predicted = self._prices.step_seconds(batch, plan.merged, context)
             self.predicted_seconds += predicted

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
-from chorus.core.scheduling.fastest_mode import EARNED, FastestMode
+from chorus.core.scheduling.fastest_mode import EARNED, REVIEW_STEPS, FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
@@ -62,7 +62,27 @@ def test_a_merge_has_to_be_earned(share):
         steps += 1
         assert steps < 100
     lost_by_step = (8 / 0.010 - 8 / 0.014 * 1.01) * 0.014
-    assert steps == pytest.approx(0.14 * share * 8 / 0.014 / lost_by_step, abs=1.01)
+    assert steps == pytest.approx(0.14 * share * 8 / 0.014 / lost_by_step, abs=REVIEW_STEPS)
+
+
+def test_a_choice_stands_while_the_same_requests_are_there():
+    class Counting(type(prices())):
+        asked = 0
+
+        def step_seconds(self, *step):
+            Counting.asked += 1
+            return super().step_seconds(*step)
+
+    policy = FastestMode(Counting(prices(lora=0.004)))
+    counts = []
+    for step in range(2 * REVIEW_STEPS):
+        before = Counting.asked
+        policy.choose(state({A: 4, B: 4}, step_seconds=0.01, context=float(step)))
+        counts.append(Counting.asked > before)
+    assert counts == [True] + [False] * (REVIEW_STEPS - 1) + [True] + [False] * (REVIEW_STEPS - 1)
+    before = Counting.asked
+    policy.choose(state({A: 4, B: 3}, step_seconds=0.01))
+    assert Counting.asked > before, "a request has gone"
 
 
 def test_what_is_not_worth_it_is_not_merged():
