@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -77,7 +78,7 @@ def test_a_choice_stands_while_the_same_requests_are_there():
     counts = []
     for step in range(2 * REVIEW_STEPS):
         before = Counting.asked
-        policy.choose(state({A: 4, B: 4}, step_seconds=0.01, context=float(step)))
+        policy.choose(replace(state({A: 4, B: 4}, step_seconds=0.01), context=float(step)))
         counts.append(Counting.asked > before)
     assert counts == [True] + [False] * (REVIEW_STEPS - 1) + [True] + [False] * (REVIEW_STEPS - 1)
     before = Counting.asked
