@@ -280,6 +280,7 @@ class Engine:
             measured_step_seconds=modes.measured_seconds if modes else 0.0,
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
+            num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
         )
 
     def accounts(self) -> list[AccountStats]:
