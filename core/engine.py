@@ -197,23 +197,24 @@ class Engine:
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
+        if plan is None:
+            outputs = self.scheduler.take_failed()
+            if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
+                self.store.images.wait(READ_WAIT_SECONDS)
+            return outputs
+        start = self._clock()
+        result = self._execute(plan)
+        seconds = self._clock() - start
         outputs = self.scheduler.take_failed()
-        if plan is not None:
-            start = self._clock()
-            result = self._execute(plan)
-            if result is None:
-                return outputs
-            seconds = self._clock() - start
-            if plan.bucket is None:
-                self._measure_prefill(plan, seconds)
-            else:
-                self._decode_seconds = seconds
-                if self.modes is not None and not result.unready:
-                    self.modes.note(plan, seconds)
-            outputs += self.scheduler.update(plan, result)
-        elif not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
-            self.store.images.wait(READ_WAIT_SECONDS)
-        return outputs
+        if result is None:
+            return outputs
+        if plan.bucket is None:
+            self._measure_prefill(plan, seconds)
+        else:
+            self._decode_seconds = seconds
+            if self.modes is not None and not result.unready:
+                self.modes.note(plan, seconds)
+        return outputs + self.scheduler.update(plan, result)
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""

@@ -336,6 +336,8 @@ class CheckingExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.clock.now += 0.001 * plan.num_tokens
+        if self.whole is None:
+            self._last_step = 0
         if self.whole is None or self.whole.step_id != plan.step_id:
             self.whole = plan
         if self.glitches:
@@ -782,6 +784,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         num_steps = self.scheduler.num_steps
         self._note_dropped()
+        self.executor.whole = None  # a step that is dropped is planned anew in the next one, under the same number
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]

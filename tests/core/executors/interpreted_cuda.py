@@ -266,7 +266,7 @@ def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny, monk
     ahead = [plan for plan in drivers[0].plans if plan.sources is not None]
     assert any(list(plan.sources) != list(range(len(plan.rows))) for plan in ahead), "no row was left out"
     numbers = Counter(plan.step_id for plan in drivers[0].plans)
-    assert max(numbers.values()) == 2, "no step was run again"
+    assert max(numbers.values()) > 1, "no step was run again"
     assert not any(plan.sources is not None for plan in drivers[1].plans)
 
 
