@@ -81,6 +81,11 @@ class EngineConfig(BaseModel):
         description="host memory for adapters read from disk and for KV of preempted requests, least recently used "
         "out; default: an eighth of what the machine has left at the start, at least 1 GiB",
     )
+    async_scheduling: bool = Field(
+        default=True,
+        description="launch the next decode step before the last one's tokens are read, where the device computes "
+        "beside the host (a GPU)",
+    )
     preemption: Literal["auto", "swap", "recompute"] = Field(
         default="auto",
         description="what becomes of a request's KV when others need its pages: it goes to host memory and comes back, "

@@ -25,8 +25,10 @@ from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
+from .ahead import StepAhead
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
+from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .merging import Merging
 from .modes import Modes, mode_policy
@@ -94,6 +96,8 @@ class Engine:
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
         self.modes = self._modes(policies)
+        start = executor.start if config.async_scheduling else None
+        self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
         self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
@@ -179,7 +183,9 @@ class Engine:
         return self.end_step(self.begin_step())
 
     def begin_step(self) -> StepPlan | None:
-        """Plan the next step without running it, for a driver in virtual time."""
+        """Plan the next step without running it, for a driver in virtual time; or return the one that is under way."""
+        if self._ahead is not None and self._ahead.plan is not None:
+            return self._ahead.plan
         merging = self.merging
         if self.modes is not None:
             self.modes.decide()
@@ -194,21 +200,24 @@ class Engine:
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
+        if plan is None:
+            outputs = self.scheduler.take_failed()
+            if not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
+                self.store.images.wait(READ_WAIT_SECONDS)
+            return outputs
+        start = self._clock()
+        result = self._execute(plan)
+        seconds = self._clock() - start
         outputs = self.scheduler.take_failed()
-        if plan is not None:
-            start = self._clock()
-            result = self._execute(plan)
-            seconds = self._clock() - start
-            if plan.bucket is None:
-                self._measure_prefill(plan, seconds)
-            else:
-                self._decode_seconds = seconds
-                if self.modes is not None and not result.unready:
-                    self.modes.note(plan, seconds)
-            outputs += self.scheduler.update(plan, result)
-        elif not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
-            self.store.images.wait(READ_WAIT_SECONDS)
-        return outputs
+        if result is None:
+            return outputs
+        if plan.bucket is None:
+            self._measure_prefill(plan, seconds)
+        else:
+            self._decode_seconds = seconds
+            if self.modes is not None and not result.unready:
+                self.modes.note(plan, seconds)
+        return outputs + self.scheduler.update(plan, result)
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
@@ -275,6 +284,7 @@ class Engine:
             measured_step_seconds=modes.measured_seconds if modes else 0.0,
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
+            num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
         )
 
     def accounts(self) -> list[AccountStats]:
@@ -426,32 +436,24 @@ class Engine:
         if most - count != asked:
             request.params = replace(request.params, max_tokens=most - count)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
-        """Execute a plan; if that raises, run its rows one by one so that only those that raise again fail.
+    def _foresee(self, plan: StepPlan) -> StepPlan | None:
+        """Return the plan behind one that is under way; None where the host's next decision may be another."""
+        if self.modes is not None or self.merging.is_under_way:
+            return None
+        ahead = self.scheduler.foresee(plan)
+        if ahead is not None:
+            ahead.merged = self.merging.merged
+        return ahead
 
-        A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
-        """
+    def _execute(self, plan: StepPlan) -> StepResult | None:
+        """Execute a plan; if that raises, run its rows one by one. None: see `StepAhead.run`. Raises ExecutorLost."""
         try:
-            return self.executor.execute(plan)
+            return self.executor.execute(plan) if self._ahead is None else self._ahead.run(plan)
         except ExecutorLost:
             raise
         except Exception:
             logger.exception("step %d failed; running its %d requests alone", plan.step_id, len(plan.rows))
-        merged = StepResult()
-        for row in plan.rows:
-            adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
-            bucket = 1 if len(row.tokens) == 1 else None
-            alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket, plan.merged)
-            try:
-                result = self.executor.execute(alone)
-            except ExecutorLost:
-                raise
-            except Exception as error:
-                logger.exception("request %s failed", row.request_id)
-                merged.errors[row.request_id] = f"the step failed: {type(error).__name__}: {error}"
-            else:
-                merged.merge(result)
-        return merged
+        return run_rows_alone(self.executor, plan)
 
 
 def _validate_ids(params: SamplingParams, vocab: int) -> None:

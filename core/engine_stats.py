@@ -51,6 +51,7 @@ class EngineStats:
     measured_step_seconds: float = 0.0
     wrong_step_seconds: float = 0.0
     num_steps_leaving_out: int = 0
+    num_steps_ahead: int = 0  # launched before the tokens of the one before were read
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 

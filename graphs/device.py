@@ -140,21 +140,33 @@ class Upload:
 
 
 class Download:
-    """Fetches device values; the host sleeps until they are there."""
+    """Fetches device values: begun in the device's turn, waited for later, the host asleep until they are there.
+
+    Two blocks of pinned memory take turns, so that one fetch may begin before the one before it is waited for.
+    """
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         """num_bytes: of the largest fetch."""
         self._device = device
-        self._block = device.pinned(num_bytes)
-        self._event = device.event()
+        self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
+        self._turn = 0
 
-    def __call__(self, source: torch.Tensor) -> torch.Tensor:
-        """The contiguous source's values, in memory that the next call overwrites."""
-        staged = _part(self._block, source)
+    def __call__(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
+        """Begin to fetch the contiguous source's values; what is returned waits for them.
+
+        They lie in memory that is overwritten when the next fetch but one begins.
+        """
+        block, event = self._blocks[self._turn]
+        self._turn = 1 - self._turn
+        staged = _part(block, source)
         self._device.copy(staged, source)
-        self._event.record()
-        self._event.synchronize()
-        return staged
+        event.record()
+
+        def values() -> torch.Tensor:
+            event.synchronize()
+            return staged
+
+        return values
 
 
 def _part(block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

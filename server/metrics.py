@@ -122,6 +122,8 @@ _STATS = (
     (GaugeMetricFamily, "num_waiting", "requests_waiting", "num_requests_waiting", "Requests that wait for a place"),
     (GaugeMetricFamily, "num_pages", "arena_pages", "", "Pages of the arena in all"),
     (CounterMetricFamily, "num_steps", "steps", "", "Engine steps"),
+    (CounterMetricFamily, "num_steps_ahead", "steps_ahead", "",
+     "Decode steps launched before the tokens of the last one were read"),
     (CounterMetricFamily, "num_preemptions", "preemptions", "num_preemptions", "Requests put back to make room"),
     (GaugeMetricFamily, "num_swapped", "swapped_requests", "", "Preempted requests with KV in host memory"),
     (GaugeMetricFamily, "swapped_bytes", "swapped_bytes", "", "Host memory that their KV takes"),

@@ -61,6 +61,7 @@ class TimedExecutor:
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.shadow, self.swaps = inner.shadow, inner.swaps
+        self.start = None  # each step's own time is wanted
         self.seconds = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -68,6 +68,21 @@ class ShadowBackend(Protocol):
         ...
 
 
+class RunAlone(RuntimeError):
+    """A step's tokens can't be told since the next one was launched; it is to run again with none behind it."""
+
+
+class StartedStep(Protocol):
+    """A step that was launched."""
+
+    def result(self) -> StepResult:
+        """Wait for the step. To be called once at most, and before any but the next step is launched.
+
+        Raises what `Executor.execute` raises, and RunAlone.
+        """
+        ...
+
+
 class Executor(Protocol):
     """Owns the model's weights and the arena, and runs steps; it knows nothing of queues."""
 
@@ -93,6 +108,15 @@ class Executor(Protocol):
         """Run one step. Running the same plan again gives the same result: a step only writes its own KV slots.
 
         Raises ExecutorLost where that and all else is in vain.
+        """
+        ...
+
+    @property
+    def start(self) -> Callable[[StepPlan], StartedStep] | None:
+        """Launch a step without waiting for it; None where nothing would be gained by that.
+
+        Before a decode step's result is asked for, the next one may be launched, with `sources` in its plan. All steps,
+        and copies from and into the arena, do their work in the order in which they were launched.
         """
         ...
 

@@ -39,6 +39,8 @@ A = TypeVar("A", bound=RowPlan)
 class CpuExecutor(ModelExecutor):
     """Runs steps with torch on the CPU. One thread at a time."""
 
+    start = None  # its processors are the host's: there is nobody to plan the next step meanwhile
+
     def __init__(self, config: EngineConfig) -> None:
         threads = config.threads or available_cpus()
         torch.set_num_threads(threads)
@@ -105,7 +107,8 @@ class CpuExecutor(ModelExecutor):
         if any(row.scores_prompt for row in rows):
             score_prompts(rows, self.decoder.score_logits, self._sampling, self.model.vocab_size, result)
         if plan.adapters:
-            self._lora.retract_late(rows, result)
+            for request_id in self._lora.late_requests(rows):
+                result.retract(request_id)
         return result
 
     def close(self) -> None:

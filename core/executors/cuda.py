@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -58,17 +59,19 @@ class CudaExecutor(ModelExecutor):
         return self.steps.captured
 
     def execute(self, plan: StepPlan) -> StepResult:
+        return self.start(plan).result()
+
+    def start(self, plan: StepPlan) -> _Started:
+        """Launch a step. What is computed from its tokens on the device is in order whatever the host does."""
         with watched(self._device), torch.inference_mode(), span(_name(plan)):
             self.adapters.advance()
             rows, steps = plan.rows, self.steps
             if plan.bucket is None:
-                logits, chosen = steps.ragged(rows, plan.adapters)
+                outputs = steps.ragged(rows, plan.adapters)
             else:
-                logits, chosen = steps.decode(plan.bucket, rows, plan.adapters)
-            result = steps.draw(rows, logits, chosen)
-            if plan.adapters:
-                steps.lora.retract_late(rows, result)
-            return result
+                outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources)
+            read = steps.draw(rows, *outputs)
+            return _Started(self._device, read, steps.lora.late_requests(rows) if plan.adapters else [])
 
     def close(self) -> None:
         """Free the GPU's memory. The executor can't be used afterwards."""
@@ -120,6 +123,22 @@ class CudaExecutor(ModelExecutor):
             cuda_memory.check_pages(use, page_bytes, pages)
         logger.info("an arena of %s (%d pages): %s", cuda_memory.gib(pages * page_bytes), pages, use)
         return pages
+
+
+@dataclass(frozen=True, slots=True)
+class _Started:
+    """A step that was launched. late: requests whose adapter did not arrive in time."""
+
+    _device: CudaDevice
+    _read: Callable[[], StepResult]
+    _late: list[str]
+
+    def result(self) -> StepResult:
+        with watched(self._device), torch.inference_mode():
+            result = self._read()
+        for request_id in self._late:
+            result.retract(request_id)
+        return result
 
 
 def _index(device: str) -> int:

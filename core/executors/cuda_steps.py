@@ -17,21 +17,25 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
-from ...ops.sampling import TorchSampling
+from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling, pick
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
-from ..model.sampler import draw, draw_on_device, needs_logits, score_prompts
+from ..model.sampler import DeviceDraw, draw, most_drawn_values, needs_logits, score_prompts
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
+from .base import RunAlone
 
 logger = logging.getLogger(__name__)
 
 #: The modes that steps are captured in.
 _MODES = (StepMode.BASE, StepMode.LORA)
+
+#: Draws that look at as many logits as the last one which had to look at more than the first few.
+_WIDE_STEPS = 256
 
 #: A step's logits, a row for each of its rows or more, and of each `[2, rows]` int64 the most likely token and 1 if it
 #: can be told; on the device, where both may still be under way.
@@ -42,7 +46,9 @@ class CudaSteps:
     """Owns a step's buffers and graphs, all allocated once; weights and arena belong to others.
 
     A step's inputs reach static buffers through pinned memory and its tokens come back in one copy; the host waits for
-    that copy, for the bytes of adapters that are still being read, and for nothing else.
+    that copy, for the bytes of adapters that are still being read, and for nothing else. A step that is launched before
+    the tokens of the one before it are back takes them from where they were drawn. All work is given to one stream:
+    what a step leaves in static buffers is overwritten in its turn.
     """
 
     def __init__(
@@ -68,7 +74,10 @@ class CudaSteps:
         )
         self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
-        self._download = Download(device, self._chosen.numel() * self._chosen.itemsize)
+        self._download = Download(device, 8 * most_drawn_values(rows))
+        self._tokens = self._chosen  # that the last step drew
+        self._num_steps = 0
+        self._width, self._num_wide = FIRST_WIDTH, 0  # logits that draws look at, for so many more of them
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
         self._upload = Upload(device, self._inputs.numel() * self._inputs.itemsize)
         self.lora = CudaLoraState(
@@ -112,9 +121,16 @@ class CudaSteps:
         _pick(logits, chosen)
         return logits, chosen
 
-    def decode(self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
-        """Run a step of one token per row in the bucket's static buffers, captured if steps are."""
+    def decode(
+        self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter], sources: Sequence[int] | None = None
+    ) -> Outputs:
+        """Run a step of one token per row in the bucket's static buffers, captured if steps are.
+
+        sources: the rows of the last step that drew the tokens; None: the rows have them.
+        """
         self._fill(bucket, rows)
+        if sources is not None:
+            self._buffers.views[bucket].token_ids[: len(rows)].copy_(pick(self._tokens, sources))
         mode, launches, captured = StepMode.BASE, None, None
         if adapters:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
@@ -126,18 +142,58 @@ class CudaSteps:
             self._step(bucket, launches)()
         return self._outputs(bucket)
 
-    def draw(self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor) -> StepResult:
-        """Draw the tokens of the last step's rows, and score what they ask for; waits for the step."""
+    def draw(
+        self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
+    ) -> Callable[[], StepResult]:
+        """Draw the tokens of the last step's rows, and score what they ask for; what is returned waits for them.
+
+        It raises RunAlone when it takes the logits again and another step has been run since.
+        """
+        self._num_steps += 1
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
         if any(map(needs_logits, rows)):
-            result = draw_on_device(rows, chosen, logits, eos)
+            read = self._draw_from_logits(rows, logits, chosen)
         else:
-            tokens, healthy = self._download(chosen).tolist()
-            likeliest = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
-            result = draw(rows, likeliest, None, {}, self._sampling, eos)
-        if any(row.scores_prompt for row in rows):
+            self._tokens, fetched = chosen[0], self._download(chosen)
+
+            def read() -> StepResult:
+                tokens, healthy = fetched().tolist()
+                likeliest = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
+                return draw(rows, likeliest, None, {}, self._sampling, eos)
+
+        if not any(row.scores_prompt for row in rows):
+            return read
+
+        def read_with_scores() -> StepResult:
+            result = read()
             score_prompts(rows, self.decoder.score_logits, self._sampling, vocab, result)
-        return result
+            return result
+
+        return read_with_scores
+
+    def _draw_from_logits(
+        self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor
+    ) -> Callable[[], StepResult]:
+        """As `draw`. Where a draw had to look at more logits, those that follow it do so at once."""
+        number, eos = self._num_steps, self.decoder.config.eos_token_ids
+        self._num_wide -= 1
+        if self._num_wide <= 0:
+            self._width = FIRST_WIDTH
+        width = self._width
+        begun = DeviceDraw(rows, chosen, logits, eos, self._download, width)
+        self._tokens = begun.tokens
+
+        def read() -> StepResult:
+            found, wider = begun.result(), width
+            while found is None:
+                wider *= WIDER
+                self._width, self._num_wide = wider, _WIDE_STEPS
+                if self._num_steps != number:
+                    raise RunAlone("a row's top_p keeps more tokens than were looked at")
+                found = DeviceDraw(rows, chosen, logits, eos, self._download, wider).result()
+            return found
+
+        return read
 
     def _fill(self, bucket: int, rows: list[ScheduledRow]) -> None:
         views = self._buffers.fill(
@@ -224,7 +280,7 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
             rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
-        self.draw(rows, *self.ragged(rows, ()))
+        self.draw(rows, *self.ragged(rows, ()))()
 
     def close(self) -> None:
         """Free the graphs and their memory."""

@@ -17,7 +17,7 @@ from ...memory.pages.adapter_layout import AdapterPart, PartLayout
 from ...memory.pages.layout import MODULES
 from ...memory.transfers.transfer import Transfer
 from ...ops.sgmv import AdapterRows, Segments, sgmv
-from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
+from ..requests.types import BASE_SLOT, ScheduledRow
 from .config import ModelConfig
 
 #: Adapter of a row: its slot, or several in the order in which they are added up, each with a factor of its
@@ -120,12 +120,10 @@ class LoraState:
         """Slots whose adapter did not arrive in time: their rows are void."""
         return self._late.union(self._slots[index] for index in self.segments.late)
 
-    def retract_late(self, rows: Sequence[ScheduledRow], result: StepResult) -> None:
-        """Discard the results of rows whose adapter did not arrive in time."""
-        if late := self.late_slots():
-            for row in rows:
-                if row.slot in late:
-                    result.retract(row.request_id)
+    def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
+        """Return the requests whose rows are void, because their adapter did not arrive in time."""
+        late = self.late_slots()
+        return [row.request_id for row in rows if row.slot in late] if late else []
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])

@@ -12,7 +12,6 @@ import torch
 from ...ops.sampling import (
     FIRST_WIDTH,
     UNDECIDED,
-    WIDER,
     Chances,
     Scores,
     on_device,
@@ -24,7 +23,7 @@ from ...ops.sampling import (
     uniform,
 )
 from ..requests.logit_edits import edited
-from ..requests.sampling_params import SamplingParams
+from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
 
 NOT_FINITE = "the model produced logits that are not finite"
@@ -95,37 +94,58 @@ def draw(
     return asked.result(likeliest, tokens, scores)
 
 
-def draw_on_device(
-    rows: Sequence[ScheduledRow], chosen: torch.Tensor, logits: torch.Tensor, eos_token_ids: Collection[int]
-) -> StepResult:
-    """Draw as `draw` does, with everything given to the logits' device before the host waits for it, once.
+class DeviceDraw:
+    """A draw as `draw` makes it, given to the logits' device, which the host waits for later, once.
 
     chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if it can be told. logits:
-    `[…, vocab]` float32; the first are the rows' own.
+    `[…, vocab]` float32; the first are the rows' own. fetch: begins to fetch values from the device, and returns what
+    waits for them. width: logits that top_p looks at.
+
+    tokens: `[…]` int64 on the device, what was drawn; any token where none was.
     """
-    at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
-    asked, width, count = _Asked(rows, at), FIRST_WIDTH, chosen.shape[1]
-    while True:
+
+    def __init__(
+        self,
+        rows: Sequence[ScheduledRow],
+        chosen: torch.Tensor,
+        logits: torch.Tensor,
+        eos_token_ids: Collection[int],
+        fetch: Callable[[torch.Tensor], Callable[[], torch.Tensor]],
+        width: int = FIRST_WIDTH,
+    ) -> None:
+        at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
+        self._asked = asked = _Asked(rows, at)
+        self._count = chosen.shape[1]
         tokens = chosen[0]
         if asked.drawn:
             with asked.edits(logits, at, eos_token_ids):
                 drawn = sample(pick(logits, asked.drawn), asked.chances, width)
             tokens = tokens.index_copy(0, on_device(torch.tensor(asked.drawn), logits.device), drawn)
+        self.tokens = tokens.clamp(min=0)
         parts = [*chosen.double(), tokens.double()]
         if asked.scored:
-            own = pick(tokens, asked.scored).clamp(min=0)
+            own = pick(self.tokens, asked.scored)
             parts.append(score(pick(logits, asked.scored), own, max(asked.counts)).flatten())
-        values = torch.cat(parts).tolist()  # the one wait
+        self._values = fetch(torch.cat(parts))
+
+    def result(self) -> StepResult | None:
+        """Wait for the draw; None where `width` was too small for a row."""
+        asked, count = self._asked, self._count
+        values = self._values().tolist()
         likeliest, can_tell, tokens = (values[part * count :][:count] for part in range(3))
-        if UNDECIDED not in tokens:
-            break
-        width *= WIDER
-    likeliest = [int(token) if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
-    flat, scores = values[3 * count :], None
-    if asked.scored:
-        each = len(flat) // len(asked.scored)
-        scores = scores_of([flat[begin : begin + each] for begin in range(0, len(flat), each)])
-    return asked.result(likeliest, [int(token) for token in tokens], scores)
+        if UNDECIDED in tokens:
+            return None
+        likeliest = [int(token) if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
+        flat, scores = values[3 * count :], None
+        if asked.scored:
+            each = len(flat) // len(asked.scored)
+            scores = scores_of([flat[begin : begin + each] for begin in range(0, len(flat), each)])
+        return asked.result(likeliest, [int(token) for token in tokens], scores)
+
+
+def most_drawn_values(rows: int) -> int:
+    """Most float64 values that a `DeviceDraw` of so many rows fetches."""
+    return rows * (4 + 2 * MAX_LOGPROBS)
 
 
 class _Asked:

@@ -58,9 +58,11 @@ class LogitEdits:
         count = len(self._slot)
         return self._ids[:count], self._change[:, :count]
 
-    def banned(self, eos_token_ids: Collection[int]) -> list[int]:
-        """Return the token ids that are banned as the next token."""
-        params, output = self._params, len(self._token_ids) - self._prompt
+    def banned(self, eos_token_ids: Collection[int], num_tokens: int) -> list[int]:
+        """Return the token ids that are banned behind the first `num_tokens`; the last may not be known yet, unless
+        `SamplingParams.looks_back`.
+        """
+        params, output = self._params, num_tokens - self._prompt
         banned = self._banned
         if output < params.min_tokens:
             banned = [*banned, *eos_token_ids, *params.stop_token_ids]
@@ -116,7 +118,7 @@ def edited(
         at, change = edits.advance()
         ids.append(at + index * vocab)
         changes.append(change)
-        banned += [index * vocab + token for token in edits.banned(eos_token_ids)]
+        banned += [index * vocab + token for token in edits.banned(eos_token_ids, row.kv_len)]
     if logits.device.type == "cpu":  # where these few numbers cost torch several times as long
         _edit_here(flat.numpy(), np.concatenate(ids), np.concatenate(changes, axis=1), undo)
         places = ()

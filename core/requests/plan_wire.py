@@ -10,7 +10,7 @@ from ...memory.adapters.adapter import Adapter
 from .sampling_params import SamplingParams
 from .types import ScheduledRow, StepPlan
 
-VERSION = 3
+VERSION = 4
 
 
 def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
@@ -26,6 +26,7 @@ def plan_to_wire(plan: StepPlan) -> dict[str, Any]:
         "bucket": plan.bucket,
         "adapters": [_adapter_to_wire(adapter) for adapter in plan.adapters],
         "merged": None if plan.merged is None else _adapter_to_wire(plan.merged),
+        "sources": None if plan.sources is None else list(plan.sources),
         "rows": [
             {
                 "request_id": row.request_id, "slot": row.slot, "tokens": list(row.tokens), "start": row.start,
@@ -48,7 +49,7 @@ def plan_from_wire(data: Mapping[str, Any], find: Callable[[Mapping[str, Any]], 
     rows = [ScheduledRow(**{**row, "params": params_from_wire(row["params"])}) for row in data["rows"]]
     adapters = [find(adapter) for adapter in data["adapters"]]
     merged = None if data["merged"] is None else find(data["merged"])
-    return StepPlan(data["step_id"], rows, adapters, data["bucket"], merged)
+    return StepPlan(data["step_id"], rows, adapters, data["bucket"], merged, data["sources"])
 
 
 def _adapter_to_wire(adapter: Adapter) -> dict[str, Any]:

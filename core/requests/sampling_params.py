@@ -58,6 +58,12 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
 
+    @property
+    def looks_back(self) -> bool:
+        """True if the tokens generated so far change what may be drawn next."""
+        penalties = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
+        return bool(penalties or any(len(word) > 1 for word in self.bad_words))
+
     def __post_init__(self) -> None:
         most = math.inf if self.max_tokens is None else self.max_tokens
         _require("max_tokens", self.max_tokens, most >= 1, "at least 1, or None for all that fit")

@@ -6,6 +6,7 @@ what the engine returns. No tensors here: the simulator runs the same code witho
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import TYPE_CHECKING, NamedTuple
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from .sampling_params import SamplingParams
 
 BASE_SLOT = -1
+
+#: Tokens of a row whose one token the device has drawn and the host has not read.
+PENDING = [-1]
 
 
 class FinishReason(StrEnum):
@@ -72,6 +76,8 @@ class StepPlan:
     rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
     merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
+    sources: of a step launched before the one before it was read: the row of that one whose token each row goes on
+    from, and which it has instead of `PENDING`; None when all tokens are known.
     mode: the weights it runs with. `plan_wire` has its form for another process.
     """
 
@@ -80,6 +86,7 @@ class StepPlan:
     adapters: list[Adapter]
     bucket: int | None = None
     merged: Adapter | None = None
+    sources: Sequence[int] | None = None
     num_tokens: int = field(init=False)
 
     def __post_init__(self) -> None:

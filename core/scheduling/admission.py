@@ -90,6 +90,14 @@ class Admission:
         every seat taken, a call without a running answer may still begin one while the step has a row for it: answers
         of calls with several then take turns.
         """
+        return self._admit(running, budget, rows)
+
+    def would_admit(self, running: Running, budget: int, rows: int) -> bool:
+        """True if `admit` would let a request run."""
+        return bool(self._admit(running, budget, rows, only_look=True))
+
+    def _admit(self, running: Running, budget: int, rows: int, *, only_look: bool = False) -> dict[Request, int]:
+        """See `admit`. only_look: name the first request that would run, and leave it in the queue."""
         limits = self._limits
         seats = self._seats
         admitted: dict[Request, int] = {}
@@ -121,6 +129,8 @@ class Admission:
                 continue
             if not has_room and (running or self._store.loads.under_way):
                 break
+            if only_look:
+                return {request: 0}
             self._waiting.remove(request)
             order.go_on()
             if not has_room:  # nothing runs that could free more pages

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
-from ..requests.types import BASE_SLOT, ScheduledRow, StepPlan
+from ..requests.types import BASE_SLOT, PENDING, ScheduledRow, StepPlan
 
 #: Requests by adapter, in the order in which each adapter and each request of it come first.
 Groups = dict[Adapter | None, list[Request]]
@@ -30,6 +30,8 @@ class Running(list[Request]):
         """Those that belong to a call with others, by call; whoever deals out their turns may reorder both."""
         self.lone: dict[Request, None] = {}
         """The others."""
+        self.num_looking_back = 0
+        """Those whose next token can't be drawn before the host knows the last; see `SamplingParams.looks_back`."""
         self.plan: StepPlan | None = None
         """The last step's, if each of them decoded a token in it and they are still the same: their rows are reused."""
 
@@ -40,6 +42,7 @@ class Running(list[Request]):
     def append(self, request: Request) -> None:
         list.append(self, request)
         self.plan = None
+        self.num_looking_back += request.params.looks_back
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
         (self.calls.setdefault(request.call, {}) if request.call else self.lone)[request] = None
@@ -47,6 +50,7 @@ class Running(list[Request]):
     def remove(self, request: Request) -> None:
         list.remove(self, request)
         self.plan = None
+        self.num_looking_back -= request.params.looks_back
         members = self.calls[request.call] if request.call else self.lone
         del members[request]
         if request.call and not members:
@@ -89,6 +93,38 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
     bucket = None if prefills else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
+
+
+def follow(plan: StepPlan, running: Running, staying: Sequence[Request], buckets: DecodeBuckets) -> StepPlan | None:
+    """Return the plan of a step in which `staying` go on from the tokens of `plan`, a decode step that is under way;
+    None when one of them has no row there. Their rows are moved on.
+
+    staying: the running requests, or some of them. Undone by `take_back`.
+    """
+    last = running.plan
+    if last is not None and last.rows is plan.rows and len(staying) == len(plan.rows):
+        rows = plan.rows
+        ahead = StepPlan(plan.step_id + 1, rows, plan.adapters, plan.bucket, sources=range(len(rows)))
+    else:
+        places = {id(row): place for place, row in enumerate(plan.rows)}
+        if not all(id(request.row) in places for request in staying):
+            return None
+        is_whole = len(staying) == len(running)
+        groups = running.by_adapter() if is_whole else group_by_adapter(staying)
+        ahead = plan_step(plan.step_id + 1, groups, {}, buckets)
+        ahead.sources = [places[id(row)] for row in ahead.rows]
+        running.plan = ahead if is_whole else None
+    for row in ahead.rows:
+        row.start += 1
+        row.tokens = PENDING
+    return ahead
+
+
+def take_back(ahead: StepPlan) -> None:
+    """Put the rows of a plan of `follow` back to where they were: the step before it is to run again."""
+    for row in ahead.rows:
+        row.start -= 1
+        row.tokens = row.token_ids[row.start :]
 
 
 def _new_row(request: Request, count: int) -> ScheduledRow:

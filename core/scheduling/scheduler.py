@@ -26,7 +26,7 @@ from .output_lengths import OutputLengths
 from .overload import QueueRoom
 from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
-from .running import Running, group_by_adapter, plan_step
+from .running import Running, follow, group_by_adapter, plan_step
 from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 
@@ -170,15 +170,54 @@ class Scheduler:
             self._shares.forget()
         return plan
 
+    def foresee(self, plan: StepPlan) -> StepPlan | None:
+        """Plan the step behind `plan`, which is under way, from what is known without its tokens; None when they, or
+        anything but decoding, have a say in it: then `plan` is to be read first.
+
+        Should a request end by its token, its row in the next step is dropped. Whoever ends by length has none there.
+        """
+        running, memory = self.running, self._memory
+        if (
+            plan.bucket is None or running.calls or running.num_looking_back or self._admission.only is not None
+            or self._loading or memory.arriving or memory.swapped.is_under_way
+        ):  # fmt: skip
+            return None
+        if self._store.loads.under_way:
+            self._settle_loads()
+        staying = [request for request in running if request.num_computed_tokens + 2 < request.max_length]
+        if not staying or ((self.waiting or self._admission.late) and not self._keep_waiting(running, staying)):
+            return None
+        short = [request for request in staying if request.room <= request.num_computed_tokens + 1]
+        if short and not memory.grow_each(short):
+            return None
+        return follow(plan, running, staying, self._buckets)
+
+    def _keep_waiting(self, running: Running, staying: Sequence[Request]) -> bool:
+        """True if no waiting request could join the next step; adapters are read and loaded ahead for them."""
+        self._admission.settle()
+        self._fail_hopeless()
+        if self.waiting and len(staying) < len(running):  # who comes in their place should not wait for a step more
+            return False
+        if self._admission.would_admit(running, self._max_tokens - len(running), len(running)):
+            return False
+        self._read_ahead()
+        return True
+
     def update(self, plan: StepPlan, result: StepResult) -> list[RequestOutput]:
-        """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs."""
+        """Apply a step's result: append sampled tokens, end requests that are done, return the new outputs.
+
+        Of a step that was planned ahead, rows of requests that have ended or were sent back meanwhile are dropped.
+        """
         info = self.last_step = StepInfo(plan.step_id, len(plan.rows), len(plan.adapters), plan.num_tokens)
         self.num_steps += 1
         requests, outputs = self._requests, []
         has_extras = result.unready or result.errors or result.prompt_logprobs
+        is_ahead = plan.sources is not None
         for row in plan.rows:
             request = requests.get(row.request_id)
-            if request is None or (has_extras and not self._apply_extras(request, result, info, outputs)):
+            if request is None or (is_ahead and request.row is not row):
+                continue
+            if has_extras and not self._apply_extras(request, result, info, outputs):
                 continue
             output = self._advance(request, row, result, info)
             if output is not None:
@@ -350,10 +389,14 @@ class Scheduler:
         if not preempted and not self._memory.swapped.frees_pages:
             admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
+        self._read_ahead()
+        return admitted
+
+    def _read_ahead(self) -> None:
+        """Read and load the adapters of the first waiting requests."""
         self._ahead.read(self.waiting)
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
-        return admitted
 
     def preempt(self, request: Request) -> None:
         """Preempt a running request; its KV comes back from host memory, or is computed again, when it runs again.
@@ -408,7 +451,7 @@ class Scheduler:
 
     def _advance(self, request: Request, row: ScheduledRow, result: StepResult, info: StepInfo) -> RequestOutput | None:
         """Apply a row to its request: append the sampled token, end the request if done, return its output if any."""
-        computed = request.num_computed_tokens = row.start + len(row.tokens)
+        computed = request.num_computed_tokens = request.num_computed_tokens + len(row.tokens)
         if request.caching and computed >= (request.num_known_blocks + 1) * self._memory.block_tokens:
             self._memory.remember(request)
         if not row.samples:

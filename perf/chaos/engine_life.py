@@ -180,6 +180,7 @@ class EngineLife:
             self._take(output)
         stats = self.engine.stats()
         self.reached["steps"] += plan is not None
+        self.reached["steps ahead"] += plan is not None and plan.sources is not None
         self.reached["merged steps"] += plan is not None and plan.merged is not None
         self.reached["preempted"] += stats.num_preemptions > self._num_preemptions
         self.reached["reads given up"] += stats.num_given_up_reads > self._num_given_up

@@ -26,6 +26,7 @@ from tokenizers import Tokenizer
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
+from ...core.executors.choice import open_executor
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import StepPlan, StepResult
@@ -35,6 +36,7 @@ from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..report.command import conclude, parser
 from .asked import Asked, Told, Violation, promise
 from .engine_life import Campaign, EngineLife, Lived, lived
+from .late_results import late_results
 from .late_swaps import LateSwaps
 from .slow_reads import hold_up
 
@@ -114,8 +116,9 @@ class Life(EngineLife):
         self.names = [name for name in calm.prompts if name is not None]
         self.broken: set[Path] = set()
         self.has_hung = False
-        self.engine = Engine.from_config(self._draw_config())
-        self.executor = self.engine.executor = Faulty(self.engine.executor)  # type: ignore[assignment]
+        config = self._draw_config()
+        self.executor: Any = Faulty(open_executor(config))
+        self.engine = Engine(config, late_results(self.executor, seed))
         self._draw = random.Random(self.rng.random())  # for the threads that read
         hold_up(self.engine, self._begin_read)
         swapped = self.engine.swapped

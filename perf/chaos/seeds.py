@@ -35,6 +35,7 @@ from .checked_executor import (
     next_token,
 )
 from .engine_life import Campaign, EngineLife, Lived, lived
+from .late_results import late_results
 from .virtual_reads import VirtualReads, World
 
 PATIENCE = 120.0
@@ -60,7 +61,7 @@ class Life(EngineLife):
         reads = VirtualReads(self.world, rng.randint(1, 3))
         adapters = CheckedAdapters(self.disk, reads, self.world, memory, rng)
         self.executor = CheckedExecutor(config, adapters, self.world, memory)
-        self.engine = Engine(config, self.executor, self.world, reads)
+        self.engine = Engine(config, late_results(self.executor, seed), self.world, reads)
         self.executor.pool = self.engine.pool
         for name in self.names[: rng.randint(1, len(self.names))]:
             self._register(name, self._new_directory())

@@ -7,17 +7,23 @@ nothing, so what is left is what the host does between them. Microseconds, the f
 * `execute`: what of it is the executor's, from the plan to the tokens,
 * `pages`: what of that writes the page lists for FlashInfer,
 
-of the base model and with an adapter per row. What FlashInfer's own planning and CUDA's calls take is not in it. The
-last line is one JSON object.
+of the base model and with an adapter per row. And beside a device whose steps take `--device-us` each, the median of
+
+* `exposed`: what the device has nothing to do between two steps, because it waits for the host,
+* `exposed ahead`: the same with steps launched ahead (`async_scheduling`).
+
+What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
 """
 
 from __future__ import annotations
 
+import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -43,6 +49,7 @@ from ..report.table import Table
 _GEOMETRY = Geometry(hidden=64, ffn=64, layers=2, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
 _RANK = 16
 _PARTS = ("step", "execute", "pages")
+_SAMPLES = ("exposed", "exposed ahead")
 
 
 class StubDevice(CudaDevice):
@@ -81,6 +88,54 @@ class StubDevice(CudaDevice):
     def release(self) -> None: ...
 
 
+class PacedDevice(StubDevice):
+    """A device that replays one step behind the other, each for so many seconds, beside the host.
+
+    gaps: seconds in which it had nothing to do, before each replay but the first.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float] = time.perf_counter) -> None:
+        super().__init__()
+        self.gaps: list[float] = []
+        self._seconds = seconds
+        self._clock = clock
+        self._busy_until: float | None = None
+
+    def event(self) -> Any:
+        return _PacedEvent(self)
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return self._replay
+
+    @property
+    def done_at(self) -> float:
+        """When all that it was given so far is done."""
+        return self._busy_until or 0.0
+
+    def wait(self, until: float) -> None:
+        while self._clock() < until:
+            pass
+
+    def _replay(self) -> None:
+        now = self._clock()
+        if self._busy_until is not None:
+            self.gaps.append(max(0.0, now - self._busy_until))
+        self._busy_until = max(now, self.done_at) + self._seconds
+
+
+class _PacedEvent:
+    def __init__(self, device: PacedDevice) -> None:
+        self._device = device
+        self._at = 0.0
+
+    def record(self) -> None:
+        self._at = self._device.done_at
+
+    def synchronize(self) -> None:
+        self._device.wait(self._at)
+
+
 def _nothing(*_: Any, **__: Any) -> None: ...
 
 
@@ -107,14 +162,8 @@ def host_times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
-    with _engine(rows, tokens + 2 * steps + 8, lora, work_dir) as engine:
-        params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
-        names = sorted(engine.store.names()) if lora else [None] * rows
-        for index, name in enumerate(names):
-            engine.add_request(Request(f"r{index}", [1] * tokens, params, name))
-        while len(engine.scheduler.running) < rows or any(it.num_output_tokens == 0 for it in engine.scheduler.running):
-            engine.step()
-        engine.step()
+    with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
+        _begin(engine, rows, tokens, lora, steps)
         took = {part: [] for part in _PARTS}
         with _timed(engine, took, clock):
             for _ in range(steps):
@@ -124,8 +173,37 @@ def host_times(
     return {part: min(times) * 1e6 for part, times in took.items()}
 
 
+def exposed_times(
+    rows: int, tokens: int, lora: bool, steps: int, work_dir: Path, device_seconds: float
+) -> dict[str, float]:
+    """Microseconds for which a device waits for the host before a step such as those of `host_times`, the median."""
+    found = {}
+    for name, ahead in zip(_SAMPLES, (False, True), strict=True):
+        device = PacedDevice(device_seconds)
+        with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
+            _begin(engine, rows, tokens, lora, steps)
+            device.gaps.clear()
+            for _ in range(steps):
+                engine.step()
+            found[name] = median(device.gaps) * 1e6
+    return found
+
+
+def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
+    """Add the requests and run steps until all of them decode."""
+    params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
+    names = sorted(engine.store.names()) if lora else [None] * rows
+    for index, name in enumerate(names):
+        engine.add_request(Request(f"r{index}", [1] * tokens, params, name))
+    while len(engine.scheduler.running) < rows or any(it.num_output_tokens == 0 for it in engine.scheduler.running):
+        engine.step()
+    engine.step()
+
+
 @contextmanager
-def _engine(rows: int, max_len: int, lora: bool, work_dir: Path) -> Iterator[Engine]:
+def _engine(
+    rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, ahead: bool
+) -> Iterator[Engine]:
     workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
@@ -133,14 +211,14 @@ def _engine(rows: int, max_len: int, lora: bool, work_dir: Path) -> Iterator[Eng
         model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
         max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
         max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy",
+        async_scheduling=ahead,
     )  # fmt: skip
 
     def flashinfer(*shape: Any, **sizes: Any) -> Any:
         from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
 
         return FlashInferBackend(
-            *shape, **sizes, num_sms=2, module=_FLASHINFER,
-            new_event=lambda: SimpleNamespace(record=_nothing, synchronize=_nothing),
+            *shape, **sizes, num_sms=2, module=_FLASHINFER, new_event=device.event,
         )  # fmt: skip
 
     with ExitStack() as stack:
@@ -149,7 +227,7 @@ def _engine(rows: int, max_len: int, lora: bool, work_dir: Path) -> Iterator[Eng
             (DecoderModel, "forward", _nothing),
         ):  # fmt: skip
             stack.enter_context(patch.object(owner, name, value))
-        executor = CudaExecutor(config, StubDevice())
+        executor = CudaExecutor(config, device)
         executor.steps.logits[:, 1] = 1.0  # token 1 for every row
         engine = Engine(config, executor, reads=InlineReads())
         for name, path in random_model.adapters(workload, work_dir).items():
@@ -183,19 +261,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
     command.add_argument("--tokens", type=int, nargs="+", default=[512], help="that each row has")
     command.add_argument("--steps", type=int, default=100, help="of which the fastest counts")
+    command.add_argument("--device-us", type=float, default=1000.0, help="that a step takes on the device")
     command.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-host-time")
     args = command.parse_args(argv)
-    found = [
-        {"rows": rows, "tokens": tokens, "lora": lora, **host_times(rows, tokens, lora, args.steps, args.work_dir)}
-        for tokens in args.tokens
-        for rows in args.rows
-        for lora in (False, True)
-    ]
-    table = Table("host time of a decode step, µs", ["rows", "tokens", "adapters", *_PARTS])
+    found = []
+    for tokens, rows, lora in itertools.product(args.tokens, args.rows, (False, True)):
+        case = rows, tokens, lora, args.steps, args.work_dir
+        times = {**host_times(*case), **exposed_times(*case, args.device_us * 1e-6)}
+        found.append({"rows": rows, "tokens": tokens, "lora": lora, **times})
+    columns = *_PARTS, *_SAMPLES
+    table = Table(
+        f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
+        ["rows", "tokens", "adapters", *columns],
+    )
     for it in found:
-        table.add(it["rows"], it["tokens"], it["rows"] if it["lora"] else 0, *(it[part] for part in _PARTS))
+        table.add(it["rows"], it["tokens"], it["rows"] if it["lora"] else 0, *(it[column] for column in columns))
     table.show()
-    return conclude({"steps": args.steps, "cases": found}, ok=True)
+    return conclude({"steps": args.steps, "device_us": args.device_us, "cases": found}, ok=True)
 
 
 if __name__ == "__main__":

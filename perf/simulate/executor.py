@@ -106,6 +106,7 @@ class SimExecutor:
             num_layers=geometry.num_layers, degree=degree,
         )  # fmt: skip
         self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
+        self.start = None
         self.shadow = None  # where no price of a merge is known, nothing is merged
         if self.costs.merge is not None:
             self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)

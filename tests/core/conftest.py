@@ -13,6 +13,7 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.executors.base import StartedStep
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
@@ -21,6 +22,7 @@ from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.policies import Policies
 from chorus.memory.host.images import InlineReads, Reads
 from chorus.ops import native_library
+from chorus.perf.chaos.late_results import LateResults
 
 #: The CPU operators that this machine can run.
 KERNELS = ["torch", "native"] if native_library.available(torch.float32) else ["torch"]
@@ -35,15 +37,23 @@ class RecordingExecutor:
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
         self.shadow, self.swaps = inner.shadow, inner.swaps
+        self.start = None if inner.start is None else self._start
         self.before = before
         self.plans: list[StepPlan] = []
 
     def execute(self, plan: StepPlan) -> StepResult:
+        self._note(plan)
+        return self.inner.execute(plan)
+
+    def _start(self, plan: StepPlan) -> StartedStep:
+        self._note(plan)
+        return self.inner.start(plan)
+
+    def _note(self, plan: StepPlan) -> None:
         rows = [replace(row, pages=list(row.pages), token_ids=list(row.token_ids)) for row in plan.rows]
         self.plans.append(replace(plan, rows=rows))
         if self.before is not None:
             self.before(plan)
-        return self.inner.execute(plan)
 
     def close(self) -> None:
         self.inner.close()
@@ -85,6 +95,8 @@ class Driver:
 
     def step(self) -> list[RequestOutput]:
         outputs = self.engine.step()
+        if isinstance(late := getattr(self.executor, "inner", None), LateResults):
+            assert not late.violations
         self.engine.check_integrity()
         for output in outputs:
             answer = self.answers[output.request_id]
@@ -142,7 +154,13 @@ def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
+def ahead() -> bool:
+    """Return whether engines launch steps ahead; modules whose tests are to hold either way have one of their own."""
+    return False
+
+
+@pytest.fixture
+def drive(kernels: str, ahead: bool) -> Iterator[Callable[..., Driver]]:
     """`drive(subject, before=…, reads=…, clock=…, **config)`: a float32 engine with the subject's adapters registered.
 
     Adapters are read at once and time goes by evenly unless `reads` and `clock` say otherwise, so that every run takes
@@ -162,7 +180,8 @@ def drive(kernels: str) -> Iterator[Callable[..., Driver]]:
     ) -> Driver:
         defaults = {"dtype": "float32", "memory_bytes": 8 << 20, "cpu_kernels": kernels, "threads": 1}
         settings = EngineConfig(model=subject.model, **{**defaults, **config})
-        executor = RecordingExecutor(CpuExecutor(settings), before)
+        inner = CpuExecutor(settings)
+        executor = RecordingExecutor(LateResults(inner) if ahead else inner, before)
         engine = Engine(settings, executor, clock or ticking(), reads or InlineReads(), policies)
         engines.append(engine)
         for name, path in (subject.adapters if adapters is None else adapters).items():

@@ -21,6 +21,11 @@ from chorus.memory.host.images import ThreadReads
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 
 
+@pytest.fixture(params=[False, True], ids=["", "ahead"])
+def ahead(request):
+    return request.param
+
+
 @dataclass(frozen=True)
 class Case:
     """One request and the reference's answer."""

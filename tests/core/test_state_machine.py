@@ -51,6 +51,7 @@ from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
 from chorus.memory.pages.pool import PageKind, PagePool
 from chorus.memory.pages.prefix import BASE_VERSION, PrefixCache
+from chorus.perf.chaos.late_results import LateResults
 
 from ..memory.fakes import FakeTransfer
 
@@ -320,6 +321,7 @@ class CheckingExecutor:
         self.memory: dict[tuple[int, int], object] = {}
         self.adapters = FakeAdapters(self.memory, clock)
         self.shadow = FakeShadow(self.memory, clock)
+        self.start = None
         self.swaps = FakeSwaps(self.memory, config.block_tokens, clock)
         self.violations: list[Exception] = []
         self.raises_for: set[str] = set()
@@ -334,6 +336,8 @@ class CheckingExecutor:
 
     def execute(self, plan: StepPlan) -> StepResult:
         self.clock.now += 0.001 * plan.num_tokens
+        if self.whole is None:
+            self._last_step = 0
         if self.whole is None or self.whole.step_id != plan.step_id:
             self.whole = plan
         if self.glitches:
@@ -422,8 +426,9 @@ class CheckingExecutor:
                 raise RuntimeError(f"a fault of {row.request_id}")
             adapter = None if row.slot == BASE_SLOT else plan.adapters[row.slot]
             assert adapter is expected.adapter, f"{row.request_id} runs on {adapter}, not on {expected.adapter}"
-            tokens = expected.tokens
-            assert row.token_ids == tokens
+            tokens = row.token_ids
+            assert tokens[: len(expected.tokens)] == expected.tokens
+            assert len(tokens) <= len(expected.tokens) + (plan.sources is not None), "a token was not returned"
             assert row.tokens == tokens[row.start : row.kv_len]
             want = kv_of(expected.version, tokens[: row.kv_len])
             if adapter is not None and is_coming(adapter):
@@ -523,11 +528,13 @@ class EngineMachine(RuleBasedStateMachine):
         max_turn=st.sampled_from([(0.2, 1000), (1000.0, 4), (10.0, 1000)]),
         preemption=st.sampled_from(["recompute", "swap", "swap", "auto"]),
         swaps_at_once=st.booleans(),
+        ahead=st.booleans(),
+        fails_at_once=st.booleans(),
     )
     def build(
         self, block_tokens, kv_tokens, adapter_pages, max_num_seqs, spare_tokens, chunked, prefix_cache, inline,
         host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, patience, max_waiting,
-        share, fair_by, weights, max_turn, preemption, swaps_at_once,
+        share, fair_by, weights, max_turn, preemption, swaps_at_once, ahead, fails_at_once,
     ):  # fmt: skip
         """The arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
@@ -565,7 +572,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.on_plan = self._check_order
         self.executor.swaps.at_once = swaps_at_once
         self.reads = InlineReads() if inline else LazyReads(self.clock)
-        self.engine = Engine(self.config, self.executor, self.clock, self.reads)
+        steps = LateResults(self.executor, fails_at_once=fails_at_once) if ahead else self.executor
+        self.engine = Engine(self.config, steps, self.clock, self.reads)
+        self.is_ahead = ahead
         self.streams = True
         self.engine.store.images.wait = self._wait
         self.scheduler = self.engine.scheduler
@@ -612,8 +621,11 @@ class EngineMachine(RuleBasedStateMachine):
         salts=st.lists(st.sampled_from(["", "", "", "x"]), min_size=6, max_size=6),
         twins=st.booleans(),
         together=st.sampled_from([True, True, False]),
+        penalty=st.sampled_from([0.0, 0.0, 0.0, 0.5]),
     )
-    def add(self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins, together):
+    def add(
+        self, names, length, shared, max_tokens, ignore_eos, stop, scored, tenants, salts, twins, together, penalty
+    ):  # fmt: skip
         """A few requests of similar length, whose prompts begin with the same `shared` tokens, or all of one call."""
         call = f"c{next(self.ids)}" if together and len(names) > 1 else ""
         for index, name in enumerate(names):
@@ -624,6 +636,7 @@ class EngineMachine(RuleBasedStateMachine):
                 stop_token_ids=tuple(sorted(stop)),
                 ignore_eos=ignore_eos,
                 prompt_logprobs=0 if scored and index % 3 == 0 else None,
+                presence_penalty=penalty,
             )
             size, same = (length, length) if twins else (length + index, shared)
             self._add(name, size, same, params, tenant=tenants[0 if call else index], salt=salts[index], call=call)
@@ -770,11 +783,14 @@ class EngineMachine(RuleBasedStateMachine):
         self.decided = self.clock.now, self.scheduler.num_steps  # when the step is, which then takes time
         self.here_before = {adapter for adapter in self._adapters() if self.engine.store.tier(adapter) in here}
         num_steps = self.scheduler.num_steps
+        self._note_dropped()
+        self.executor.whole = None  # a step that is dropped is planned anew in the next one, under the same number
         outputs = self.engine.step()
         if self.executor.violations:
             raise self.executor.violations[0]
         if self.scheduler.num_steps == num_steps:  # whoever began waits for a copy: there was no plan to check
             self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
+        reached["run again, with none ahead"] += self.was_under_way and self.scheduler.num_steps == num_steps
         self._note_preemptions()
         for output in outputs:
             expected = self.requests[output.request_id]
@@ -786,6 +802,17 @@ class EngineMachine(RuleBasedStateMachine):
             if expected.reason is not None:
                 self._check_end(output, expected)
         self.engine.check_integrity()
+
+    def _note_dropped(self):
+        """Rows of the step under way whose requests are gone, or are waiting again."""
+        under_way = self.engine._ahead.plan if self.is_ahead else None  # noqa: SLF001 - what it is about to read
+        for row in under_way.rows if under_way is not None else ():
+            ended = self.requests[row.request_id].reason is not None
+            reached["dropped: it had ended"] += ended
+            active = row.request_id in self._active()
+            again = active and not self.requests[row.request_id].request.is_running
+            reached["dropped: it was aborted or sent back"] += again or not (active or ended)
+        self.was_under_way = under_way is not None
 
     @invariant()
     def _note_turns(self):
@@ -819,6 +846,9 @@ class EngineMachine(RuleBasedStateMachine):
 
     def _check_order(self, plan):
         """No request starts while an older one still waits that has been overtaken for long enough."""
+        if plan.sources is not None:
+            self._check_ahead(plan)
+            return
         started = [r for r in self.scheduler.running if r.id not in self.running_before]
         first = [r for r in started if not self.requests[r.id].preempted]
         fresh = [r.arrival_time for r in first]
@@ -871,6 +901,17 @@ class EngineMachine(RuleBasedStateMachine):
             others = [w for w in self.scheduler.waiting if w.account != request.account]
             reached["an account's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
+
+    def _check_ahead(self, plan):
+        """Whoever runs takes part in the step ahead, but those that the step under way is known to end."""
+        reached["a step ahead"] += 1
+        in_step = {row.request_id for row in plan.rows}
+        running = self.scheduler.running
+        ending = {r.id for r in running if r.num_computed_tokens + 2 >= r.max_length}
+        assert in_step == {r.id for r in running} - ending
+        reached["a step ahead without those that end"] += bool(ending)
+        reached["a step ahead while others wait"] += bool(self.scheduler.waiting)
+        assert not any(row.params.looks_back for row in plan.rows)
 
     def _check_output(self, expected, output: RequestOutput):
         assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)
@@ -1080,7 +1121,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.executor.glitches = 1
             before = self.engine.stats().num_steps
             self._step()
-            assert self.executor.glitches == 0 or self.engine.stats().num_steps == before
+            assert self.executor.glitches == 0 or self.engine.stats().num_steps == before or self.is_ahead
             self.executor.glitches = 0
 
     # -- always
@@ -1221,6 +1262,8 @@ def test_the_machine_went_everywhere():
     everywhere |= {"reload in use", "waited for a read", "no room beside pinned"}
     everywhere |= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     everywhere |= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
+    everywhere |= {"a step ahead", "a step ahead without those that end", "a step ahead while others wait"}
+    everywhere |= {"dropped: it had ended", "dropped: it was aborted or sent back", "run again, with none ahead"}
     everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}
     everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}

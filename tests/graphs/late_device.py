@@ -60,7 +60,8 @@ class LateDevice(HostDevice):
                 same = torch.equal(pinned.view(torch.uint8), values.view(torch.uint8))
                 assert same, "pinned memory was written while it was being copied"
             else:
-                pinned.copy_(values)
+                with torch.inference_mode():  # as where the copy began
+                    pinned.copy_(values)
 
 
 class _Event:

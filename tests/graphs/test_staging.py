@@ -45,8 +45,18 @@ def test_the_late_device_notices_a_block_that_is_written_too_early():
 
 def test_downloads_wait_for_their_values():
     download = Download(LateDevice(), 3 * 8)
-    assert download(torch.tensor([[1], [2], [3]])).tolist() == [[1], [2], [3]]
-    assert download(torch.tensor([4.5])).tolist() == [4.5]
+    assert download(torch.tensor([[1], [2], [3]]))().tolist() == [[1], [2], [3]]
+    assert download(torch.tensor([4.5]))().tolist() == [4.5]
+
+
+def test_the_next_download_may_begin_before_one_is_waited_for():
+    device = LateDevice()
+    download = Download(device, 8)
+    first, second = download(torch.tensor([1])), download(torch.tensor([2]))
+    assert first().tolist() == [1]
+    assert device.num_ended == 1
+    third = download(torch.tensor([3]))
+    assert (second().tolist(), third().tolist()) == ([2], [3])
 
 
 @pytest.mark.parametrize("kind", [Upload, Download])

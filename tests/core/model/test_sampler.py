@@ -15,10 +15,10 @@ from transformers import (
 )
 
 from chorus.core.model import sampler
-from chorus.core.model.sampler import ALL_BANNED, needs_logits, plain_chances, score_prompts
+from chorus.core.model.sampler import ALL_BANNED, DeviceDraw, needs_logits, plain_chances, score_prompts
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import BASE_SLOT, FinishReason, ScheduledRow, StepResult
-from chorus.ops.sampling import TorchSampling, greedy
+from chorus.ops.sampling import FIRST_WIDTH, WIDER, TorchSampling, greedy
 
 VOCAB = 12
 EOS = (0, 1)
@@ -43,8 +43,19 @@ def draw(rows, logits):
     """The sampling of an executor without a native decoder, a row of logits for each row; a GPU's gives the same."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
     result = sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
-    assert sampler.draw_on_device(rows, chosen_of(logits), logits, EOS) == result
+    assert draw_on_device(rows, logits) == result
     return result
+
+
+def draw_on_device(rows, logits, width=FIRST_WIDTH):
+    """Return what a GPU draws, looking at more logits until they are enough."""
+    while (result := DeviceDraw(rows, chosen_of(logits), logits, EOS, fetch, width).result()) is None:
+        width *= WIDER
+    return result
+
+
+def fetch(values):
+    return lambda: values
 
 
 def chosen_of(logits):
@@ -175,13 +186,12 @@ def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
     logits, fetched = logits_of(5, len(rows)), []
     tolist = torch.Tensor.tolist
     monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self) or tolist(self))
-    result = sampler.draw_on_device(rows, chosen_of(logits), logits, EOS)
+    result = draw_on_device(rows, logits)
     assert len(result.tokens) == len(rows)
     assert len(result.logprobs) == 4
     assert len(fetched) == 1
     fetched.clear()
-    monkeypatch.setattr(sampler, "FIRST_WIDTH", 1)  # too few for a row with top_p
-    assert sampler.draw_on_device(rows, chosen_of(logits), logits, EOS) == result
+    assert draw_on_device(rows, logits, width=1) == result  # too few for a row with top_p
     assert len(fetched) == 2
 
 

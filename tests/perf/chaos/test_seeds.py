@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from chorus.core import engine
+from chorus.core import ahead, engine
 from chorus.core.requests.record import from_record
 from chorus.core.scheduling.request_memory import RequestMemory
+from chorus.core.scheduling.scheduler import Scheduler
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.perf.chaos.checked_executor import CheckedTransfer
@@ -71,10 +72,23 @@ def forgetful_moves(monkeypatch):
     monkeypatch.setattr(engine, "from_record", forget)
 
 
+def rows_of_the_gone(monkeypatch):
+    """What a step ahead has drawn for a request that was aborted goes to one that came by its name."""
+    update = Scheduler.update
+    monkeypatch.setattr(
+        Scheduler, "update", lambda self, plan, result: update(self, replace(plan, sources=None), result)
+    )
+
+
+def rows_left_ahead(monkeypatch):
+    """The rows of a step that is not to happen stay where it would have them."""
+    monkeypatch.setattr(ahead, "take_back", lambda plan: None)
+
+
 FAULTS = [blind_prefixes, hasty_release, lasting_pins, stale_versions, shared_cache, scores_of_what_is_left]
 
 
-@pytest.mark.parametrize("plant", [*FAULTS, forgetful_moves])
+@pytest.mark.parametrize("plant", [*FAULTS, forgetful_moves, rows_of_the_gone, rows_left_ahead])
 def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)
     assert any(cause is not None for _, cause, _ in map(live, range(300)))

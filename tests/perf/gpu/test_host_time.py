@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 
 import pytest
 
-from chorus.perf.gpu.host_time import main
+from chorus.perf.gpu.host_time import PacedDevice, main
 
 
 def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
@@ -17,6 +18,24 @@ def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
     ]  # fmt: skip
     for case in found["cases"]:
         assert 0 < case["pages"] < case["execute"] < case["step"]
+        assert case["exposed ahead"] >= 0
+        assert case["exposed"] > 0
+
+
+def test_a_paced_device_counts_the_time_in_which_it_has_nothing_to_do():
+    clock = itertools.count()  # a second goes by with every look
+    device = PacedDevice(10.0, lambda: float(next(clock)))
+    replay = device.capture(lambda: None)
+    done = device.event()
+    replay()  # at 0, until 10
+    done.record()
+    replay()  # given at 1, begins at 10
+    assert device.gaps == [0.0]
+    done.synchronize()
+    assert next(clock) == 11
+    device.wait(23.0)
+    replay()  # at 24
+    assert device.gaps == [0.0, 4.0]
 
 
 @pytest.mark.parametrize("argument", ["--rows", "--tokens"])

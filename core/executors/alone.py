@@ -1,0 +1,34 @@
+"""Rows of a step that failed, one by one, so that only those that fail again are lost."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from ...memory.transfers.transfer import ExecutorLost
+from ..requests.types import StepPlan, StepResult
+from .base import Executor
+
+logger = logging.getLogger(__name__)
+
+
+def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
+    """Return the result of a plan whose rows are run each in a step of its own; those that raise have an error in it.
+
+    A step writes nothing but its own rows' KV slots, so running a row again is harmless. Raises ExecutorLost.
+    """
+    merged = StepResult()
+    for row in plan.rows:
+        adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
+        bucket = 1 if len(row.tokens) == 1 else None
+        alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket, plan.merged)
+        try:
+            result = executor.execute(alone)
+        except ExecutorLost:
+            raise
+        except Exception as error:
+            logger.exception("request %s failed", row.request_id)
+            merged.errors[row.request_id] = f"the step failed: {type(error).__name__}: {error}"
+        else:
+            merged.merge(result)
+    return merged

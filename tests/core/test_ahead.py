@@ -1,0 +1,278 @@
+"""Steps launched before the tokens of the last one are read: the same answers, and what is lost is harmless."""
+
+from __future__ import annotations
+
+import pytest
+
+from chorus.core.requests.types import PENDING, FinishReason
+from chorus.memory.transfers.transfer import ExecutorLost
+
+PROMPT = [5, 9, 11, 40, 9, 7]
+
+
+@pytest.fixture
+def gqa(subject):
+    return subject("gqa")
+
+
+@pytest.fixture
+def ahead():
+    return True
+
+
+@pytest.fixture
+def both(gqa, drive):
+    """`both(ask, **config)`: what `ask(driver)` gets with and without steps ahead, and the driver of the first."""
+
+    def run(ask, **config):
+        driver = drive(gqa, **config)
+        mine = ask(driver)
+        return mine, ask(drive(gqa, async_scheduling=False, **config)), driver
+
+    return run
+
+
+def of_steps_ahead(driver):
+    return [plan for plan in driver.plans if plan.sources is not None]
+
+
+def last_rows(driver, name):
+    """Numbers of the steps, of all that were launched, in which a request has a row."""
+    return [i for i, plan in enumerate(driver.plans) if any(row.request_id == name for row in plan.rows)]
+
+
+def test_all_decode_steps_behind_the_first_are_ahead(gqa, drive):
+    driver = drive(gqa)
+    answer = driver.run("one", "r1-all", PROMPT, max_tokens=8)
+    assert answer.tokens == gqa.greedy("r1-all", PROMPT, 8)
+    decodes = [plan for plan in driver.plans if plan.bucket]
+    assert [plan.sources is not None for plan in decodes] == [False] + 6 * [True]
+    assert all(row.tokens is PENDING for plan in of_steps_ahead(driver) for row in plan.rows)
+    assert [plan.step_id for plan in driver.plans] == list(range(1, 9))
+
+
+def test_without_the_setting_no_step_is_ahead(gqa, drive):
+    driver = drive(gqa, async_scheduling=False)
+    assert driver.run("one", None, PROMPT, max_tokens=8).tokens == gqa.greedy(None, PROMPT, 8)
+    assert not of_steps_ahead(driver)
+
+
+def test_a_row_whose_request_ends_by_its_length_has_none_in_the_next_step(gqa, drive):
+    driver = drive(gqa)
+    for count, name in enumerate(("short", "middle", "long"), 4):
+        driver.add(name, None, PROMPT[count:] + PROMPT, max_tokens=count)
+    answers = driver.drain()
+    assert {name: len(last_rows(driver, name)) for name in answers} == {"short": 4, "middle": 5, "long": 6}
+    for count, name in enumerate(answers, 4):
+        assert answers[name].tokens == gqa.greedy(None, PROMPT[count:] + PROMPT, count)
+        assert answers[name].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("block_tokens", [1, 4, 16])
+def test_a_row_whose_request_has_ended_by_a_stop_token_is_dropped(gqa, drive, block_tokens):
+    """Its step runs all the same; nothing of it is told, counted, known to the prefix cache or left in a page."""
+    want = gqa.greedy(None, PROMPT, 12)
+    stop = next(token for token in want[4:] if token not in want[:4])
+    count = want.index(stop) + 1
+    other = PROMPT[::-1]
+    driver = drive(gqa, block_tokens=block_tokens)
+    driver.add("stops", None, PROMPT, max_tokens=12, stop_token_ids=(stop,))
+    driver.add("goes on", "r2-qv", other, max_tokens=14)
+    answers = driver.drain()
+    assert (answers["stops"].tokens, answers["stops"].stop_token_id) == (want[:count], stop)
+    assert answers["goes on"].tokens == gqa.greedy("r2-qv", other, 14)
+    assert len(last_rows(driver, "stops")) == count + 1, "no row was dropped"
+    assert driver.engine.stats().num_generated_tokens == count + 14
+    known = PROMPT + want[:count]
+    assert all(len(block.tokens) == block_tokens for block in driver.engine.prefix.by_page.values())
+    continued = driver.run("continues", None, [*known, 3], max_tokens=5)
+    assert continued.tokens == gqa.greedy(None, [*known, 3], 5)
+    assert continued.num_cached_tokens == (len(known) - 1) // block_tokens * block_tokens
+
+
+def test_a_request_aborted_while_its_step_is_under_way_leaves_no_trace(gqa, drive):
+    """As the server ends one at a stop string. Another may come by the same name before the step is read."""
+    small = {name: gqa.adapters[name] for name in ("r1-all", "r2-qv")}
+    driver = drive(gqa, adapters=small, num_pages=24, block_tokens=4)
+    driver.add("goes on", None, PROMPT, max_tokens=16)
+    driver.add("ends", "r1-all", PROMPT, max_tokens=16)
+    for _ in range(5):
+        driver.step()
+    under_way = driver.plans[-1]
+    assert under_way.sources is not None
+    assert "ends" in {row.request_id for row in under_way.rows}
+    assert driver.engine.abort("ends")
+    driver.engine.reclaim_idle()
+    driver.add("ends", "r2-qv", PROMPT[::-1], max_tokens=6)
+    answers = driver.drain()
+    assert answers["ends"].tokens == gqa.greedy("r2-qv", PROMPT[::-1], 6)
+    assert answers["goes on"].tokens == gqa.greedy(None, PROMPT, 16)
+
+
+def test_a_new_request_begins_in_the_step_behind_the_one_under_way(gqa, drive):
+    driver = drive(gqa)
+    driver.add("old", None, PROMPT, max_tokens=30)
+    for _ in range(5):
+        driver.step()
+    launched = len(driver.plans)
+    driver.add("new", None, PROMPT[::-1], max_tokens=4)
+    driver.step()
+    assert len(driver.plans) == launched, "a step was launched without it"
+    driver.step()
+    assert [row.request_id for row in driver.plans[launched].rows][:1] == ["new"]
+    answers = driver.drain()
+    assert answers["new"].tokens == gqa.greedy(None, PROMPT[::-1], 4)
+
+
+def test_every_step_returns_the_tokens_of_one(gqa, drive):
+    """One token a step, as without steps ahead: launching the next one first delays none of them."""
+    driver = drive(gqa)
+    driver.add("one", None, PROMPT, max_tokens=9)
+    assert [len(driver.step()) for _ in range(9)] == [1] * 9
+    assert not driver.engine.has_work()
+
+
+def test_steps_stay_ahead_while_nobody_who_waits_could_begin(gqa, drive):
+    driver = drive(gqa, max_num_seqs=2)
+    for index in range(4):
+        driver.add(str(index), None, PROMPT[index:], max_tokens=10)
+    for _ in range(6):
+        driver.step()
+    assert driver.engine.stats().num_waiting == 2
+    assert len(of_steps_ahead(driver)) == 5
+    answers = driver.drain()
+    assert all(answers[str(index)].tokens == gqa.greedy(None, PROMPT[index:], 10) for index in range(4))
+
+
+def test_where_pages_run_short_the_step_under_way_is_read_first(gqa, drive, crowded):
+    driver = drive(gqa, adapters={}, num_pages=9, block_tokens=4, prefix_cache=False)
+    for index in range(3):
+        driver.add(str(index), None, PROMPT[index:], max_tokens=14)
+    answers = driver.drain()
+    assert driver.engine.stats().num_preemptions
+    assert of_steps_ahead(driver)
+    assert all(answers[str(index)].tokens == gqa.greedy(None, PROMPT[index:], 14) for index in range(3))
+
+
+def test_log_probabilities_seeds_and_what_does_not_look_back(both):
+    ways = [
+        {"logprobs": 2}, {"temperature": 1.0, "seed": 3, "logprobs": 0}, {"temperature": 0.9, "seed": 4, "top_p": 0.7},
+        {"logit_bias": {7: 2.0}, "temperature": 1.0, "seed": 5}, {"min_tokens": 4, "stop_token_ids": tuple(range(80))},
+        {"allowed_token_ids": tuple(range(9, 60)), "temperature": 1.0, "seed": 6}, {"bad_words": ((9,), (11,))},
+        {"prompt_logprobs": 1},
+    ]  # fmt: skip
+
+    def ask(driver):
+        for index, way in enumerate(ways):
+            driver.add(str(index), (None, "r1-all")[index % 2], PROMPT, **{"max_tokens": 8, **way})
+        return driver.drain()
+
+    mine, others, driver = both(ask)
+    assert mine == others
+    assert len(of_steps_ahead(driver)) >= 5
+    assert len(mine["4"].tokens) >= 5
+
+
+@pytest.mark.parametrize(
+    "way",
+    [{"presence_penalty": 0.7}, {"frequency_penalty": 0.7}, {"repetition_penalty": 1.4}, {"bad_words": ((9, 9),)}],
+)
+def test_whoever_looks_back_at_its_tokens_has_steps_wait_for_them(both, way):
+    def ask(driver):
+        driver.add("looks back", None, PROMPT, max_tokens=6, **way)
+        driver.add("other", None, PROMPT, max_tokens=12)
+        return driver.drain()
+
+    mine, others, driver = both(ask)
+    assert mine == others
+    assert not [p for p in of_steps_ahead(driver) if "looks back" in {row.request_id for row in p.rows}]
+    assert of_steps_ahead(driver)
+
+
+@pytest.mark.parametrize("at", range(1, 9))
+@pytest.mark.parametrize("lasts", [False, True], ids=["once", "for one request"])
+def test_a_step_that_fails_costs_the_one_behind_it_and_no_token(gqa, drive, at, lasts):
+    """Whether it is launched or read by then, and whether it was ahead itself."""
+    calls = []
+
+    def before(plan):
+        calls.append(plan)
+        guilty = any(row.request_id == "guilty" for row in plan.rows)
+        if len(calls) == at or (lasts and len(calls) > at and guilty):
+            raise RuntimeError("a fault")
+
+    driver = drive(gqa)
+    execute = driver.executor.inner._inner.execute  # noqa: SLF001 - so that the fault is told when the step is read
+
+    def failing(plan):
+        before(plan)
+        return execute(plan)
+
+    driver.executor.inner._inner.execute = failing  # noqa: SLF001
+    driver.add("guilty", "r1-all", PROMPT, max_tokens=9)
+    driver.add("other", None, PROMPT[::-1], max_tokens=9)
+    answers = driver.drain()
+    assert answers["other"].tokens == gqa.greedy(None, PROMPT[::-1], 9)
+    want = gqa.greedy("r1-all", PROMPT, 9)
+    if lasts:
+        assert "a fault" in answers["guilty"].error
+        assert answers["guilty"].tokens == want[: len(answers["guilty"].tokens)]
+    else:
+        assert answers["guilty"].tokens == want
+
+
+@pytest.mark.parametrize("at", range(2, 6))
+def test_a_step_that_cannot_be_launched_ahead_is_launched_in_its_turn(gqa, drive, at):
+    def before(plan):
+        if len(driver.plans) == at:
+            raise RuntimeError("a fault")
+
+    driver = drive(gqa, before=before)
+    driver.add("one", "r1-all", PROMPT, max_tokens=9)
+    driver.add("other", None, PROMPT[::-1], max_tokens=9)
+    answers = driver.drain()
+    assert answers["one"].tokens == gqa.greedy("r1-all", PROMPT, 9)
+    assert answers["other"].tokens == gqa.greedy(None, PROMPT[::-1], 9)
+
+
+@pytest.mark.parametrize("at", range(1, 6))
+def test_a_lost_device_ends_the_engine_whichever_step_tells(gqa, drive, at):
+    driver = drive(gqa)
+    calls = []
+
+    def lost(plan):
+        calls.append(plan)
+        if len(calls) >= at:
+            raise ExecutorLost("the device failed")
+        return execute(plan)
+
+    execute, driver.executor.inner._inner.execute = driver.executor.inner._inner.execute, lost  # noqa: SLF001
+    driver.add("one", None, PROMPT, max_tokens=9)
+    with pytest.raises(ExecutorLost):
+        for _ in range(at):
+            driver.step()
+
+
+def test_several_answers_of_a_call_take_turns_as_before(both):
+    def ask(driver):
+        for index in range(4):
+            driver.add(str(index), None, PROMPT, call="c", max_tokens=6, temperature=1.0, seed=index)
+        driver.add("alone", None, PROMPT[::-1], max_tokens=12)
+        return driver.drain()
+
+    mine, others, driver = both(ask)
+    assert mine == others
+    assert of_steps_ahead(driver), "none while the call runs, but after it"
+
+
+def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):
+    driver, there = drive(gqa), drive(gqa)
+    driver.add("one", None, PROMPT, max_tokens=12)
+    for _ in range(5):
+        driver.step()
+    record = driver.engine.export_request("one")
+    assert record["tokens"] == PROMPT + driver.answers["one"].tokens
+    driver.engine.abort("one")
+    there.engine.import_request(record)
+    there.answers["one"] = driver.answers["one"]
+    assert there.drain()["one"].tokens == gqa.greedy(None, PROMPT, 12)
