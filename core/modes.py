@@ -79,7 +79,8 @@ class Modes:
         self._prices = prices
         self._merging = merging
         self._scheduler = scheduler
-        self._max_batch = config.max_num_seqs
+        self.max_batch = config.max_num_seqs
+        """Rows of a step."""
         seconds = config.max_turn_seconds
         if isinstance(policy, FastestMode):  # it overtakes others for speed alone
             seconds = min(seconds, config.max_overtake_seconds)
@@ -100,7 +101,7 @@ class Modes:
     def decide(self) -> None:
         """Have the next step run in the mode that the policy chooses."""
         scheduler, merging = self._scheduler, self._merging
-        requests, fcfs = scheduler.count_by_adapter(self._max_batch)
+        requests, fcfs = scheduler.count_by_adapter(self.max_batch)
         now = self._clock()
         if self._began == self._began and scheduler.has_work():
             self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
@@ -108,7 +109,7 @@ class Modes:
         choice = self.policy.choose(
             ModeState(
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
-                self._max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
+                self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
                 self._step_seconds, not self._patience.is_over,
             )
         )  # fmt: skip

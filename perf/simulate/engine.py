@@ -42,6 +42,7 @@ def simulated_engine(
     stream: bool = True,
     mix: bool = True,
     most_prompts: int | None = None,
+    most_rows: int | None = None,
     read_threads: int = 2,
     engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
@@ -50,7 +51,7 @@ def simulated_engine(
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
-    most_prompts: in a step; None for no limit.
+    most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit.
     engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
     parallelism. The prefix cache works on the tokens of prompts: leave it off where those are made up.
     """
@@ -62,6 +63,10 @@ def simulated_engine(
         engine.scheduler.mix = mix
         engine.scheduler.may_repeat = engine.modes is None
         engine.scheduler.limit_prompts(most_prompts)
-    elif not mix or most_prompts is not None:
-        raise ValueError(f"mix is {mix} and most_prompts {most_prompts}: only SimEngine's scheduler keeps them")
+        engine.scheduler.limit_rows(most_rows)
+        if engine.modes is not None and most_rows is not None:
+            engine.modes.max_batch = most_rows
+    elif not mix or most_prompts is not None or most_rows is not None:
+        limits = f"mix is {mix}, most_prompts {most_prompts} and most_rows {most_rows}"
+        raise ValueError(f"{limits}: only SimEngine's scheduler keeps them")
     return engine, executor

@@ -8,13 +8,17 @@ from ...core.scheduling.mode_policy import ModeChoice, ModeState
 class MergedOnly:
     """Serves the adapter whose requests run, or has the first in the queue, until it has none left.
 
-    As the authors' code has it (LLMServe/dLoRA-artifact, vllm/core/scheduler.py, `_always_merge_schedule`), but that
-    there the oldest request of all decides in every step.
+    oldest: that of the oldest request of all, in every step, as the authors' code has it (LLMServe/dLoRA-artifact,
+    vllm/core/scheduler.py, `_always_merge_schedule`). It takes others' seats, so steps must have a limit of rows apart
+    from these (`SimScheduler.limit_rows`).
     """
+
+    def __init__(self, *, oldest: bool = False) -> None:
+        self._oldest = oldest
 
     def choose(self, state: ModeState) -> ModeChoice:
         merged = state.merged
-        if merged is None or not state.requests.get(merged):
+        if self._oldest or merged is None or not state.requests.get(merged):
             merged = next(
                 (adapter for adapter in state.fcfs if adapter is not None and adapter in state.eligible), None
             )

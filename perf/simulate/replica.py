@@ -83,6 +83,7 @@ class Replica:
         stream: bool = True,
         mix: bool = True,
         most_prompts: int | None = None,
+        most_rows: int | None = None,
         read_threads: int = 2,
         keep_idle: bool = True,
         policies: Policies | None = None,
@@ -100,8 +101,8 @@ class Replica:
         self.clock = VirtualClock(now - _BEFORE)
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
-            stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads, policies=policies,
-            degree=degree,
+            stream=stream, mix=mix, most_prompts=most_prompts, most_rows=most_rows, read_threads=read_threads,
+            policies=policies, degree=degree,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf

@@ -60,7 +60,8 @@ class Pair:
 class Order:
     """One published order of rows by a metric.
 
-    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within: see `Expectation`.
+    held: in how many of the `seeds` no pair of rows comes in the other order, or as equals. within, least: see
+    `Expectation`.
     """
 
     metric: str
@@ -70,6 +71,7 @@ class Order:
     within: float
     held: int
     seeds: int
+    least: bool = False
 
     @property
     def holds(self) -> bool:
@@ -268,8 +270,7 @@ def _rounded(value: float) -> float:
 
 def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
     found = [
-        _order(each.metric, each.order, list(itertools.pairwise(each.order)), each.source, each.within, runs)
-        for each in study.expect
+        _order(each.metric, each.order, each.pairs, each.source, each.within, runs, each.least) for each in study.expect
     ]
     for metric, group in itertools.product(study.metrics, dict.fromkeys(row.group for row in study.rows)):
         rows = [row for row in study.rows if row.group == group and isinstance(row.paper.get(metric), float)]
@@ -285,11 +286,18 @@ def _orders(study: Study, runs: Sequence[_Run]) -> list[Order]:
 
 
 def _order(
-    metric: str, rows: list[str], pairs: list[tuple[str, str]], source: str, within: float, runs: Sequence[_Run]
+    metric: str,
+    rows: list[str],
+    pairs: list[tuple[str, str]],
+    source: str,
+    within: float,
+    runs: Sequence[_Run],
+    least: bool = False,
 ) -> Order:
     each = {(low, high): [run[low][metric] < run[high][metric] * (1 + within) for run in runs] for low, high in pairs}
     found = [
         Pair(low, high, sum(holds), Spread.of(_rounded(run[high][metric] - run[low][metric]) for run in runs))
         for (low, high), holds in each.items()
     ]
-    return Order(metric, rows, found, source, within, sum(map(all, zip(*each.values(), strict=True))), len(runs))
+    held = sum(map(all, zip(*each.values(), strict=True)))
+    return Order(metric, rows, found, source, within, held, len(runs), least)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
@@ -14,7 +16,7 @@ from ...core.scheduling.admission import Admission, Step
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
-from ...memory.adapters.adapter import Tier
+from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.pages.prefix import Block
 from .executor import TOKEN
 from .repeats import RepeatedPlan, RepeatedResult, catch_up, most_steps
@@ -48,7 +50,7 @@ class SimRequest(Request):
 class SimAdmission(Admission):
     """Admission that also counts cold starts.
 
-    most_prompts: in one step; None for as many as there is room for.
+    most_prompts, most_rows: in one step; None for as many as there is room for.
     awaits_growth: the last `admit` ended for what requests are expected to grow by, which may differ in any step.
     unnoted: requests with an adapter of which it is not known yet whether they have to wait for it.
     """
@@ -56,6 +58,7 @@ class SimAdmission(Admission):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.most_prompts: int | None = None
+        self.most_rows: int | None = None
         self._most_rows = math.inf  # of the step being decided
         self.awaits_growth = False
         self.num_cold_starts = 0
@@ -66,9 +69,10 @@ class SimAdmission(Admission):
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
         self.awaits_growth = self._has_passed_over = False
         self._current_order = None
+        self._most_rows = math.inf if self.most_rows is None else self.most_rows
         if self.most_prompts is not None:
             prompts = sum(len(request.token_ids) - request.num_computed_tokens > 1 for request in running)
-            self._most_rows = rows + self.most_prompts - prompts
+            self._most_rows = min(self._most_rows, rows + self.most_prompts - prompts)
         admitted = super().admit(running, budget, rows)
         for request in admitted:
             self.unnoted.pop(request, None)
@@ -104,7 +108,7 @@ class SimAdmission(Admission):
         loaded, and known blocks may be shared: None where somebody may be admitted sooner.
         """
         limits, until = self._limits, math.inf
-        if len(running) >= limits.max_num_seqs:
+        if len(running) >= limits.max_num_seqs or (self.most_rows is not None and len(running) >= self.most_rows):
             return until
         if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.accounts) > 1:
             return None
@@ -157,6 +161,26 @@ class SimScheduler(Scheduler):
         """Let no step begin more than `most` prompts, as in Punica (§5), whose limit is 1."""
         self._admission.most_prompts = most
 
+    def limit_rows(self, most: int | None) -> None:
+        """Let no step have more than `most` rows, which the oldest requests take; the others keep their KV and no row.
+
+        So it is in dLoRA's artifact, where seats are only limited by memory. Here a request that a mode leaves out
+        would else keep others from its seat.
+        """
+        self._admission.most_rows = most
+
+    def count_by_adapter(self, most: int) -> tuple[dict[Adapter | None, int], dict[Adapter | None, int]]:
+        """With a limit of rows the first ones are the oldest, as nobody keeps a row for having had it."""
+        requests, first = super().count_by_adapter(most)
+        if self._admission.most_rows is not None:
+            first = dict(Counter([request.adapter for request in self._oldest(self.running, self.waiting, most)]))
+        return requests, first
+
+    def _oldest(self, running: Iterable[Request], waiting: Iterable[Request], most: int) -> list[Request]:
+        """Return the `most` requests that came first. waiting: in order of arrival."""
+        there = itertools.chain(running, itertools.islice(waiting, most))
+        return heapq.nsmallest(most, there, key=lambda request: request.arrival_time)
+
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
@@ -167,7 +191,19 @@ class SimScheduler(Scheduler):
     def _all_decode(self) -> bool:
         return self._all_drew or super()._all_decode()
 
+    def _schedule_running(self, sharing: Sequence[Request]) -> tuple[dict[Request, int], list[Request], bool]:
+        most, only = self._admission.most_rows, self.only
+        if most is not None and (self.waiting or len(sharing) > most):
+            waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
+            oldest = set(self._oldest(sharing, waiting, most))
+            sharing = [request for request in sharing if request in oldest]
+        return super()._schedule_running(sharing)
+
     def _grow_decodes(self) -> bool:
+        most = self._admission.most_rows
+        if most is not None and len(self.running) > most:
+            self._num_decoding, self._all_drew = 0, False
+            return False
         all_decode = super()._grow_decodes()
         self._num_decoding = len(self.running) if all_decode and self._all_drew else 0
         self._all_drew = False  # until the step's result is known, should it ever be

@@ -60,8 +60,9 @@ def run_serving(setup: Setup) -> Outcome:
     def make(index: int, now: float = 0.0) -> Replica:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
-            most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
-            degree=setup.tensor_parallel, now=now, policies=_policies(setup, adapters.config, profile),
+            most_prompts=setup.most_prompts, most_rows=setup.most_rows, read_threads=setup.read_threads,
+            keep_idle=setup.keep_idle, degree=setup.tensor_parallel, now=now,
+            policies=_policies(setup, adapters.config, profile),
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]
@@ -95,7 +96,7 @@ def run_serving(setup: Setup) -> Outcome:
 
 def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
     """Each replica has its own: they have states."""
-    mode = MergedOnly() if setup.mode else None
+    mode = MergedOnly(oldest=setup.most_rows is not None) if setup.mode else None
     exact = setup.mode_prices == "profile" or mode is not None  # merged only compares none, and needs none learned
     prices = ProfilePrices(profile.costs()) if exact else None
     return Policies(TokenCounters(config.weights), mode=mode, prices=prices)

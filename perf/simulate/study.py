@@ -29,6 +29,7 @@ A row's name is its key; rows of one `group` are compared with each other only.
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import tomllib
 from collections.abc import Mapping
@@ -103,10 +104,10 @@ class Setup(Strict):
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
     metrics. slo: seconds per token, the prompt's time included; slo_classes: of requests of a class of the workload's
-    own. read_threads, stream, mix, most_prompts, keep_idle: `Replica`'s; tensor_parallel: its degree. placement:
-    for each replica, or the first few, numbers of adapters that it has in the arena from the start, the most popular
-    being 0. script: what is done to replicas when. mode: a policy of modes that only studies compare with, in place of
-    the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by.
+    own. read_threads, stream, mix, most_prompts, most_rows, keep_idle: `Replica`'s; tensor_parallel: its
+    degree. placement: for each replica, or the first few, numbers of adapters that it has in the arena from the start,
+    the most popular being 0. script: what is done to replicas when. mode: a policy of modes that only studies compare
+    with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by.
     """
 
     profile: str
@@ -128,6 +129,7 @@ class Setup(Strict):
     stream: bool = True
     mix: bool = True
     most_prompts: PositiveInt | None = None
+    most_rows: PositiveInt | None = None
     keep_idle: bool = True
     tensor_parallel: PositiveInt = 1
     mode: Literal["merged-only"] | None = None
@@ -172,13 +174,21 @@ class Expectation(Strict):
     """An order that is claimed without numbers: rows from the least value of the metric to the largest.
 
     source: who claims it, "ours" for what the study itself is to show. within: by which share a row may be above the
-    next one all the same: 0.02 claims that it is at most 2 % worse.
+    next one all the same: 0.02 claims that it is at most 2 % worse. least: the first row is the least, and nothing is
+    claimed of the others among themselves.
     """
 
     metric: str
     order: list[str] = Field(min_length=2)
     source: str
     within: float = Field(default=0.0, ge=0)
+    least: bool = False
+
+    @property
+    def pairs(self) -> list[tuple[str, str]]:
+        """Rows of which the first is claimed to be below the second."""
+        first, *others = self.order
+        return [(first, other) for other in others] if self.least else list(itertools.pairwise(self.order))
 
 
 class Axis(Strict):

@@ -74,7 +74,9 @@ def held_text(order: Order) -> str:
 def order_text(order: Order) -> str:
     group, names = _names(order)
     between = f" < {1 + order.within:g} x " if order.within else " < "
-    return f"{METRICS[order.metric].label}{group and f' ({group})'}: {between.join(names.values())}"
+    first, *others = names.values()
+    rows = f"{first}{between}each of {', '.join(others)}" if order.least else between.join(names.values())
+    return f"{METRICS[order.metric].label}{group and f' ({group})'}: {rows}"
 
 
 def broken(order: Order) -> Iterator[str]:

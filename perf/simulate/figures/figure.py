@@ -23,6 +23,7 @@ A serving run is a row of a shipped study (`row`), or the figure's own `setup`, 
 
 from __future__ import annotations
 
+import itertools
 import json
 import tomllib
 from importlib.resources import files
@@ -96,8 +97,10 @@ class Published(Strict):
 
     published: the number; words where the text has only these; None where no text has it. unit: see `UNITS`. source:
     section and the paper's own words. run, metric: where ours is from; a price's metric is "value". over, over_metric:
-    the run that it is compared with. form: of the comparison; "saving" is 1 less the ratio. open: the mechanism that is
-    not built yet, which is why there is no run. tolerance: share by which a closed form may differ from the number.
+    the run that it is compared with. form: of the comparison; "saving" is 1 less the ratio. also: more pairs of a run
+    and what it is compared with, of all of which the row has the largest value, for what is "up to" so much. open: the
+    mechanism that is not built yet, which is why there is no run. tolerance: share by which a closed form may differ
+    from the number.
     why: why ours differs, or that the number is what the profile was fitted to.
     """
 
@@ -110,6 +113,7 @@ class Published(Strict):
     over: str | None = None
     over_metric: str | None = None
     form: Literal["value", "increase", "ratio", "saving"] = "value"
+    also: list[tuple[str, str]] = []
     open: str | None = None
     tolerance: PositiveFloat | None = None
     why: str = ""
@@ -120,9 +124,16 @@ class Published(Strict):
             raise ValueError(f"unit is {self.unit!r}; use one of {', '.join(map(repr, UNITS))}")
         if (self.over is None) != (self.form == "value"):
             raise ValueError(f"form is {self.form!r} and over {self.over!r}; a comparison needs both")
+        if self.also and self.over is None:
+            raise ValueError(f"also is {self.also} and over {self.over!r}; give the first pair as run and over")
         if self.run is not None and self.open is not None:
             raise ValueError(f"there is a run, {self.run!r}, though the mechanism {self.open!r} is open; leave one out")
         return self
+
+    @property
+    def runs(self) -> list[str]:
+        """Names of the runs that it is computed from."""
+        return [run for run in (self.run, self.over, *itertools.chain.from_iterable(self.also)) if run is not None]
 
 
 class Order(Strict):
@@ -179,8 +190,8 @@ class Figure(Strict):
         if len(set(names)) < len(names):
             raise ValueError("two rows have one name; rename one")
         for row in self.rows:
-            for run in (row.run, row.over):
-                if run is not None and run not in self.runs:
+            for run in row.runs:
+                if run not in self.runs:
                     raise ValueError(f"row {row.name!r}: {run!r} is no run; name one of {', '.join(self.runs)}")
         computed = [row.name for row in self.rows if row.run is not None]
         for name in (name for order in self.orders for name in order.rows):

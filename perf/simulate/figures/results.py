@@ -150,17 +150,19 @@ def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, fl
 
     def value(row: Published, seed: int) -> float:
         assert row.run is not None
-        ours = metric(row.run, row.metric, seed)
-        if row.over is not None:
-            other = metric(row.over, row.over_metric or row.metric, seed)
-            ours = ours / other if other else float("inf")
-            ours = {"increase": ours - 1, "ratio": ours, "saving": 1 - ours}[row.form]
-        return ours * UNITS[row.unit]
+        if row.over is None:
+            return metric(row.run, row.metric, seed) * UNITS[row.unit]
+        return max(compared(row, *pair, seed) for pair in [(row.run, row.over), *row.also]) * UNITS[row.unit]
+
+    def compared(row: Published, run: str, over: str, seed: int) -> float:
+        other = metric(over, row.over_metric or row.metric, seed)
+        ratio = metric(run, row.metric, seed) / other if other else float("inf")
+        return {"increase": ratio - 1, "ratio": ratio, "saving": 1 - ratio}[row.form]
 
     values: dict[str, list[float]] = {}
     lines = []
     for row in figure.rows:
-        exact = all(run is None or run in prices for run in (row.run, row.over))
+        exact = all(run in prices for run in row.runs)
         if row.run is not None:
             values[row.name] = [value(row, seed) for seed in range(1 if exact else seeds)]
         ours = Spread.of(values[row.name]) if row.run is not None else None

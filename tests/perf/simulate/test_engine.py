@@ -43,7 +43,16 @@ class Run:
     """
 
     def __init__(
-        self, profile=PROFILE, *, adapters=(), stream=True, mix=True, most_prompts=None, engine_type=SimEngine, **config
+        self,
+        profile=PROFILE,
+        *,
+        adapters=(),
+        stream=True,
+        mix=True,
+        most_prompts=None,
+        most_rows=None,
+        engine_type=SimEngine,
+        **config,
     ):
         config = EngineConfig(model=MODEL, **{"prefix_cache": False, **config})
         self.clock = VirtualClock()
@@ -56,6 +65,7 @@ class Run:
             stream=stream,
             mix=mix,
             most_prompts=most_prompts,
+            most_rows=most_rows,
             engine_type=engine_type,
         )
         for name, rank, pages in adapters:
@@ -380,8 +390,39 @@ def test_a_step_begins_no_more_prompts_than_it_may():
     assert begun == {None: [4], 1: [1, 1, 1, 1], 2: [2, 2]}
 
 
+def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them():
+    """dLoRA's artifact: who gives way to others keeps its KV, and no row."""
+    run = Run(most_rows=2, adapters=[("a", 8, 2), ("b", 8, 2)])
+    for name, adapter in (("0", "a"), ("1", "b"), ("2", "b"), ("3", "a"), ("4", "b")):
+        run.add(name, 4, 40, adapter)
+        run.clock.now += 0.001
+    run.executor.horizon = 0.0  # one step at a time
+    scheduler = run.engine.scheduler
+
+    def rows(only=None):
+        scheduler.only = only and {scheduler.get(each).adapter for each in only}
+        plan = run.engine.begin_step()
+        run.engine.end_step(plan)
+        return sorted(row.request_id for row in plan.rows)
+
+    assert [rows() for _ in range(3)][1:] == [["0", "1"]] * 2
+    assert rows(only="1") == ["1", "2"], "the first has given way"
+    assert rows(only="1") == ["1", "2"]
+    counts, oldest = scheduler.count_by_adapter(2)
+    assert sum(counts.values()) == 5
+    assert sum(oldest.values()) == len(oldest) == 2, "0 and 1, though 0 has no row"
+    assert rows() == ["0", "1"], "2 gives way though it runs"
+    assert run.engine.stats().num_running == 3
+    scheduler.only = None
+    while run.engine.has_work():
+        plan = run.engine.begin_step()
+        assert plan is None or len(plan.rows) <= 2
+        run.engine.end_step(plan)
+    run.engine.check_integrity()
+
+
 def test_the_serving_scheduler_can_not_keep_them_apart():
-    with pytest.raises(ValueError, match="mix is False and most_prompts None: only SimEngine"):
+    with pytest.raises(ValueError, match="mix is False, most_prompts None and most_rows None: only SimEngine"):
         Run(mix=False, engine_type=Engine)
 
 

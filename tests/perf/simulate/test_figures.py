@@ -43,7 +43,9 @@ NUMBERS = {
     "punica-12": [457],
     "slora-table": [8.05, 7.61, 5.5],
     "dlora-5": [38.9],
+    "dlora-10": [3.9, 2.4, 5.2, 2.5],
     "dlora-11": [3.6, 1.4],
+    "dlora-14": [1.8],
     "article-overhead": [28.5, 3.1, 10.9, 48.2, 8.6],
 }
 
@@ -129,7 +131,7 @@ def test_closed_forms_reproduce_what_they_claim_to(name):
     if figure.simulated:
         figure = figure.model_copy(
             update={
-                "rows": [row for row in figure.rows if not {row.run, row.over} & set(figure.simulated)],
+                "rows": [row for row in figure.rows if not set(row.runs) & set(figure.simulated)],
                 "orders": [], "runs": {run: figure.runs[run] for run in figure.runs.keys() - set(figure.simulated)},
             }
         )  # fmt: skip
@@ -231,6 +233,11 @@ WRONG = {
     "an open row": (changed('alike = ["first", "second"]', 'alike = ["first", "later"]'), "'later' is no row with"),
     "no order": (changed('alike = ["first", "second"]', 'alike = ["first"]'), "needs two rows or more"),
     "open and run": (changed('open = "magic"', 'open = "magic"\nrun = "one"'), "leave one out"),
+    "also without over": (changed('run = "load"', 'run = "load"\nalso = [["one", "two"]]'), "give the first pair as"),
+    "also a run": (
+        changed('run = "load"', 'run = "load"\nover = "one"\nform = "ratio"\nalso = [["one", "six"]]'),
+        "'six' is no run",
+    ),
     "over without form": (changed('run = "load"', 'run = "load"\nover = "one"'), "a comparison needs both"),
     "two names": (changed('name = "second"', 'name = "first"'), "two rows have one name"),
     "a setup": (changed("requests = 20", "request = 20"), ""),
@@ -266,6 +273,18 @@ def test_rows_are_medians_over_seeds_and_orders_are_counted_seed_by_seed():
     rising, alike = result.claims
     assert (rising.held, rising.seeds) == (3, 3)
     assert (alike.held, alike.seeds) == (0, 3)
+
+
+def test_up_to_is_the_largest_of_all_pairs():
+    text = changed(
+        'unit = "ms"\nsource = "§1: words"\nrun = "two"\n',
+        'unit = "times"\nsource = "§1: words"\nrun = "one"\nover = "two"\nform = "ratio"\n'
+        'also = [["two", "one"], ["one", "one"]]\n',
+    )
+    (result,) = compute(parse_figures(text, "tiny.toml"), seeds=1)
+    (plain,) = compute(parse_figures(TINY, "tiny.toml"), seeds=1)
+    one, two = (line.ours.median for line in plain.lines[:2])
+    assert result.lines[1].ours.median == pytest.approx(two / one)
 
 
 def test_results_do_not_depend_on_jobs():

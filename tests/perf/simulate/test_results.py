@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from chorus.perf.simulate.__main__ import main
 from chorus.perf.simulate.results import CONFIDENCE, Spread, interval, run_study
 from chorus.perf.simulate.study import StudyError, parse_study
+from chorus.perf.simulate.table import order_text
 from tests.perf.simulate.test_studies import AXIS, TINY, changed
 
 EQUAL = """
@@ -70,6 +71,24 @@ def test_an_order_holds_in_a_seed_only_if_all_of_its_pairs_do():
     (order,) = found.orders
     assert [(pair.low, pair.high) for pair in order.pairs] == [("two", "other"), ("two", "one"), ("other", "one")]
     assert max(0, sum(pair.held for pair in order.pairs) - 20) <= order.held <= min(pair.held for pair in order.pairs)
+
+
+def test_a_row_may_be_claimed_to_be_the_least_of_several():
+    least = """
+[[rows]]
+name = "one by one"
+set = { replicas = 1, "engine.max_num_seqs" = 1 }
+
+[[expect]]
+metric = "ttft_mean"
+order = ["two", "one", "one by one"]
+source = "us"
+least = true
+"""
+    (order,) = run_study(study(TINY + least), seeds=3).orders
+    assert [(pair.low, pair.high) for pair in order.pairs] == [("two", "one"), ("two", "one by one")]
+    assert order.held == min(pair.held for pair in order.pairs) == 3
+    assert order_text(order) == "TTFT, ms: two < each of one, one by one"
 
 
 def test_equals_are_in_no_order():
