@@ -156,6 +156,9 @@ class Line:
     shared_bytes: int
     matrix: str
     wide_loads: int
+    loads_before: int
+    barriers: int
+    bytes_in_flight: int
     cost: Cost
 
     def problems(self) -> Iterator[str]:
@@ -208,6 +211,7 @@ def compile_variant(job: tuple[Variant, str]) -> Line:
         variant.constants(),
         int(arch.removeprefix("sm_")),
         variant.options(),
+        pointer="" if variant.group in ELEMENTWISE else "arena",
     )
     return Line(variant, arch, **asdict(compiled), cost=variant.cost())
 

@@ -11,7 +11,9 @@ from chorus.perf.kernels import __main__ as kernels
 from chorus.perf.kernels.cost import Cost
 from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, elementwise_variants, variants
 
-GOOD = Line(Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", 8, Cost(1, 1))
+GOOD = Line(
+    Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", 8, 2, 1, 1, Cost(1, 1)
+)
 
 
 @pytest.mark.parametrize(
