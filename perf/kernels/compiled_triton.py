@@ -6,7 +6,7 @@ A process that interprets kernels cannot compile them. Import this module lazily
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -29,7 +29,8 @@ class Compiled:
 
     loads_before: loads one after the other before those through the pointer that was asked for; 0 for none. barriers:
     places where the warps of a program wait for each other. bytes_in_flight: most that the programs that fit on a
-    multiprocessor have asked of memory in one basic block each.
+    multiprocessor have asked of memory in one basic block each. is_early: launched while the launch before it ends, it
+    may touch what that one writes.
     """
 
     registers: int
@@ -40,6 +41,7 @@ class Compiled:
     loads_before: int
     barriers: int
     bytes_in_flight: int
+    is_early: bool
 
 
 def compile_kernel(
@@ -49,11 +51,12 @@ def compile_kernel(
     capability: int,
     options: Mapping[str, int | bool],
     pointer: str = "",
+    ready: Collection[str] = (),
 ) -> Compiled:
     """Compile for `capability` (90: Hopper) as a launch would with pointers and strides that 16 divides.
 
     signature: Triton's type per argument that is no constant, `*bf16`, `i32`; strides are those named `…_stride`.
-    pointer: the argument whose loads `loads_before` is of.
+    pointer: the argument whose loads `loads_before` is of. ready: pointers to what no launch before this one writes.
     """
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}
@@ -85,6 +88,9 @@ def compile_kernel(
         loads_before=(code.loads_before(given.index(pointer)) or 0) if pointer else 0,
         barriers=code.barriers,
         bytes_in_flight=code.bytes_at_once * threads * _resident(capability, threads, registers, shared),
+        is_early=code.is_early(
+            index for index, name in enumerate(given) if types[name].startswith("*") and name not in ready
+        ),
     )
 
 

@@ -17,12 +17,15 @@ _BITS = re.compile(r"\.[bfus](\d+)$")
 #: Instructions that write no register: their first operand is read.
 _NO_RESULT = {"st", "red", "bra", "ret", "exit", "bar", "barrier", "cp", "stmatrix", "fence", "membar", "prefetch"}
 
+_WAIT = "griddepcontrol.wait"
+
 
 @dataclass(slots=True, eq=False)
 class _Instruction:
     """op: without its guard. results: registers that it writes. sources: those that it reads, its guard among them.
 
-    address: registers of the global address that it loads from. num_bytes: that it loads there, 0 if it does not.
+    address: registers of the global address that it loads from or stores to. num_bytes: that it loads there, 0 if it
+    does not.
     """
 
     op: str
@@ -84,6 +87,34 @@ class Ptx:
         base = re.compile(rf"_param_{parameter}\b")
         found = [each for each in self._loads() if any(base.search(name) for name in self._origins(each.address))]
         return max((self._depth(each) for each in found), default=None)
+
+    def is_early(self, parameters: Iterable[int]) -> bool:
+        """Return if some way through the kernel reads or writes through one of its pointers, or ends, before it has
+        waited for the launch before it; not so where the kernel never waits.
+        """
+        if not any(each.op == _WAIT for each in self._all()):
+            return False
+        bases = [re.compile(rf"_param_{parameter}\b") for parameter in parameters]
+
+        def touches(each: _Instruction) -> bool:
+            return any(base.search(name) for name in self._origins(each.address) for base in bases)
+
+        seen, left = set(), [0]
+        while left:  # blocks that are reached without having waited
+            block = left.pop()
+            if block in seen:
+                continue
+            seen.add(block)
+            for each in self.blocks[block]:
+                if each.op == _WAIT:
+                    break
+                if touches(each):
+                    return True
+            else:
+                if block == len(self.blocks) - 1:
+                    return True
+                left += self._next[block]
+        return False
 
     def _all(self) -> Iterator[_Instruction]:
         for block in self.blocks:
@@ -186,6 +217,8 @@ def _instruction(found: re.Match[str], block: int) -> _Instruction:
         address, num_bytes = names[1], len(results) * _bits(op) // 8
     elif op.startswith("cp.async") and len(operands) > 2:
         address, num_bytes = names[1], int(operands[2], 0)
+    elif op.startswith(("st.global", "red.global")):
+        address = names[0]
     elif op.startswith("ld.param"):
         target = operands[1].strip("[] ")
     elif kind == "bra":

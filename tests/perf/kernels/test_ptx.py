@@ -95,3 +95,24 @@ $L__BB0_1:
     assert ptx.loads_before(1) == 1, "the loop goes on after the load that decides it"
     assert ptx.bytes_at_once == 8 + 16
     assert not ptx.barriers, "a warp's own"
+
+
+def test_what_touches_others_values_waits_for_the_launch_before_on_every_way():
+    waiting = """
+	griddepcontrol.launch_dependents;
+	ld.global.b32 { %r2 }, [ %rd1 + 0 ];
+	setp.lt.s32 	%p1, %r2, 0;
+	@%p1 bra 	$L__BB0_2;
+	griddepcontrol.wait;
+	st.global.b32 	[ %rd2 + 0 ], { %r2 };
+	ret;
+$L__BB0_2:
+	griddepcontrol.wait;
+	ret;"""
+    assert not parse(waiting).is_early([1])
+    assert parse(waiting).is_early([0, 1]), "the table's own load"
+    leaving = waiting.replace("$L__BB0_2:\n\tgriddepcontrol.wait;", "$L__BB0_2:")
+    assert leaving != waiting
+    assert parse(leaving).is_early([1]), "a program that ends without having waited"
+    assert parse(waiting.replace("0_2;\n\tgriddepcontrol.wait;", "0_2;")).is_early([1]), "the store"
+    assert not parse("ld.global.b32 { %r2 }, [ %rd2 + 0 ];\n\tret;").is_early([1]), "launched after it, as a whole"
