@@ -69,6 +69,11 @@ class EngineConfig(BaseModel):
         description="when decode steps are captured as CUDA graphs: before the first request, at a batch size's first "
         "use, or never",
     )
+    dependent_launch: Literal["auto", "off"] = Field(
+        default="auto",
+        description="on a GPU of compute capability 9: kernels of norms, LoRA and the like begin while the one before "
+        "them ends (programmatic dependent launch), where Triton compiles it; or never",
+    )
     max_lora_rank: int = Field(
         default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
     )

@@ -15,7 +15,7 @@ def _power_of_two(least: int) -> int:
 
 def norm_constants(width: int, add: bool) -> dict[str, int]:
     """Compile-time constants of an RMSNorm launch: a program has a row."""
-    return {"WIDTH": width, "BLOCK": _power_of_two(width), "ADD": int(add)}
+    return {"WIDTH": width, "BLOCK": _power_of_two(width), "ADD": int(add), "PDL": 0}
 
 
 def norm_options(width: int) -> dict[str, int | bool]:
@@ -25,7 +25,7 @@ def norm_options(width: int) -> dict[str, int | bool]:
 
 def silu_constants(ffn: int) -> dict[str, int]:
     """Compile-time constants of a SiLU · up launch."""
-    return {"FFN": ffn, "BLOCK": SILU_BLOCK}
+    return {"FFN": ffn, "BLOCK": SILU_BLOCK, "PDL": 0}
 
 
 def silu_options() -> dict[str, int | bool]:
@@ -36,7 +36,7 @@ def rotary_constants(num_heads: int, kv_heads: int, head_dim: int, norm: bool) -
     """Compile-time constants of a rotary and KV append launch."""
     return {
         "HEADS": num_heads, "KV_HEADS": kv_heads, "HEAD_DIM": head_dim, "NORM": int(norm), "BLOCK_H": ROTARY_HEADS,
-        "BLOCK_D": _power_of_two(head_dim // 2),
+        "BLOCK_D": _power_of_two(head_dim // 2), "PDL": 0,
     }  # fmt: skip
 
 

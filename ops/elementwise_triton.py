@@ -12,7 +12,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 
+from . import dependent_launch
 from .elementwise import HeadNorms, Rotation
 from .elementwise_schedule import (
     SILU_BLOCK,
@@ -26,10 +28,15 @@ from .elementwise_schedule import (
 )
 
 
+def _early(x: torch.Tensor) -> dict[str, int | bool]:
+    """Constants and options of a launch that may begin while the one before it ends."""
+    return {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(x.device) else {}
+
+
 @triton.jit
 def rms_norm_rows(
     y, x, residual, weight, eps, x_stride, y_stride, residual_stride,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t] = x[t] / sqrt(mean(x[t]²) + eps) · weight; with ADD of residual[t] += x[t] instead of x[t].
 
@@ -39,6 +46,10 @@ def rms_norm_rows(
     dtype = y.dtype.element_ty
     column = tl.arange(0, BLOCK)
     own = column < WIDTH
+    factor = tl.load(weight + column, mask=own, other=0.0)
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     value = tl.load(x + row * x_stride + column, mask=own, other=0.0).to(tl.float32)
     if ADD:
         stream = residual + row * residual_stride + column
@@ -47,8 +58,7 @@ def rms_norm_rows(
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     value = (value * scale).to(dtype).to(tl.float32)
-    factor = tl.load(weight + column, mask=own, other=0.0).to(tl.float32)
-    tl.store(y + row * y_stride + column, (factor * value).to(dtype), mask=own)
+    tl.store(y + row * y_stride + column, (factor.to(tl.float32) * value).to(dtype), mask=own)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -71,7 +81,7 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
         raise ValueError("rows of x and of the residual are contiguous")
     rms_norm_rows[(tokens,)](
         y, x, stream, weight, eps, x.stride(0), y.stride(0), stream.stride(0),
-        **norm_constants(width, residual is not None), **norm_options(width),
+        **norm_constants(width, residual is not None) | norm_options(width) | _early(x),
     )  # fmt: skip
     return y
 
@@ -101,7 +111,7 @@ def rotate_and_write_heads(
     q, k_cache, v_cache, qkv, cos, sin, rows, page, offset, q_norm, k_norm, eps,
     qkv_stride, table_stride, page_stride, token_stride, head_stride,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, NORM: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Grid (tokens, blocks of query heads and behind them of KV heads).
 
@@ -119,6 +129,9 @@ def rotate_and_write_heads(
     dtype = q.dtype.element_ty
     column = tl.arange(0, BLOCK_D)
     own = column < HALF
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     at = tl.load(rows + token) * table_stride + column
     c = tl.load(cos + at, mask=own, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + at, mask=own, other=0.0).to(tl.float32)[None, :]
@@ -182,13 +195,15 @@ def rotate_and_write(
     rotate_and_write_heads[(tokens, rotary_blocks(num_heads, kv_heads))](
         q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm, eps,
         qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3],
-        **rotary_constants(num_heads, kv_heads, head_dim, norms is not None), **rotary_options(),
+        **rotary_constants(num_heads, kv_heads, head_dim, norms is not None) | rotary_options() | _early(qkv),
     )  # fmt: skip
     return q
 
 
 @triton.jit
-def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr):
+def silu_and_mul_rows(
+    y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):  # fmt: skip
     """y[t, i] = silu(gate_up[t, i]) · gate_up[t, FFN + i], silu rounded to y's dtype as the torch path rounds it.
 
     Grid (tokens, blocks of FFN). gate_up: [tokens, 2 · FFN], y: [tokens, FFN], rows …_stride apart.
@@ -197,6 +212,9 @@ def silu_and_mul_rows(y, gate_up, gate_up_stride, y_stride, FFN: tl.constexpr, B
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     own = column < FFN
     place = gate_up + row * gate_up_stride + column
+    if PDL:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     gate = tl.load(place, mask=own, other=0.0).to(tl.float32)
     up = tl.load(place + FFN, mask=own, other=0.0).to(tl.float32)
     dtype = y.dtype.element_ty
@@ -213,6 +231,6 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     if gate_up.stride(1) != 1:
         raise ValueError("rows of gate_up are contiguous")
     silu_and_mul_rows[(tokens, -(-ffn // SILU_BLOCK))](
-        y, gate_up, gate_up.stride(0), y.stride(0), **silu_constants(ffn), **silu_options()
+        y, gate_up, gate_up.stride(0), y.stride(0), **silu_constants(ffn) | silu_options() | _early(gate_up)
     )
     return y

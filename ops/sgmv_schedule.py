@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from .sgmv_tables import place_blocks
+
 Kind = Literal["decode", "prefill"]
 
 #: Numbers of tokens at which a range of one schedule ends by the rules below.
@@ -35,6 +37,7 @@ class Schedule:
     max_splits: int
     lanes: int
     warps: int
+    expand_warps: int
     stages: int
 
     def chunks(self, d_in: int) -> int:
@@ -45,9 +48,10 @@ class Schedule:
         """Parts that shrink cuts `d_in` inputs into."""
         return -(-d_in // (self.block_k * self.chunks(d_in)))
 
-    def options(self) -> dict[str, int | bool]:
+    def options(self, expand: bool) -> dict[str, int | bool]:
         """Options of a launch. Multiplications and additions fuse, whatever triton's default."""
-        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+        warps = self.expand_warps if expand else self.warps
+        return {"num_warps": warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def max_tiles(self, tokens: int, segments: int) -> int:
         """Tiles that `segments` segments of `tokens` tokens in all may need, however the tokens are shared out."""
@@ -58,7 +62,9 @@ def decode(tokens: int, max_rank: int) -> Schedule:
     """Every token may be of another adapter: reading rank-rows is the work, so many small programs read them.
 
     tokens, max_rank: the bucket's, not a step's. Lanes are for high ranks in small buckets, which leave a GPU idle; in
-    large ones most would find that the rank is low and there is nothing to do.
+    large ones most would find that the rank is low and there is nothing to do. A program of expand is one warp, whose
+    threads have all rank-rows of their columns, so that nothing is added up between threads, or differently where the
+    bucket is another.
     """
     block_r = 16 if max_rank > 8 else 8
     return Schedule(
@@ -67,10 +73,11 @@ def decode(tokens: int, max_rank: int) -> Schedule:
         block_r=block_r,
         expand_r=block_r,
         block_k=256,
-        block_n=256 if tokens <= 64 else 512,
+        block_n=256,
         max_splits=16,
         lanes=4 if max_rank > 64 and tokens <= 8 else 1,
         warps=4,
+        expand_warps=1,
         stages=2,
     )
 
@@ -96,6 +103,7 @@ def prefill(tokens: int, max_rank: int, itemsize: int = 2) -> Schedule:
         max_splits=8 if tokens <= 256 else 4 if tokens <= 1024 else 2,
         lanes=-(-max_rank // block_r),
         warps=4,
+        expand_warps=4,
         stages=3,
     )
 
@@ -106,19 +114,33 @@ def token_limits(kind: Kind, most: int) -> list[int]:
 
 
 def shrink_constants(
-    schedule: Schedule, modules: Sequence[tuple[int, int, int]], d_in: int, page_elems: int, itemsize: int, rank: int
+    schedule: Schedule,
+    modules: Sequence[tuple[int, int, int]],
+    d_in: int,
+    page_elems: int,
+    itemsize: int,
+    rank: int,
+    pages: int,
 ) -> dict[str, int]:
-    """Compile-time constants of a shrink launch; rank: the tables' largest."""
+    """Compile-time constants of a shrink launch; rank: the tables' largest. pages: in a record of theirs."""
     ids = [module for module, _, _ in modules]
     constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
     constants |= {"MODULES": len(ids), "D_IN": d_in, "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
-    constants |= {"MAX_RANK": rank, "CHUNKS": schedule.chunks(d_in), "LANES": schedule.lanes}
+    constants |= {"BLOCKS": place_blocks(rank), "CHUNKS": schedule.chunks(d_in), "LANES": schedule.lanes}
     constants |= {"BLOCK_R": schedule.block_r, "BLOCK_K": schedule.block_k}
-    return constants | ({"BLOCK_T": schedule.tile_tokens} if schedule.tensor_cores else {})
+    if schedule.tensor_cores:
+        return constants | {"BLOCK_T": schedule.tile_tokens}
+    return constants | {"PAGES": pages, "WARPS": schedule.warps, "PDL": 0}
 
 
 def expand_constants(
-    schedule: Schedule, modules: Sequence[tuple[int, int, int]], d_in: int, page_elems: int, itemsize: int, rank: int
+    schedule: Schedule,
+    modules: Sequence[tuple[int, int, int]],
+    d_in: int,
+    page_elems: int,
+    itemsize: int,
+    rank: int,
+    pages: int,
 ) -> dict[str, int]:
     """Compile-time constants of an expand launch."""
     ids, widths = [module for module, _, _ in modules], [width for _, _, width in modules]
@@ -126,7 +148,8 @@ def expand_constants(
     constants = dict(zip(("M0", "M1", "M2"), [*ids, 0, 0], strict=False))
     constants |= dict(zip(("W0", "W1", "W2"), [*widths, 0, 0], strict=False))
     constants |= {"MODULES": len(ids), "ROW": max(widths), "PAGE": page_elems, "VEC": max(1, 16 // itemsize)}
-    constants |= {"MAX_RANK": rank, "SPLITS": splits, "BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
+    constants |= {"BLOCKS": place_blocks(rank), "SPLITS": splits}
+    constants |= {"BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
     if schedule.tensor_cores:
         return constants | {"BLOCK_T": schedule.tile_tokens}
-    return constants | {"SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
+    return constants | {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length(), "PDL": 0}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -11,9 +12,22 @@ from .sgmv import AdapterRows, Segments
 
 NUM_MODULES = 7
 
-#: Columns of `SgmvTables.meta`: rank, slab_elems, then the modules' a_offset and b_offset.
-META_RANK, META_SLAB, META_A, META_B = 0, 1, 2, 2 + NUM_MODULES
-META_WIDTH = 2 + 2 * NUM_MODULES
+#: Columns of `SgmvTables.tiles`, 32 bytes: what a tile has of its step, and what is the same in every layer.
+BEGIN, END, SLOT, RANK, SLAB, SCALE = range(6)
+TILE_WIDTH = 8
+
+#: Columns of `SgmvTables.offsets`, 64 bytes: the modules' a_offset, then b_offset.
+OFFSETS_B = 8
+OFFSETS_WIDTH = 16
+
+#: Rank-rows that have a record in `SgmvTables.places`: those that a program of a decode launch reads at once, or more.
+PLACE_ROWS = 16
+
+#: A tile that says that there is nothing to do.
+_IDLE = 0, 0, -1
+
+#: Most pages in a record; kernels choose among them in registers.
+_PLACE_PAGES = 7
 
 #: Copies host values (second) into a device tensor (first); the values may change once it returns.
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
@@ -28,16 +42,20 @@ class SgmvTables:
 
     An adapter's rows of one rank and scale have a slot. Its entries are written when it gets the slot and stay while
     it is used; a step writes the table of tiles where it differs from the last, and the entries of all adapters that
-    are new in one copy.
+    are new in one copy. So a tile is one load away, its adapter's offsets and places in a layer are the next, side by
+    side, and weights the third.
 
     Entries that change the same module of the same tokens are in passes of their own, one launch after the other, so
     that their products are summed in the order of the entries. Most steps have one pass.
 
-    tiles:      int32 `[max_passes, max_tiles, 3]`, tokens `begin … end` use `slot`; -1: nothing to do
-    meta:       int32 `[slots, META_WIDTH]`, a_offset and b_offset are -1 where a module is not targeted
-    scale:      float32 `[slots]`
+    tiles:      int32 `[max_passes, max_tiles, TILE_WIDTH]`, tokens `begin … end` use `slot`, -1: nothing to do; its
+                rank, slab_elems and scale, a float32's bits
+    offsets:    int32 `[slots, OFFSETS_WIDTH]`, -1 where a module is not targeted
     first_elem: int64 `[slots, layers]`, where the layer's slabs begin in the adapter, -1 where it has none; an adapter
                 of a large model has more elements than 32 bits count
+    places:     int32 `[slots, layers, blocks, 1 + pages]`, for every PLACE_ROWS rank-rows of a layer where the first of
+                them begins in a page, -1 where the layer has none; then that page and those after it. One column where
+                a block may touch more than a record holds
     pages:      int32 `[slots, max_pages]`, the adapter's pages in the arena
     h:          float32, flat: the partial sums `[splits, tokens, modules, max_rank]` between shrink and expand
     """
@@ -51,11 +69,13 @@ class SgmvTables:
         max_rank: int,
         max_tiles: int,
         scratch: int,
+        page_elems: int,
+        slab_elems: int,
         device: torch.device | str = "cpu",
         make_copy: Callable[[int], Copy] = lambda num_bytes: torch.Tensor.copy_,
         max_passes: int = 2,
     ) -> None:
-        """scratch: elements of h for the largest launch, see `scratch_elems`.
+        """scratch: elements of h for the largest launch, see `scratch_elems`. slab_elems: an adapter's most.
 
         max_passes: most entries that a token may have on one module.
         make_copy: gives what copies up to so many bytes from the host to the device.
@@ -63,61 +83,85 @@ class SgmvTables:
         self.max_rank = max_rank
         self.max_tiles = max_tiles
         room = -(-max_tiles // 4) * 4  # every pass's table begins on 16 bytes, as Triton assumes once it has seen one
-        self.tiles = torch.full((max_passes, room, 3), -1, dtype=torch.int32, device=device)
+        self.tiles = torch.full((max_passes, room, TILE_WIDTH), -1, dtype=torch.int32, device=device)
         self.tiles_of_pass = list(self.tiles)
-        self.passes = 0  # of the last step planned
-        self.meta = torch.full((slots, META_WIDTH), -1, dtype=torch.int32, device=device)
-        self.scale = torch.zeros(slots, dtype=torch.float32, device=device)
+        self.passes = self.tail_tiles = 0  # of the last step planned
+        self.offsets = torch.full((slots, OFFSETS_WIDTH), -1, dtype=torch.int32, device=device)
         self.first_elem = torch.full((slots, layers), -1, dtype=torch.int64, device=device)
         self.pages = torch.zeros((slots, max_pages), dtype=torch.int32, device=device)
+        self.page_elems, self._slab_elems = page_elems, slab_elems
+        self.place_pages = place_pages(page_elems, slab_elems)
+        self.places = torch.full(
+            (slots, layers, place_blocks(max_rank), 1 + self.place_pages), -1, dtype=torch.int32, device=device
+        )
         self.h = torch.empty(scratch, dtype=torch.float32, device=device)
-        self._records = _Records(slots, layers, max_pages, device, make_copy)
+        self._records = _Records(self, device, make_copy)
+        self._of_slot = np.zeros((slots + 1, 3), dtype=np.int32)  # rank, slab_elems and scale, as tiles have them
         self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
         self._slots: dict[AdapterRows, int] = {}  # the least recently used first
-        self._planned: tuple[Segments | None, tuple[int, int], int] = None, (0, 0), 0  # last, its key, its tiles
+        self._planned: tuple[Segments | None, tuple[int, ...], int] = None, (), 0  # last, its key, its tiles
         self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
 
     @staticmethod
     def scratch_elems(splits: int, tokens: int, modules: int, max_rank: int) -> int:
-        return splits * tokens * modules * max_rank
+        """Elements of h: rows of it hold whole blocks of rank-rows, so that one is read without asking for the rank."""
+        return splits * tokens * modules * place_blocks(max_rank) * PLACE_ROWS
 
-    def plan(self, segments: Segments, tile_tokens: int) -> int:
+    def plan(self, segments: Segments, tile_tokens: int, border: int = sys.maxsize, tail_tile: int = 1) -> int:
         """Write a step's tables: segments cut into tiles of at most `tile_tokens` tokens. Returns how many tiles the
         pass with the most has; `passes` is how many passes there are.
+
+        Tokens from `border` on are in tiles of their own, of at most `tail_tile` tokens: `tail_tiles` of them at most,
+        behind those of the others, which count tokens from the border.
 
         Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right,
         and so is one more pass. The segments of the last step, which most steps have, are written already; adding to
         them makes them others.
         """
-        key = len(segments.rows), tile_tokens
+        key = len(segments.rows), tile_tokens, border, tail_tile
         if segments is self._planned[0] and key == self._planned[1]:
             return self._planned[2]
         self._planned = None, key, 0  # until all is written
         passes = 1 + max(segments.level, default=-1)
         if passes > len(self.tiles):
             raise TablesFull(f"a token has {passes} entries on one module, the tables have room for {len(self.tiles)}")
-        counts = [0] * passes
+        heads, tails = [0] * passes, [0] * passes
         for (begin, end, _), level in zip(segments, segments.level, strict=True):
-            counts[level] += -(-(end - begin) // tile_tokens)
-        count = max(counts, default=0)
-        if count > self.max_tiles:
-            raise TablesFull(f"the step has {count} tiles, the tables have room for {self.max_tiles}")
-        self._assign([rows for begin, end, rows in segments if end > begin])
+            middle = min(max(begin, border), end)
+            heads[level] += -(-(middle - begin) // tile_tokens)
+            tails[level] += -(-(end - middle) // tail_tile)
+        count, self.tail_tiles = max(heads, default=0), max(tails, default=0)
+        if count + self.tail_tiles > self.max_tiles:
+            raise TablesFull(f"the step has {count + self.tail_tiles} tiles, the tables have room for {self.max_tiles}")
+        moved = self._assign([rows for begin, end, rows in segments if end > begin])
         planned: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
+        behind: list[list[tuple[int, int, int]]] = [[] for _ in self._tiles]
         for (begin, end, rows), level in zip(segments, segments.level, strict=True):
-            for first in range(begin, end, tile_tokens):
-                planned[level].append((first, min(first + tile_tokens, end), self._slots[rows]))
+            middle = min(max(begin, border), end)
+            for first in range(begin, middle, tile_tokens):
+                planned[level].append((first, min(first + tile_tokens, middle), self._slots[rows]))
+            for first in range(middle, end, tail_tile):
+                last = min(first + tail_tile, end)
+                behind[level].append((first - border, last - border, self._slots[rows]))
+        for index, tail in enumerate(behind):
+            if tail:
+                planned[index] += [_IDLE] * (count - len(planned[index])) + tail
         for index, tiles in enumerate(planned):
-            if tiles != self._tiles[index]:
+            if tiles != self._tiles[index] or (moved and tiles):
                 idle = len(self._tiles[index]) - len(tiles)
-                table = torch.from_numpy(np.array(tiles + [(0, 0, -1)] * idle, dtype=np.int32))
-                self._copies[index](self.tiles_of_pass[index][: len(table)], table)
+                table = np.zeros((len(tiles) + max(idle, 0), TILE_WIDTH), dtype=np.int32)
+                table[:, :RANK] = tiles + [_IDLE] * idle
+                table[:, RANK : SCALE + 1] = self._of_slot[table[:, SLOT]]
+                self._copies[index](self.tiles_of_pass[index][: len(table)], torch.from_numpy(table))
         self._tiles, self.passes = planned, passes
         self._planned = segments, key, count
         return count
 
-    def _assign(self, used: Sequence[AdapterRows]) -> None:
-        """Give each of `used` a slot; those that the step doesn't use give theirs up, the longest unused first."""
+    def _assign(self, used: Sequence[AdapterRows]) -> bool:
+        """Give each of `used` a slot; those that the step doesn't use give theirs up, the longest unused first.
+
+        Returns if a slot has become another's.
+        """
         fresh: dict[AdapterRows, None] = {}
         for rows in used:
             slot = self._slots.pop(rows, None)
@@ -126,52 +170,82 @@ class SgmvTables:
             else:
                 self._slots[rows] = slot
         if not fresh:
-            return
+            return False
         keep = set(used)
         idle = [rows for rows in self._slots if rows not in keep]
-        room = len(self.scale) - len(self._slots)
+        room = len(self.offsets) - len(self._slots)
         if len(fresh) > room + len(idle):
-            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.scale)} slots")
+            raise TablesFull(f"the step has {len(keep)} adapter parts, the tables have {len(self.offsets)} slots")
         for rows in fresh:
             self._check(rows)
         for rows in fresh:
             slot = len(self._slots) if room > 0 else self._slots.pop(idle.pop(0))
             room -= 1
             self._slots[rows] = slot
-        self._records.write(self, [(self._slots[rows], rows) for rows in fresh])
+            self._of_slot[slot, :2] = rows.rank, rows.slab_elems
+            self._of_slot[slot, 2:].view(np.float32)[0] = rows.scale
+        self._records.write([(self._slots[rows], rows) for rows in fresh])
+        return True
 
     def _check(self, rows: AdapterRows) -> None:
         if rows.rank > self.max_rank:
             raise ValueError(f"rank {rows.rank} is above the tables' {self.max_rank}")
         if len(rows.pages) > self.pages.shape[1]:
             raise ValueError(f"an adapter has {len(rows.pages)} pages, the tables have room for {self.pages.shape[1]}")
+        if rows.slab_elems > self._slab_elems:
+            raise ValueError(f"an adapter has slabs of {rows.slab_elems} elements, the tables' are {self._slab_elems}")
+
+
+def place_blocks(max_rank: int) -> int:
+    """Records of a layer of an adapter."""
+    return -(-max_rank // PLACE_ROWS)
+
+
+def place_pages(page_elems: int, slab_elems: int) -> int:
+    """Pages that PLACE_ROWS rank-rows may touch, wherever the first begins; 0 where a record does not hold them."""
+    pages = (PLACE_ROWS * slab_elems - 2) // page_elems + 2
+    in_reach = page_elems + PLACE_ROWS * slab_elems < 1 << 31  # kernels count elements from the first page in 32 bits
+    return pages if pages <= _PLACE_PAGES and in_reach else 0
 
 
 class _Records:
     """New slots' entries: side by side on the host, one copy to the device, and there put where they belong."""
 
-    def __init__(
-        self, slots: int, layers: int, max_pages: int, device: torch.device | str, make_copy: Callable[[int], Copy]
-    ) -> None:
-        widths = (2, 2 * layers, META_WIDTH, 1, max_pages)  # in 32 bits; the first two are 64-bit values
+    def __init__(self, tables: SgmvTables, device: torch.device | str, make_copy: Callable[[int], Copy]) -> None:
+        self._tables = tables
+        slots, layers, blocks, width = tables.places.shape
+        # in 32 bits; the first two are 64-bit values
+        widths = (2, 2 * layers, OFFSETS_WIDTH, layers * blocks * width, tables.pages.shape[1])
         ends = np.cumsum(widths).tolist()
         self._parts = [slice(end - width, end) for end, width in zip(ends, widths, strict=True)]
         self._device = torch.empty((slots, ends[-1] + ends[-1] % 2), dtype=torch.int32, device=device)
         self._copy = make_copy(self._device.numel() * self._device.itemsize)
+        self._blocks, self._within = np.arange(blocks), np.arange(width - 1)
 
-    def write(self, tables: SgmvTables, entries: Sequence[tuple[int, AdapterRows]]) -> None:
-        slot, first, meta, scale, pages = self._parts
+    def write(self, entries: Sequence[tuple[int, AdapterRows]]) -> None:
+        tables = self._tables
+        slot, first, offsets, places, pages = self._parts
         host = np.zeros((len(entries), self._device.shape[1]), dtype=np.int32)
         for record, (index, rows) in zip(host, entries, strict=True):
             record[slot].view(np.int64)[:] = index
             record[first].view(np.int64)[:] = rows.first_elem
-            record[meta] = (rows.rank, rows.slab_elems, *rows.a_offset, *rows.b_offset)
-            record[scale].view(np.float32)[:] = rows.scale
+            record[offsets] = -1
+            record[offsets][:NUM_MODULES] = rows.a_offset
+            record[offsets][OFFSETS_B : OFFSETS_B + NUM_MODULES] = rows.b_offset
             record[pages][: len(rows.pages)] = rows.pages
+            record[places] = self._places(rows).reshape(-1)
         device = self._device[: len(entries)]
         self._copy(device, torch.from_numpy(host))
         slots = device[:, slot].view(torch.int64)[:, 0]
         tables.first_elem.index_copy_(0, slots, device[:, first].view(torch.int64))
-        tables.meta.index_copy_(0, slots, device[:, meta])
-        tables.scale.index_copy_(0, slots, device[:, scale].view(torch.float32)[:, 0])
+        tables.offsets.index_copy_(0, slots, device[:, offsets])
+        tables.places.index_copy_(0, slots, device[:, places].view(-1, *tables.places.shape[1:]))
         tables.pages.index_copy_(0, slots, device[:, pages])
+
+    def _places(self, rows: AdapterRows) -> np.ndarray:
+        """The adapter's records `[layers, blocks, 1 + pages]`; the last page stands for those that it does not have."""
+        begin = np.array(rows.first_elem, dtype=np.int64)[:, None]
+        page, at = np.divmod(begin + self._blocks * (PLACE_ROWS * rows.slab_elems), self._tables.page_elems)
+        last = len(rows.pages) - 1
+        near = np.array(rows.pages, dtype=np.int32)[np.clip(page[:, :, None] + self._within, 0, last)]
+        return np.concatenate([np.where(begin < 0, -1, at)[:, :, None], near], axis=2)

@@ -15,6 +15,7 @@ Import this module lazily: it needs triton.
 
 # A kernel is Triton's language in Python's syntax: its arguments and loops are not what type checkers take them for.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportCallIssue=false, reportIndexIssue=false
+# pyright: reportPossiblyUnboundVariable=false
 
 from __future__ import annotations
 
@@ -27,12 +28,27 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
+import triton.language.extra.cuda as cuda
 
+from . import dependent_launch
 from .sgmv_schedule import Schedule, expand_constants, shrink_constants
-from .sgmv_tables import META_A, META_B, META_RANK, META_SLAB, META_WIDTH, SgmvTables
+from .sgmv_tables import (
+    BEGIN,
+    END,
+    OFFSETS_B,
+    OFFSETS_WIDTH,
+    PLACE_ROWS,
+    RANK,
+    SCALE,
+    SLAB,
+    SLOT,
+    TILE_WIDTH,
+    SgmvTables,
+)
 
-_RANK, _SLAB, _A, _B = (tl.constexpr(at) for at in (META_RANK, META_SLAB, META_A, META_B))
-_META = tl.constexpr(META_WIDTH)
+_BEGIN, _END, _SLOT = (tl.constexpr(at) for at in (BEGIN, END, SLOT))
+_RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
+_B, _OFFSETS, _ROWS = (tl.constexpr(at) for at in (OFFSETS_B, OFFSETS_WIDTH, PLACE_ROWS))
 
 
 @triton.jit
@@ -42,7 +58,7 @@ def _pick(index, V0: tl.constexpr, V1: tl.constexpr, V2: tl.constexpr):
 
 
 @triton.jit
-def _find_rows(pages, start, live, width, PAGE: tl.constexpr, VEC: tl.constexpr):
+def _find_rows(pages, start, live, width, PAGE: tl.constexpr):
     """Places of rows of `width` columns that begin at elements `start` of an adapter and touch two pages at most.
 
     Column c is at `first + c` in the arena while c is below `left`, at `second + c` from there on.
@@ -51,7 +67,7 @@ def _find_rows(pages, start, live, width, PAGE: tl.constexpr, VEC: tl.constexpr)
     room = (index + 1) * PAGE - start
     first = tl.load(pages + index, mask=live, other=0).to(tl.int64) * PAGE + (start - index * PAGE)
     second = tl.load(pages + index + 1, mask=live & (room < width), other=0).to(tl.int64) * PAGE - room
-    return tl.multiple_of(first, VEC), tl.multiple_of(second, VEC), tl.multiple_of(room.to(tl.int32), VEC)
+    return first, second, room.to(tl.int32)
 
 
 @triton.jit
@@ -70,165 +86,261 @@ def _load_rows(
     return tl.load(arena + at, mask=mask, other=0.0)
 
 
+@triton.jit
+def _find_block(
+    places, first_elem, slot, layer, layers, offset, slab, row, rows,
+    BLOCKS: tl.constexpr, PAGES: tl.constexpr,
+):  # fmt: skip
+    """If an adapter has rank-rows of a layer and of the module at `offset`, where its rank-rows `rows` from `row` on
+    begin, and pages: elements from the beginning of the first page of the rows' record, and the record's pages, loaded
+    side by side whatever they are. Without records, elements from the adapter's beginning, and no pages.
+    """
+    near = ()
+    if PAGES:
+        place = places + ((slot * layers + layer) * BLOCKS + row // _ROWS) * (PAGES + 1)
+        base = tl.load(place)
+        for i in tl.static_range(PAGES):
+            near = near + (tl.load(place + 1 + i),)  # noqa: RUF005, Triton's tuples are not unpacked
+        start = base + offset + (rows - row // _ROWS * _ROWS) * slab
+    else:
+        base = tl.load(first_elem + slot * layers + layer)
+        start = base + offset + rows.to(tl.int64) * slab
+    return (offset >= 0) & (base >= 0), start, near
+
+
+@triton.jit
+def _load_block(
+    arena, pages, near, start, column, live, width, PAGES: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """Columns `column` of the rank-rows that `_find_block` has found, `[…rows, columns]`; zero where not live or beyond
+    `width`. Without records, `pages` are the adapter's, and one more load tells which.
+    """
+    mask = tl.expand_dims(live, -1) & (column < width)
+    elem = tl.expand_dims(start, -1) + column
+    index = elem // PAGE
+    if PAGES:
+        page = tl.zeros_like(index) + near[0]
+        for i in tl.static_range(1, PAGES):
+            page = tl.where(index >= i, near[i], page)
+    else:
+        page = tl.load(pages + index, mask=mask, other=0)
+    at = page.to(tl.int64) * PAGE + (elem - index * PAGE)
+    if len(at.shape) == 2:
+        at = tl.max_contiguous(tl.multiple_of(at, (1, VEC)), (1, VEC))
+    else:
+        at = tl.max_contiguous(tl.multiple_of(at, (1, 1, VEC)), (1, 1, VEC))
+    return tl.load(arena + at, mask=mask, other=0.0)
+
+
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def shrink_decode(
-    h, x, arena, tiles, meta, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
+    h, x, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, MAX_RANK: tl.constexpr, CHUNKS: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr,
+    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
+    CHUNKS: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, WARPS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """h[split, t, m, i] = Σ_k x[t, k] · A_m[i, k], k in the split's share of the inputs; token by token, no tile.
 
-    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes.
-    h: float32 [splits, tokens, MODULES, MAX_RANK]. x: [tokens, D_IN], rows x_stride apart.
-    arena: [num_pages, PAGE]. tiles, meta, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
+    Grid (tiles, MODULES · LANES, splits). VEC: elements in 16 bytes. WARPS: those of a program.
+    h: float32 [splits, tokens, MODULES, BLOCKS · PLACE_ROWS]. x: [tokens, D_IN], rows x_stride apart.
+    arena: [num_pages, PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. M0 … M2: ids of the modules.
+
+    A warp has rank-rows of its own, [BLOCK_R / WARPS, WARPS], and x of its own to multiply them with, so that no warp
+    waits for another. With PDL the first weights are asked for before the launch before this one has ended.
     """
+    if PDL:
+        cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
-    slot = tl.load(tiles + 3 * tile + 2)
+    tiles += tile * _TILE
+    slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
+    begin, end = tl.load(tiles + _BEGIN).to(tl.int64), tl.load(tiles + _END).to(tl.int64)
     if slot < 0:
+        if PDL:
+            cuda.gdc_wait()
         return
-    offset = tl.load(meta + slot * _META + _A + _pick(group, M0, M1, M2))
-    base = tl.load(first_elem + slot * layers + layer)
-    if (offset < 0) | (base < 0):
-        return
-    begin, end = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1).to(tl.int64)
-    rank = tl.load(meta + slot * _META + _RANK)
-    slab = tl.load(meta + slot * _META + _SLAB)
+    offset = tl.load(offsets + slot * _OFFSETS + _pick(group, M0, M1, M2))
     pages += slot.to(tl.int64) * max_pages
+    warp = tl.arange(0, WARPS)
+    each = tl.arange(0, BLOCK_R // WARPS)[:, None] * WARPS + warp[None, :]
     for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
-        rows = row + tl.arange(0, BLOCK_R)
+        rows = row + each
         live = rows < rank
-        start = base + offset + rows.to(tl.int64) * slab
-        first, second, left = _find_rows(pages, start, live, D_IN, PAGE, VEC)
-        for token in range(begin, end):
-            total = tl.zeros([BLOCK_R, BLOCK_K], dtype=tl.float32)
-            for chunk in tl.static_range(CHUNKS):
-                column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
-                a = _load_rows(arena, pages, start, first, second, left, column, live, D_IN, D_IN, PAGE, VEC)
-                values = tl.load(x + token * x_stride + column, mask=column < D_IN, other=0.0)
-                total += a.to(tl.float32) * values.to(tl.float32)[None, :]
-            at = ((split * tokens + token) * MODULES + group) * MAX_RANK
-            tl.store(h + at + rows, tl.sum(total, axis=1), mask=live)
+        is_changed, start, near = _find_block(
+            places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+        )  # fmt: skip
+        if is_changed:
+            for token in range(begin, end):
+                total = tl.zeros([BLOCK_R // WARPS, WARPS, BLOCK_K], dtype=tl.float32)
+                for chunk in tl.static_range(CHUNKS):
+                    column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
+                    a = _load_block(arena, pages, near, start, column, live, D_IN, PAGES, PAGE, VEC)
+                    if PDL and chunk == 0:
+                        cuda.gdc_wait()
+                    shared = x + token * x_stride + column[None, :] + 0 * warp[:, None]
+                    values = tl.load(shared, mask=((column < D_IN)[None, :]) & (warp >= 0)[:, None], other=0.0)
+                    total += a.to(tl.float32) * values.to(tl.float32)[None, :, :]
+                at = ((split * tokens + token) * MODULES + group) * (BLOCKS * _ROWS)
+                tl.store(h + at + rows, tl.sum(total, axis=2), mask=live)
+    if PDL:
+        cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def shrink_prefill(
-    h, x, arena, tiles, meta, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
+    h, x, arena, tiles, offsets, first_elem, pages, layer, layers, max_pages, tokens, x_stride,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
-    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, MAX_RANK: tl.constexpr, CHUNKS: tl.constexpr,
+    D_IN: tl.constexpr, PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr, LANES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Same equation, arguments and grid as shrink_decode; BLOCK_T tokens of a tile at once, on tensor cores."""
     tile, split = tl.program_id(0), tl.program_id(2)
     group, lane = tl.program_id(1) % MODULES, tl.program_id(1) // MODULES
-    slot = tl.load(tiles + 3 * tile + 2)
+    tiles += tile * _TILE
+    slot = tl.load(tiles + _SLOT)
     if slot < 0:
         return
-    offset = tl.load(meta + slot * _META + _A + _pick(group, M0, M1, M2))
+    offset = tl.load(offsets + slot * _OFFSETS + _pick(group, M0, M1, M2))
     base = tl.load(first_elem + slot * layers + layer)
     if (offset < 0) | (base < 0):
         return
-    token = tl.load(tiles + 3 * tile) + tl.arange(0, BLOCK_T)
-    own = token < tl.load(tiles + 3 * tile + 1)
-    rank = tl.load(meta + slot * _META + _RANK)
-    slab = tl.load(meta + slot * _META + _SLAB)
+    token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
+    own = token < tl.load(tiles + _END)
+    rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
     pages += slot.to(tl.int64) * max_pages
     x_rows = x + token.to(tl.int64)[:, None] * x_stride
     for row in range(lane * BLOCK_R, rank, LANES * BLOCK_R):
         rows = row + tl.arange(0, BLOCK_R)
         live = rows < rank
         start = base + offset + rows.to(tl.int64) * slab
-        first, second, left = _find_rows(pages, start, live, D_IN, PAGE, VEC)
+        first, second, left = _find_rows(pages, start, live, D_IN, PAGE)
         total = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
         for chunk in range(CHUNKS):
             column = (split * CHUNKS + chunk) * BLOCK_K + tl.arange(0, BLOCK_K)
             a = _load_rows(arena, pages, start, first, second, left, column, live, D_IN, D_IN, PAGE, VEC)
             values = tl.load(x_rows + column[None, :], mask=own[:, None] & (column < D_IN)[None, :], other=0.0)
             total = tl.dot(values, tl.trans(a), total, input_precision="ieee")
-        at = ((split * tokens + token).to(tl.int64) * MODULES + group) * MAX_RANK
+        at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
         tl.store(h + at[:, None] + rows[None, :], total, mask=own[:, None] & live[None, :])
+
+
+@triton.jit
+def _load_parts(h, token, tokens, group, row, MODULES: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr,
+    SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """The partial sums of a block of rank-rows `[SPLIT_BLOCK, BLOCK_R]`, beyond an adapter's rank whatever is there."""
+    part = tl.arange(0, SPLIT_BLOCK)
+    at = ((part * tokens + token) * MODULES + group) * WIDTH + row
+    places = tl.multiple_of(at, BLOCK_R)[:, None] + tl.arange(0, BLOCK_R)[None, :]
+    return tl.load(h + places, mask=tl.broadcast_to((part < SPLITS)[:, None], [SPLIT_BLOCK, BLOCK_R]), other=0.0)
+
+
+@triton.jit
+def _product(parts, b, live):
+    """Sums of the parts `[parts, rows]`, of live rows alone, times b `[rows, columns]`; a thread has all its rows."""
+    value = tl.where(live, tl.sum(parts, axis=0), 0.0)
+    return tl.sum(value[:, None] * b.to(tl.float32), axis=0)
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def expand_decode(
-    y, h, arena, tiles, meta, scale, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
+    y, h, arena, tiles, offsets, places, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROW: tl.constexpr,
-    PAGE: tl.constexpr, VEC: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
+    SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; token by token, no tile.
 
     Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; module m's W_m
-    columns begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, MAX_RANK]. arena: [num_pages, PAGE].
-    tiles, meta, scale, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the next power
-    of two.
+    columns begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
+    PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
+    next power of two.
+
+    What is there before weights can be asked for, y and h, is asked for before they are; with PDL, which may run before
+    they are there, right after the first weights.
     """
+    if PDL:
+        cuda.gdc_launch_dependents()
     block, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles + 3 * tile + 2)
+    tiles += tile * _TILE
+    slot, rank, slab = tl.load(tiles + _SLOT), tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
+    begin, end = tl.load(tiles + _BEGIN).to(tl.int64), tl.load(tiles + _END).to(tl.int64)
+    factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
     if slot < 0:
+        if PDL:
+            cuda.gdc_wait()
         return
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
+    WIDTH: tl.constexpr = BLOCKS * _ROWS
     group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(meta + slot * _META + _B + _pick(group, M0, M1, M2))
-    base = tl.load(first_elem + slot * layers + layer)
-    if (offset < 0) | (base < 0):
-        return
-    begin, end = tl.load(tiles + 3 * tile).to(tl.int64), tl.load(tiles + 3 * tile + 1).to(tl.int64)
-    rank = tl.load(meta + slot * _META + _RANK)
-    slab = tl.load(meta + slot * _META + _SLAB)
-    factor = tl.load(scale + slot)
+    offset = tl.load(offsets + slot * _OFFSETS + _B + _pick(group, M0, M1, M2))
     pages += slot.to(tl.int64) * max_pages
     width = _pick(group, W0, W1, W2)
     column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
-    parts = tl.arange(0, SPLIT_BLOCK)
     for token in range(begin, end):
-        total = tl.zeros([BLOCK_R, BLOCK_N], dtype=tl.float32)
-        at = ((parts * tokens + token) * MODULES + group) * MAX_RANK
-        for row in range(0, rank, BLOCK_R):
-            rows = row + tl.arange(0, BLOCK_R)
-            live = rows < rank
-            start = base + offset + rows.to(tl.int64) * slab
-            first, second, left = _find_rows(pages, start, live, width, PAGE, VEC)
-            b = _load_rows(arena, pages, start, first, second, left, column, live, width, ROW, PAGE, VEC)
-            mask = (parts < SPLITS)[:, None] & live[None, :]
-            value = tl.sum(tl.load(h + at[:, None] + rows[None, :], mask=mask, other=0.0), axis=0)
-            total += value[:, None] * b.to(tl.float32)
         target = y + token * y_stride + _pick(group, 0, W0, W0 + W1) + column
-        before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
-        after = before + factor * tl.sum(total, axis=0)
-        tl.store(target, after.to(y.dtype.element_ty), mask=column < width)
+        rows = tl.arange(0, BLOCK_R)
+        is_changed, start, near = _find_block(
+            places, first_elem, slot, layer, layers, offset, slab, 0, rows, BLOCKS, PAGES
+        )  # fmt: skip
+        if not PDL:
+            before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
+            parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+        # where there are no weights none are loaded: a branch would be one more thing to wait for
+        own = tl.where(
+            is_changed, rank, 0
+        )  # no weights where there are none: a branch would be one more thing to await
+        b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+        if PDL:
+            cuda.gdc_wait()
+            before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
+            parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+        total = _product(parts, b, rows < rank)
+        for row in range(BLOCK_R, rank, BLOCK_R):
+            parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+            rows = row + tl.arange(0, BLOCK_R)
+            _, start, near = _find_block(
+                places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+            )  # fmt: skip
+            b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+            total += _product(parts, b, rows < rank)
+        after = (before + factor * total).to(y.dtype.element_ty)
+        tl.store(target, after, mask=column < tl.where(is_changed, width, 0))
+    if PDL:
+        cuda.gdc_wait()
 
 
 @triton.jit(do_not_specialize=["layer", "layers", "max_pages", "tokens"])
 def expand_prefill(
-    y, h, arena, tiles, meta, scale, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
+    y, h, arena, tiles, offsets, first_elem, pages, layer, layers, max_pages, tokens, y_stride,
     M0: tl.constexpr, M1: tl.constexpr, M2: tl.constexpr, MODULES: tl.constexpr,
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROW: tl.constexpr,
-    PAGE: tl.constexpr, VEC: tl.constexpr, MAX_RANK: tl.constexpr, SPLITS: tl.constexpr,
+    PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, SPLITS: tl.constexpr,
     BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
     """Same equation, arguments and grid as expand_decode; BLOCK_T tokens of a tile at once, on tensor cores, which take
     h in the dtype of B.
     """
     block, tile = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(tiles + 3 * tile + 2)
+    tiles += tile * _TILE
+    slot = tl.load(tiles + _SLOT)
     if slot < 0:
         return
     BLOCKS_0: tl.constexpr = (W0 + BLOCK_N - 1) // BLOCK_N
     BLOCKS_1: tl.constexpr = BLOCKS_0 + (W1 + BLOCK_N - 1) // BLOCK_N
     group = (block >= BLOCKS_0).to(tl.int32) + (block >= BLOCKS_1).to(tl.int32)
-    offset = tl.load(meta + slot * _META + _B + _pick(group, M0, M1, M2))
+    offset = tl.load(offsets + slot * _OFFSETS + _B + _pick(group, M0, M1, M2))
     base = tl.load(first_elem + slot * layers + layer)
     if (offset < 0) | (base < 0):
         return
-    token = tl.load(tiles + 3 * tile) + tl.arange(0, BLOCK_T)
-    own = token < tl.load(tiles + 3 * tile + 1)
-    rank = tl.load(meta + slot * _META + _RANK)
-    slab = tl.load(meta + slot * _META + _SLAB)
-    factor = tl.load(scale + slot)
+    token = tl.load(tiles + _BEGIN) + tl.arange(0, BLOCK_T)
+    own = token < tl.load(tiles + _END)
+    rank, slab = tl.load(tiles + _RANK), tl.load(tiles + _SLAB)
+    factor = tl.load(tiles + _SCALE).to(tl.float32, bitcast=True)
     pages += slot.to(tl.int64) * max_pages
     width = _pick(group, W0, W1, W2)
     column = (block - _pick(group, 0, BLOCKS_0, BLOCKS_1)) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -237,11 +349,11 @@ def expand_prefill(
         rows = row + tl.arange(0, BLOCK_R)
         live = rows < rank
         start = base + offset + rows.to(tl.int64) * slab
-        first, second, left = _find_rows(pages, start, live, width, PAGE, VEC)
+        first, second, left = _find_rows(pages, start, live, width, PAGE)
         b = _load_rows(arena, pages, start, first, second, left, column, live, width, ROW, PAGE, VEC)
         value = tl.zeros([BLOCK_T, BLOCK_R], dtype=tl.float32)
         for split in tl.range(SPLITS, num_stages=1):  # unrolled, the parts would take registers of their own
-            at = ((split * tokens + token).to(tl.int64) * MODULES + group) * MAX_RANK
+            at = ((split * tokens + token).to(tl.int64) * MODULES + group) * (BLOCKS * _ROWS)
             value += tl.load(h + at[:, None] + rows[None, :], mask=own[:, None] & live[None, :], other=0.0)
         total = tl.dot(value.to(b.dtype), b, total, input_precision="ieee")
     target = y + token.to(tl.int64)[:, None] * y_stride + _pick(group, 0, W0, W0 + W1) + column[None, :]
@@ -260,6 +372,7 @@ def sgmv(
     schedule: Schedule,
     num_tiles: int,
     passes: int = 1,
+    first_tile: int = 0,
     *,
     compile_only: bool = False,
 ) -> None:
@@ -267,25 +380,34 @@ def sgmv(
 
     y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
     arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by side.
-    num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`. passes: at least
-    `tables.passes`; each adds to what those before it have left in y. compile_only: have the kernels compiled, beside
-    each other within `compiling`, and launch nothing.
+    num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`. first_tile: where they
+    begin; their tokens are counted from the first of x. passes: at least `tables.passes`; each adds to what those
+    before it have left in y. compile_only: have the kernels compiled, beside each other within `compiling`, and launch
+    nothing.
     """
     tokens, d_in = x.shape
     if not tokens or not num_tiles:
         return
+    if arena.shape[1] != tables.page_elems:
+        raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {tables.page_elems}")
     if x.stride(1) != 1 or y.stride(1) != 1 or not arena.is_contiguous():
         raise ValueError("pages lie side by side; rows of x and y are contiguous")
-    launch = _launch(schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank)
+    launch = _launch(
+        schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
+        dependent_launch.begins_early(x.device),
+    )  # fmt: skip
     if tables.h.numel() < tables.scratch_elems(launch.splits, tokens, len(modules), tables.max_rank):
         raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {launch.splits} splits")
     places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
+    if not schedule.tensor_cores:
+        places = tables.places, *places
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
     expand = expand_prefill if schedule.tensor_cores else expand_decode
     shrink_grid, expand_grid = (num_tiles, launch.groups, launch.splits), (launch.blocks, num_tiles)
-    for tiles in tables.tiles_of_pass[:passes]:
-        shrunk = tables.h, x, arena, tiles, tables.meta, *places, x.stride(0)
-        expanded = y, tables.h, arena, tiles, tables.meta, tables.scale, *places, y.stride(0)
+    for every in tables.tiles_of_pass[:passes]:
+        tiles = every[first_tile:] if first_tile else every
+        shrunk = tables.h, x, arena, tiles, tables.offsets, *places, x.stride(0)
+        expanded = y, tables.h, arena, tiles, tables.offsets, *places, y.stride(0)
         if compile_only:
             shrink.warmup(*shrunk, grid=shrink_grid, **launch.shrink)
             expand.warmup(*expanded, grid=expand_grid, **launch.expand)
@@ -320,18 +442,26 @@ class _Launch(NamedTuple):
 
 @cache
 def _launch(
-    schedule: Schedule, modules: tuple[tuple[int, int, int], ...], d_in: int, page_elems: int, itemsize: int, rank: int
+    schedule: Schedule,
+    modules: tuple[tuple[int, int, int], ...],
+    d_in: int,
+    page_elems: int,
+    itemsize: int,
+    rank: int,
+    pages: int,
+    pdl: bool,
 ) -> _Launch:
     columns = [sum(width for _, _, width in modules[:index]) for index in range(len(modules))]
     if len(modules) > 3 or columns != [column for _, column, _ in modules]:
         raise ValueError("outputs of at most three projections, side by side")
     if page_elems * itemsize % 16:
         raise ValueError("pages are multiples of 16 bytes")
-    shape, options = (schedule, modules, d_in, page_elems, itemsize, rank), schedule.options()
+    shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
+    early = {"PDL": 1, **dependent_launch.OPTIONS} if pdl and not schedule.tensor_cores else {}
     return _Launch(
         splits=schedule.splits(d_in),
         groups=len(modules) * schedule.lanes,
         blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
-        shrink=shrink_constants(*shape) | options,
-        expand=expand_constants(*shape) | options,
+        shrink=shrink_constants(*shape) | schedule.options(expand=False) | early,
+        expand=expand_constants(*shape) | schedule.options(expand=True) | early,
     )

@@ -35,7 +35,10 @@ class CudaExecutor(ModelExecutor):
     def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
         super().__init__(config)
+        from ...ops import dependent_launch  # needs triton
+
         self._config = config
+        dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
         with self._device.scope():
             free, _ = self._device.memory()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -61,6 +63,8 @@ class CudaLoraState(LoraState):
             layers=config.num_layers,
             max_pages=widest.num_pages,
             max_rank=max_rank,
+            page_elems=layout.page_elems,
+            slab_elems=widest.parts[0].slabs.slab_elems,
             max_tiles=MAX_PARTS * (max_tokens // least_tile + 2 * max_rows),
             scratch=max(self._scratch(tokens, schedule) for tokens, schedule in possible),
             device=arena.device,
@@ -94,17 +98,27 @@ class CudaLoraState(LoraState):
     def begin_ragged(
         self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]
     ) -> LoraLaunches:
-        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming."""
+        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming.
+
+        Rows of one token behind the others, which is where decode rows are, have the launches of a decode step, so
+        that they wait for no tile of many tokens and their products are the same in either.
+        """
         self.set_step(adapters, slots, lengths)
         segments, tokens = self.segments, sum(lengths)
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
             schedule = decode(tokens, self.max_rank)
-        else:
-            rank = max(rows.rank for rows in segments.rows)
-            schedule = prefill(tokens, rank_class(rank, self.max_rank), self._itemsize)
-        num_tiles = self.tables.plan(segments, schedule.tile_tokens)
-        return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
+            num_tiles = self.tables.plan(segments, schedule.tile_tokens)
+            return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
+        border = tokens - sum(1 for _ in itertools.takewhile(lambda length: length == 1, reversed(lengths)))
+        rank = max((rows.rank for begin, _, rows in segments if begin < border), default=1)
+        schedule = prefill(border, rank_class(rank, self.max_rank), self._itemsize)
+        tail = decode(tokens - border, self.max_rank)
+        num_tiles = self.tables.plan(segments, schedule.tile_tokens, border, tail.tile_tokens)
+        return LoraLaunches(
+            self, schedule, num_tiles, self.wait, self.tables.passes,
+            Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
+        )  # fmt: skip
 
     def warm_up(self) -> None:
         """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that
@@ -143,9 +157,18 @@ class CudaLoraState(LoraState):
         )
 
 
+class Tail(NamedTuple):
+    """Tokens of a step from `border` on, which have a schedule of their own and `num_tiles` tiles behind the others."""
+
+    schedule: Schedule
+    num_tiles: int
+    border: int
+
+
 @dataclass(frozen=True, slots=True)
 class LoraLaunches:
-    """A step's launches: one schedule over so many of the tables' tiles. They hold nothing of a step themselves.
+    """A step's launches: one schedule over so many of the tables' tiles, and perhaps another one for its last tokens.
+    They hold nothing of a step themselves.
 
     wait: called before every layer. passes: most entries of a token on one module.
     """
@@ -155,17 +178,20 @@ class LoraLaunches:
     num_tiles: int
     wait: Callable[[int], None] = lambda layer: None
     passes: int = 1
+    tail: Tail | None = None
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
-        """Add the products of the first `num_tiles` tiles of each pass with a group's projections.
+        """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
 
         compile_only: see `sgmv_triton.sgmv`.
         """
         from ...ops.sgmv_triton import sgmv  # needs triton
 
-        state = self._state
-        modules = state.widths[group][1]
-        sgmv(
-            y, x, state.arena, state.tables, layer, modules, self.schedule, self.num_tiles, self.passes,
-            compile_only=compile_only,
-        )  # fmt: skip
+        state, tail = self._state, self.tail
+        where = state.arena, state.tables, layer, state.widths[group][1]
+        if tail is not None:
+            sgmv(
+                y[tail.border :], x[tail.border :], *where, tail.schedule, tail.num_tiles, self.passes, self.num_tiles
+            )  # fmt: skip
+            y, x = y[: tail.border], x[: tail.border]
+        sgmv(y, x, *where, self.schedule, self.num_tiles, self.passes, compile_only=compile_only)

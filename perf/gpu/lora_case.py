@@ -94,6 +94,8 @@ class LoraCase:
             layers=layers,
             max_pages=max(len(adapter.pages) for adapter in rows),
             max_rank=max_rank,
+            page_elems=arena.layout.page_elems,
+            slab_elems=max(adapter.slab_elems for adapter in rows),
             max_tiles=self.num_tiles,
             scratch=max(
                 SgmvTables.scratch_elems(schedule.splits(group.d_in), self.tokens, len(group.modules), max_rank)

@@ -1,7 +1,9 @@
 """Resources that the Triton kernels take, without a GPU: `python -m chorus.perf.kernels --compile sm_80,sm_90`.
 
 Compiles every variant that serving launches and fails on a register spill, on too much shared memory, and where loads
-are narrow or a matrix instruction is missing. The last line is one JSON object.
+are narrow or a matrix instruction is missing. `loads`: loads one after the other that one of weights waits for; `bars`:
+barriers of all warps; `KiB/SM`: asked of memory at once by the programs that fit on a multiprocessor. The last line is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -15,11 +17,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from ..report.command import conclude, parser
-from .variants import SHARED_LIMIT, compile_all, elementwise_variants, variants
+from .variants import ELEMENTWISE, SHARED_LIMIT, compile_all, elementwise_variants, variants
 
-_COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>8} {:>8}"
+_COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6} {:>8} {:>8}"
 _TITLES = (
-    "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "MB", "MFLOP"
+    "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "loads", "bars",
+    "KiB/SM", "MB", "MFLOP",
 )  # fmt: skip
 
 
@@ -40,6 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             _COLUMNS.format(
                 line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or "-",
                 line.registers, line.spill_bytes, line.shared_bytes, line.matrix or "-", line.wide_loads,
+                "-" if variant.group in ELEMENTWISE else line.loads_before, line.barriers, line.bytes_in_flight >> 10,
                 f"{line.cost.bytes / 1e6:.1f}", f"{line.cost.flops / 1e6:.0f}",
             )
         )  # fmt: skip

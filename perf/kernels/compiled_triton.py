@@ -6,7 +6,7 @@ A process that interprets kernels cannot compile them. Import this module lazily
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from io import StringIO
@@ -17,19 +17,31 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from .ptx import Ptx
+
 _MATRIX = re.compile(r"\b(wgmma\.mma_async\S*?\.m\d+n\d+k\d+|mma\.sync\S*?\.m\d+n\d+k\d+|tcgen05\.mma)")
 _WIDE_LOAD = re.compile(r"ld\.global\S*\.v4\.b32|ld\.global\S*\.v2\.b64|cp\.async\.cg")
 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """Resources of a compiled kernel. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes."""
+    """Resources of a compiled kernel. matrix: its matrix instruction, if it has one. wide_loads: of 16 bytes.
+
+    loads_before: loads one after the other before those through the pointer that was asked for; 0 for none. barriers:
+    places where the warps of a program wait for each other. bytes_in_flight: most that the programs that fit on a
+    multiprocessor have asked of memory in one basic block each. is_early: launched while the launch before it ends, it
+    may touch what that one writes.
+    """
 
     registers: int
     spill_bytes: int
     shared_bytes: int
     matrix: str
     wide_loads: int
+    loads_before: int
+    barriers: int
+    bytes_in_flight: int
+    is_early: bool
 
 
 def compile_kernel(
@@ -38,10 +50,13 @@ def compile_kernel(
     constants: Mapping[str, int],
     capability: int,
     options: Mapping[str, int | bool],
+    pointer: str = "",
+    ready: Collection[str] = (),
 ) -> Compiled:
     """Compile for `capability` (90: Hopper) as a launch would with pointers and strides that 16 divides.
 
     signature: Triton's type per argument that is no constant, `*bf16`, `i32`; strides are those named `…_stride`.
+    pointer: the argument whose loads `loads_before` is of. ready: pointers to what no launch before this one writes.
     """
     names = kernel.arg_names
     types = {name: signature.get(name, "constexpr") for name in names}
@@ -61,13 +76,29 @@ def compile_kernel(
     registers, spilled = _usage(log.getvalue())
     ptx = compiled.asm["ptx"]
     matrix = _MATRIX.search(ptx)
+    code, shared = Ptx.parse(ptx), compiled.metadata.shared
+    threads = 32 * compiled.metadata.num_warps
+    given = [name for name in names if types[name] != "constexpr"]
     return Compiled(
         registers=registers,
         spill_bytes=spilled,
-        shared_bytes=compiled.metadata.shared,
+        shared_bytes=shared,
         matrix=matrix[1].replace("mma_async.sync.aligned.", "").replace("mma.sync.aligned.", "mma.") if matrix else "",
         wide_loads=len(_WIDE_LOAD.findall(ptx)),
+        loads_before=(code.loads_before(given.index(pointer)) or 0) if pointer else 0,
+        barriers=code.barriers,
+        bytes_in_flight=code.bytes_at_once * threads * _resident(capability, threads, registers, shared),
+        is_early=code.is_early(
+            index for index, name in enumerate(given) if types[name].startswith("*") and name not in ready
+        ),
     )
+
+
+def _resident(capability: int, threads: int, registers: int, shared_bytes: int) -> int:
+    """Programs that a multiprocessor holds at once (CUDA C++ Programming Guide, "Compute Capabilities")."""
+    shared = 228 if capability >= 90 else 164  # KiB of a multiprocessor; each program takes one more
+    by_registers = (1 << 16) // (-(-registers // 8) * 8 * threads)
+    return min(32, 2048 // threads, by_registers, (shared << 10) // (shared_bytes + 1024))
 
 
 def _usage(log: str) -> tuple[int, int]:

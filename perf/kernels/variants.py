@@ -12,20 +12,26 @@ from typing import Any, NamedTuple
 from ...ops import elementwise_schedule
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
-from ...ops.sgmv_tables import NUM_MODULES
+from ...ops.sgmv_tables import NUM_MODULES, place_pages
 from ..gpu.sizes import SIZES
 from .cost import Cost, expand_cost, norm_cost, rotary_cost, shrink_cost, silu_cost
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
 PAGE_ELEMS = 1 << 20
+SLAB_ELEMS = sum(d_in + width for d_in, modules in GROUPS.values() for _, _, width in modules)
 
 #: Most shared memory of a program: two fit beside each other even on sm_80, which has 164 KiB.
 SHARED_LIMIT = 80 * 1024
 
 ITEMSIZE = {"bf16": 2, "fp16": 2, "fp32": 4}
 
-_TABLES = {"tiles": "*i32", "meta": "*i32", "first_elem": "*i64", "pages": "*i32"}
+_TABLES = {"tiles": "*i32", "offsets": "*i32", "first_elem": "*i64", "pages": "*i32"}
+_PLACES = {"places": "*i32"}  # that launches of decode steps read
+
+#: Pointers to what is there before a step's first launch.
+_READY = {"arena", "weight", *_TABLES, *_PLACES}
+
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
 
@@ -106,7 +112,11 @@ class Variant:
         return self.kernel.endswith("prefill")
 
     def options(self) -> dict[str, int | bool]:
-        return ELEMENTWISE[self.group].options if self.group in ELEMENTWISE else self.schedule().options()
+        return (
+            ELEMENTWISE[self.group].options
+            if self.group in ELEMENTWISE
+            else self.schedule().options(self.kernel.startswith("expand"))
+        )
 
     def schedule(self) -> Schedule:
         if self.tensor_cores:
@@ -118,15 +128,17 @@ class Variant:
             return ELEMENTWISE[self.group].constants
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
-        return make(self.schedule(), modules, d_in, PAGE_ELEMS, ITEMSIZE[self.dtype], self.max_rank)
+        pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
+        return make(self.schedule(), modules, d_in, PAGE_ELEMS, ITEMSIZE[self.dtype], self.max_rank, pages)
 
     def signature(self) -> dict[str, str]:
         own = f"*{self.dtype}"
         if self.group in ELEMENTWISE:
             return {**dict.fromkeys(ELEMENTWISE[self.group].own, own), **ELEMENTWISE[self.group].others}
+        tables = {**_TABLES, **_COUNTS} if self.tensor_cores else {**_TABLES, **_PLACES, **_COUNTS}
         if self.kernel.startswith("shrink"):
-            return {"h": "*fp32", "x": own, "arena": own, **_TABLES, **_COUNTS, "x_stride": "i32"}
-        return {"y": own, "h": "*fp32", "arena": own, **_TABLES, "scale": "*fp32", **_COUNTS, "y_stride": "i32"}
+            return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
+        return {"y": own, "h": "*fp32", "arena": own, **tables, "y_stride": "i32"}
 
     def cost(self) -> Cost:
         """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
@@ -156,6 +168,10 @@ class Line:
     shared_bytes: int
     matrix: str
     wide_loads: int
+    loads_before: int
+    barriers: int
+    bytes_in_flight: int
+    is_early: bool
     cost: Cost
 
     def problems(self) -> Iterator[str]:
@@ -163,8 +179,12 @@ class Line:
             yield f"spills {self.spill_bytes} bytes of registers"
         if self.shared_bytes > SHARED_LIMIT:
             yield f"takes {self.shared_bytes} bytes of shared memory, more than {SHARED_LIMIT}"
+        if self.is_early:
+            yield "reads or writes what the launch before it may still write"
         if not self.wide_loads:
             yield "never loads 16 bytes at once"
+        if self.loads_before > 2 and not self.variant.tensor_cores:
+            yield f"waits for {self.loads_before} loads one after the other before it loads weights"
         if self.variant.tensor_cores and self.variant.dtype != "fp32" and not self.matrix:
             yield "has no matrix instruction"
 
@@ -202,12 +222,17 @@ def compile_variant(job: tuple[Variant, str]) -> Line:
     from .compiled_triton import compile_kernel
 
     variant, arch = job
+    capability, constants, options = int(arch.removeprefix("sm_")), variant.constants(), variant.options()
+    if "PDL" in constants and capability // 10 == 9:  # as serving launches it there
+        constants, options = constants | {"PDL": 1}, options | {"launch_pdl": True}
     compiled = compile_kernel(
         getattr(import_module(f"...ops.{variant.module}", __package__), variant.kernel),
         variant.signature(),
-        variant.constants(),
-        int(arch.removeprefix("sm_")),
-        variant.options(),
+        constants,
+        capability,
+        options,
+        pointer="" if variant.group in ELEMENTWISE else "arena",
+        ready=_READY,
     )
     return Line(variant, arch, **asdict(compiled), cost=variant.cost())
 

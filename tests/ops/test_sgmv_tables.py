@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
-from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables, TablesFull
+from chorus.ops.sgmv_tables import (
+    NUM_MODULES,
+    OFFSETS_B,
+    PLACE_ROWS,
+    RANK,
+    SCALE,
+    SLAB,
+    SLOT,
+    SgmvTables,
+    TablesFull,
+    place_pages,
+)  # fmt: skip
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
-def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1)):
+def make_rows(rank=4, pages=(3, 1), modules=(0,), first=(7, -1), slab=48):
     offsets = [16 * module if module in modules else -1 for module in range(NUM_MODULES)]
-    return AdapterRows(list(pages), rank, 1 / rank, 48, offsets, offsets, list(first))
+    return AdapterRows(list(pages), rank, 1 / rank, slab, offsets, offsets, list(first))
 
 
 def make_tables(**changes):
     sizes = {"slots": 2, "layers": 2, "max_pages": 3, "max_rank": 8, "max_tiles": 6, "scratch": 0}
+    sizes |= {"page_elems": 512, "slab_elems": 48}
     return SgmvTables(**{**sizes, **changes})
 
 
@@ -32,14 +47,47 @@ def test_segments_are_cut_into_tiles():
     assert tables.plan(make_segments((0, 5, one), (6, 6, two), (7, 8, two)), tile_tokens=2) == 4
     tiles = tables.tiles[0].tolist()
     assert [tile[:2] for tile in tiles[:4]] == [[0, 2], [2, 4], [4, 5], [7, 8]]
-    slots = [slot for _, _, slot in tiles]
+    slots = [tile[SLOT] for tile in tiles]
     assert slots[0] == slots[1] == slots[2] != slots[3]
     assert slots[4:] == [-1] * 4
     slot = slots[3]
-    assert tables.meta[slot, [META_RANK, META_SLAB, META_A, META_A + 1]].tolist() == [2, 48, 0, -1]
-    assert tables.scale[slot] == 0.5
+    assert [tiles[3][column] for column in (RANK, SLAB)] == [2, 48]
+    assert tables.tiles[0, 3, SCALE].view(torch.float32) == 0.5
+    assert tables.offsets[slot, [0, 1, OFFSETS_B, OFFSETS_B + 1]].tolist() == [0, -1, 0, -1]
     assert tables.first_elem[slot].tolist() == [7, -1]
     assert tables.pages[slot, :2].tolist() == [3, 1]
+
+
+def test_a_slot_that_becomes_anothers_is_so_in_tiles_that_stay():
+    """What is the same in every layer stands in the tile, which says no more than its slot about the rest."""
+    tables = make_tables(slots=1)
+    tables.plan(make_segments((0, 3, make_rows())), tile_tokens=3)
+    tables.plan(make_segments((0, 3, make_rows(rank=2))), tile_tokens=3)
+    assert tables.tiles[0, 0].tolist()[:SLAB] == [0, 3, 0, 2]
+
+
+@given(
+    page_elems=st.integers(1, 600), slab=st.integers(1, 90), first=st.lists(st.integers(-1, 2000), min_size=2),
+    rank=st.integers(1, 70),
+)  # fmt: skip
+def test_records_say_where_rank_rows_lie(page_elems, slab, first, rank):
+    first = [max(begin, -1) for begin in first]
+    count = -(-(max(0, *first) + rank * slab) // page_elems)
+    pages = [(7 * index + 3) % 10_007 for index in range(count)]
+    tables = make_tables(
+        layers=len(first), max_rank=70, slab_elems=90, page_elems=page_elems, max_pages=count, scratch=0
+    )  # fmt: skip
+    tables.plan(make_segments((0, 1, make_rows(rank, pages, first=first, slab=slab))), tile_tokens=1)
+    assert tables.place_pages == place_pages(page_elems, 90) == tables.places.shape[3] - 1
+    for layer, begin in enumerate(first):
+        records = tables.places[tables.tiles[0, 0, SLOT], layer].tolist()
+        if begin < 0:
+            assert {record[0] for record in records} == {-1}
+            continue
+        for elem in range(rank * slab if tables.place_pages else 0):
+            at, *near = records[elem // slab // PLACE_ROWS]
+            page, within = divmod(at + elem - elem // slab // PLACE_ROWS * PLACE_ROWS * slab, page_elems)
+            assert (near[page], within) == (pages[(begin + elem) // page_elems], (begin + elem) % page_elems)
 
 
 def test_nothing_is_left_of_a_step_with_more_tiles():
@@ -85,13 +133,29 @@ def test_entries_of_a_token_that_share_a_module_are_in_passes():
     one, two, three, other = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3), make_rows(modules=(1,))
     tables.plan(make_segments((0, 2, one), (0, 2, other), (2, 3, two), (0, 2, three)), tile_tokens=2)
     assert tables.passes == 2
-    ranks = [
-        [int(tables.meta[slot, META_RANK]) for _, _, slot in tiles if slot >= 0] for tiles in tables.tiles.tolist()
-    ]
+    ranks = [[tile[RANK] for tile in tiles if tile[SLOT] >= 0] for tiles in tables.tiles.tolist()]
     assert ranks == [[1, 4, 2], [3]], "a pass has no two entries of a token on one module"
     tables.plan(make_segments((0, 2, one), (2, 3, two)), tile_tokens=2)
     assert tables.passes == 1
     assert (tables.tiles[1, :, 2] == -1).all(), "a launch of two passes does nothing in the second"
+
+
+def test_tokens_from_a_border_on_have_tiles_behind_the_others_in_every_pass():
+    tables = make_tables(max_tiles=12, slots=4)
+    one, two, three = make_rows(rank=1), make_rows(rank=2), make_rows(rank=3)
+    segments = make_segments((0, 5, one), (5, 9, two), (8, 9, three))
+    assert tables.plan(segments, 4, border=6, tail_tile=2) == 3
+    assert (tables.passes, tables.tail_tiles) == (2, 2)
+    used = [[tuple(tile[: SLOT + 1]) for tile in tiles] for tiles in tables.tiles.tolist()]
+    slot = {tile[RANK]: tile[SLOT] for tiles in tables.tiles.tolist() for tile in tiles if tile[SLOT] >= 0}
+    assert used[0][:5] == [(0, 4, slot[1]), (4, 5, slot[1]), (5, 6, slot[2]), (0, 2, slot[2]), (2, 3, slot[2])]
+    assert [tile[SLOT] for tile in used[1]][:5] == [-1, -1, -1, slot[3], -1]
+    assert used[1][3] == (2, 3, slot[3])
+    assert tables.plan(segments, 4) == 3
+    assert tables.tail_tiles == 0
+    assert [tile[:2] for tile in tables.tiles[0].tolist()[:3]] == [[0, 4], [4, 5], [5, 9]]
+    with pytest.raises(TablesFull, match="13 tiles"):
+        tables.plan(make_segments((0, 16, one)), 4, border=4, tail_tile=1)
 
 
 def test_every_pass_begins_where_wide_loads_may():
@@ -126,20 +190,18 @@ def test_the_longest_unused_slot_is_given_up():
     tables.plan(make_segments((0, 1, one), (1, 2, two)), tile_tokens=1)
     tables.plan(make_segments((0, 1, one)), tile_tokens=1)
     tables.plan(make_segments((0, 1, three), (1, 2, one)), tile_tokens=1)
-    used = tables.tiles[0, :2, 2]
-    assert tables.meta[used, META_RANK].tolist() == [3, 1]
-    assert used[1] == 0, "an adapter that is used stays where it is"
+    assert tables.tiles[0, :2, RANK].tolist() == [3, 1]
+    assert tables.tiles[0, 1, SLOT] == 0, "an adapter that is used stays where it is"
 
 
 def test_buffers_never_move():
     tables = make_tables()
-    before = [
-        tensor.data_ptr() for tensor in (tables.tiles, tables.meta, tables.scale, tables.first_elem, tables.pages)
-    ]
+    buffers = tables.tiles, tables.offsets, tables.first_elem, tables.places, tables.pages
+    before = [tensor.data_ptr() for tensor in buffers]
     for rank in range(1, 8):
         tables.plan(make_segments((0, 3, make_rows(rank))), tile_tokens=1)
-    after = [tensor.data_ptr() for tensor in (tables.tiles, tables.meta, tables.scale, tables.first_elem, tables.pages)]
-    assert before == after
+    assert buffers == (tables.tiles, tables.offsets, tables.first_elem, tables.places, tables.pages)
+    assert before == [tensor.data_ptr() for tensor in buffers]
 
 
 @pytest.mark.parametrize(
@@ -150,6 +212,7 @@ def test_buffers_never_move():
         ([(0, 1, make_rows()) for _ in range(3)], "3 entries"),
         ([(0, 1, make_rows(rank=9))], "rank 9"),
         ([(0, 1, make_rows(pages=(0, 1, 2, 3)))], "4 pages"),
+        ([(0, 1, make_rows(slab=49))], "slabs of 49"),
     ],
 )
 def test_a_step_that_does_not_fit_is_refused(entries, message):
@@ -159,7 +222,7 @@ def test_a_step_that_does_not_fit_is_refused(entries, message):
     with pytest.raises(ValueError, match=message):
         tables.plan(make_segments(*entries), tile_tokens=1)
     assert tables.plan(make_segments((0, 1, kept)), tile_tokens=1) == 1
-    assert tables.meta[tables.tiles[0, 0, 2], META_RANK] == kept.rank
+    assert tables.tiles[0, 0, RANK] == kept.rank
 
 
 @pytest.mark.parametrize("make", [decode, prefill])

@@ -11,7 +11,10 @@ from chorus.perf.kernels import __main__ as kernels
 from chorus.perf.kernels.cost import Cost
 from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, elementwise_variants, variants
 
-GOOD = Line(Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", 8, Cost(1, 1))
+GOOD = Line(
+    Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", wide_loads=8,
+    loads_before=2, barriers=1, bytes_in_flight=1 << 16, is_early=False, cost=Cost(1, 1),
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -21,6 +24,8 @@ GOOD = Line(Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 40
         ({"shared_bytes": SHARED_LIMIT + 1}, "shared memory"),
         ({"wide_loads": 0}, "16 bytes"),
         ({"matrix": ""}, "matrix instruction"),
+        ({"is_early": True}, "the launch before it"),
+        ({"variant": Variant("expand_decode", "o", "bf16", 64, 64), "loads_before": 3}, "3 loads"),
     ],
 )
 def test_what_a_kernel_must_not_do(change, problem):

@@ -1,0 +1,68 @@
+"""Programmatic dependent launch: a kernel begins while the one before it on its stream ends.
+
+CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and later. A
+kernel launched so reads what no kernel before it writes, and waits before it reads or writes anything else. Every way
+through it has to wait: who waits for it takes it that all before it is done, too.
+
+Import this module lazily: it needs triton.
+"""
+
+from __future__ import annotations
+
+import logging
+from functools import cache
+
+import torch
+import triton
+import triton.language.extra.cuda as cuda
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+logger = logging.getLogger(__name__)
+
+#: Major compute capability on which launches begin early unless told otherwise.
+_MAJOR = 9
+
+#: Options of a launch that begins early; the kernel's constant PDL is 1 then.
+OPTIONS = {"launch_pdl": True}
+
+_allowed = True
+
+
+def allow(wanted: bool) -> None:
+    """Have launches from now on begin early where they can, or never; what is captured stays as it is."""
+    global _allowed
+    _allowed = wanted
+
+
+def begins_early(device: torch.device) -> bool:
+    """Return if launches on a device begin early."""
+    return _allowed and device.type == "cuda" and is_supported(_capability(device))
+
+
+@cache
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@cache
+def is_supported(capability: int) -> bool:
+    """Return if a GPU can do it and this Triton compiles it."""
+    if capability // 10 != _MAJOR:
+        return False
+    try:
+        target = GPUTarget("cuda", capability, 32)
+        triton.compile(ASTSource(_wait, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
+    except Exception as error:  # of any part of the compiler
+        logger.warning("kernels wait for each other's end: Triton %s does not compile otherwise: %s",
+                       triton.__version__, error)  # fmt: skip
+        return False
+    return True
+
+
+@triton.jit
+def _wait():
+    """What a kernel that begins early needs of the compiler."""
+    cuda.gdc_launch_dependents()
+    cuda.gdc_wait()

@@ -1,0 +1,88 @@
+"""Schedules that a step's rows get on a GPU, and the tiles they are cut into."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from chorus.core.model.config import ModelConfig
+from chorus.core.model.lora_state_cuda import CudaLoraState
+from chorus.core.requests.types import BASE_SLOT
+from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
+from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.ops.sgmv_schedule import decode, prefill
+from chorus.ops.sgmv_tables import BEGIN, END, SLOT
+
+CONFIG = ModelConfig(
+    "LlamaForCausalLM", vocab_size=96, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=2, num_kv_heads=1,
+    head_dim=16, rms_norm_eps=1e-5, rope=None, max_position_embeddings=64, sliding_window=None,
+    tie_word_embeddings=True, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False, dtype="bfloat16",
+    bos_token_id=None, eos_token_ids=(),
+)  # fmt: skip
+LAYOUT = PageLayout(num_layers=2, kv_heads=1, head_dim=16, block_tokens=16, itemsize=2)
+MAX_RANK = 32
+
+
+@dataclass(eq=False)
+class Resident:
+    """What of an adapter a step's tables are written from."""
+
+    layout: AdapterLayout
+    manifest: SimpleNamespace
+    pages: list[int] = field(default_factory=list)
+    transfer: None = None
+
+
+def resident(rank: int) -> Resident:
+    part = AdapterPart(rank, 1.0, (0, 1), MODULES)
+    layout = AdapterLayout.build((part,), CONFIG.module_dims, 2, LAYOUT.page_elems, LAYOUT.itemsize)
+    return Resident(layout, SimpleNamespace(parts=(part,)), list(range(layout.num_pages)))
+
+
+@pytest.fixture
+def state() -> CudaLoraState:
+    return CudaLoraState(
+        CONFIG, torch.zeros(1, LAYOUT.page_elems, dtype=torch.bfloat16), LAYOUT, max_rank=MAX_RANK, max_adapters=4,
+        max_rows=16, max_tokens=512, max_stall=0.0, make_copy=lambda num_bytes: torch.Tensor.copy_,
+    )  # fmt: skip
+
+
+def begin(state: CudaLoraState, *rows: tuple[int, int]):
+    """A step of (slot, tokens) rows of adapters of ranks 4, 16 and 32."""
+    adapters = [resident(rank) for rank in (4, 16, 32)]
+    launches = state.begin_ragged(adapters, [slot for slot, _ in rows], [length for _, length in rows])
+    tiles = [(row[BEGIN], row[END]) for row in state.tables.tiles[0].tolist() if row[SLOT] >= 0]
+    return launches, tiles
+
+
+def test_decode_rows_behind_a_prompt_have_the_schedule_of_a_decode_step(state):
+    launches, tiles = begin(state, (0, 100), (BASE_SLOT, 7), (1, 1), (2, 1), (BASE_SLOT, 1), (1, 1))
+    assert launches.schedule == prefill(107, 16), "of the adapters that have tokens there, rank 4"
+    assert launches.tail is not None
+    assert launches.tail.schedule == decode(4, MAX_RANK) == state.bucket(4).schedule
+    assert launches.tail.border == 107
+    assert (launches.num_tiles, launches.tail.num_tiles) == (2, 3)
+    assert tiles == [(0, 64), (64, 100), (0, 1), (1, 2), (3, 4)], "the tail's are counted from the border"
+
+
+def test_an_adapter_of_a_prompt_and_of_decode_rows_is_cut_between_them(state):
+    launches, tiles = begin(state, (0, 70), *[(0, 1)] * 10)
+    assert tiles == [(0, 64), (64, 70), (0, 8), (8, 10)]
+    assert (launches.num_tiles, launches.tail.num_tiles, launches.tail.border) == (2, 2, 70)
+
+
+def test_steps_of_prompts_or_of_decode_rows_alone_have_one_schedule(state):
+    launches, tiles = begin(state, (0, 70), (1, 30))
+    assert launches.tail is None
+    assert launches.schedule == prefill(100, 16)
+    assert tiles == [(0, 64), (64, 70), (70, 100)]
+    launches, tiles = begin(state, (0, 1), (1, 1), (2, 1))
+    assert launches.tail is None
+    assert launches.schedule == decode(3, MAX_RANK)
+    launches, _ = begin(state, (0, 100), (BASE_SLOT, 1))
+    assert launches.tail is None, "its decode rows have no adapter"
+    launches, _ = begin(state, (BASE_SLOT, 100), (0, 1))
+    assert (launches.num_tiles, launches.tail.num_tiles) == (0, 1), "only they have"

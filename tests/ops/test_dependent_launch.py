@@ -1,0 +1,49 @@
+"""Where launches begin while the one before them ends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+if find_spec("triton") is None:
+    pytest.skip("triton is not installed", allow_module_level=True)
+
+from chorus.ops import dependent_launch
+
+
+@dataclass(frozen=True)
+class Device:
+    """A GPU that is not there."""
+
+    capability: int
+    type: str = "cuda"
+
+
+@pytest.fixture
+def begins_early(monkeypatch):
+    monkeypatch.setattr(dependent_launch, "_capability", lambda device: device.capability)
+    dependent_launch.is_supported.cache_clear()
+    yield dependent_launch.begins_early
+    dependent_launch.is_supported.cache_clear()
+    dependent_launch.allow(True)
+
+
+def test_on_a_gpu_that_can_where_triton_compiles_it(begins_early):
+    assert not begins_early(torch.device("cpu"))
+    assert not begins_early(Device(80))
+    assert begins_early(Device(90))
+    dependent_launch.allow(False)
+    assert not begins_early(Device(90))
+
+
+def test_not_where_triton_does_not_compile_it(begins_early, monkeypatch, caplog):
+    def compile(*args, **kwargs):
+        raise KeyError("launch_pdl")
+
+    monkeypatch.setattr(dependent_launch.triton, "compile", compile)
+    assert not begins_early(Device(90))
+    assert not begins_early(Device(90))
+    assert [record.message.count("launch_pdl") for record in caplog.records] == [1], "said once"
