@@ -128,7 +128,7 @@ class CudaExecutor(ModelExecutor):
         return pages
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class _Started:
     """A step that was launched. late: requests whose adapter did not arrive in time."""
 
@@ -137,7 +137,7 @@ class _Started:
     _late: list[str]
 
     def result(self) -> StepResult:
-        with watched(self._device), torch.inference_mode():
+        with watched(self._device):
             result = self._read()
         for request_id in self._late:
             result.retract(request_id)

@@ -75,7 +75,7 @@ class CudaSteps:
         self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
         self._download = Download(device, 8 * most_drawn_values(rows))
-        self._tokens = self._chosen  # that the last step drew
+        self._tokens = self._chosen  # begins with the tokens that the last step drew
         self._num_steps = 0
         self._width, self._num_wide = FIRST_WIDTH, 0  # logits that draws look at, for so many more of them
         self._inputs = torch.zeros(6 * (tokens + 1), dtype=torch.long, device=where)
@@ -154,7 +154,7 @@ class CudaSteps:
         if any(map(needs_logits, rows)):
             read = self._draw_from_logits(rows, logits, chosen)
         else:
-            self._tokens, fetched = chosen[0], self._download(chosen)
+            self._tokens, fetched = self._chosen, self._download(chosen)
 
             def read() -> StepResult:
                 tokens, healthy = fetched().tolist()
@@ -166,7 +166,8 @@ class CudaSteps:
 
         def read_with_scores() -> StepResult:
             result = read()
-            score_prompts(rows, self.decoder.score_logits, self._sampling, vocab, result)
+            with torch.inference_mode():
+                score_prompts(rows, self.decoder.score_logits, self._sampling, vocab, result)
             return result
 
         return read_with_scores
@@ -190,7 +191,8 @@ class CudaSteps:
                 self._width, self._num_wide = wider, _WIDE_STEPS
                 if self._num_steps != number:
                     raise RunAlone("a row's top_p keeps more tokens than were looked at")
-                found = DeviceDraw(rows, chosen, logits, eos, self._download, wider).result()
+                with torch.inference_mode():
+                    found = DeviceDraw(rows, chosen, logits, eos, self._download, wider).result()
             return found
 
         return read
