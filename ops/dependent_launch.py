@@ -3,8 +3,6 @@
 CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; compute capability 9.0 and later. A
 kernel launched so reads what no kernel before it writes, and waits before it reads or writes anything else. Every way
 through it has to wait: who waits for it takes it that all before it is done, too.
-
-Import this module lazily: it needs triton.
 """
 
 from __future__ import annotations
@@ -13,10 +11,6 @@ import logging
 from functools import cache
 
 import torch
-import triton
-import triton.language.extra.cuda as cuda
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
 logger = logging.getLogger(__name__)
 
@@ -51,18 +45,17 @@ def is_supported(capability: int) -> bool:
     """Return if a GPU can do it and this Triton compiles it."""
     if capability // 10 != _MAJOR:
         return False
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from .elementwise_triton import wait_alone
+
     try:
         target = GPUTarget("cuda", capability, 32)
-        triton.compile(ASTSource(_wait, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
+        triton.compile(ASTSource(wait_alone, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
     except Exception as error:  # of any part of the compiler
         logger.warning("kernels wait for each other's end: Triton %s does not compile otherwise: %s",
                        triton.__version__, error)  # fmt: skip
         return False
     return True
-
-
-@triton.jit
-def _wait():
-    """What a kernel that begins early needs of the compiler."""
-    cuda.gdc_launch_dependents()
-    cuda.gdc_wait()

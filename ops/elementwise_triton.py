@@ -34,6 +34,13 @@ def _early(x: torch.Tensor) -> dict[str, int | bool]:
 
 
 @triton.jit
+def wait_alone():
+    """Nothing but what a kernel that begins early needs of the compiler."""
+    cuda.gdc_launch_dependents()
+    cuda.gdc_wait()
+
+
+@triton.jit
 def rms_norm_rows(
     y, x, residual, weight, eps, x_stride, y_stride, residual_stride,
     WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,

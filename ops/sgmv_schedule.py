@@ -152,4 +152,5 @@ def expand_constants(
     constants |= {"BLOCK_R": schedule.expand_r, "BLOCK_N": schedule.block_n}
     if schedule.tensor_cores:
         return constants | {"BLOCK_T": schedule.tile_tokens}
-    return constants | {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length(), "PDL": 0}
+    constants |= {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
+    return constants | {"STAGES": schedule.stages, "PDL": 0}

@@ -250,14 +250,14 @@ def expand_decode(
     W0: tl.constexpr, W1: tl.constexpr, W2: tl.constexpr, ROW: tl.constexpr,
     PAGE: tl.constexpr, VEC: tl.constexpr, BLOCKS: tl.constexpr, PAGES: tl.constexpr,
     SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
-    PDL: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y[t, c_m + n] += scale · Σ_i (Σ_split h[split, t, m, i]) · B_m[n, i]; token by token, no tile.
 
     Grid (blocks of columns of all modules, tiles). y: [tokens, ≥ W0 + W1 + W2], rows y_stride apart; module m's W_m
     columns begin at c_m = Σ_{j<m} W_j. h: float32 [SPLITS, tokens, MODULES, BLOCKS · PLACE_ROWS]. arena: [num_pages,
     PAGE]. tiles, offsets, places, first_elem, pages: see SgmvTables. ROW: the largest W. SPLIT_BLOCK: SPLITS or the
-    next power of two.
+    next power of two. STAGES: blocks of rank-rows that are under way at once, after the first.
 
     What is there before weights can be asked for, y and h, is asked for before they are; with PDL, which may run before
     they are there, right after the first weights.
@@ -291,23 +291,22 @@ def expand_decode(
             before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
             parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
         # where there are no weights none are loaded: a branch would be one more thing to wait for
-        own = tl.where(
-            is_changed, rank, 0
-        )  # no weights where there are none: a branch would be one more thing to await
+        own = tl.where(is_changed, rank, 0)
         b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
         if PDL:
             cuda.gdc_wait()
             before = tl.load(target, mask=column < width, other=0.0).to(tl.float32)
             parts = _load_parts(h, token, tokens, group, 0, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
         total = _product(parts, b, rows < rank)
-        for row in range(BLOCK_R, rank, BLOCK_R):
-            parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
-            rows = row + tl.arange(0, BLOCK_R)
-            _, start, near = _find_block(
-                places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
-            )  # fmt: skip
-            b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
-            total += _product(parts, b, rows < rank)
+        if BLOCKS > 1:
+            for row in tl.range(BLOCK_R, rank, BLOCK_R, num_stages=STAGES):
+                parts = _load_parts(h, token, tokens, group, row, MODULES, WIDTH, SPLITS, SPLIT_BLOCK, BLOCK_R)
+                rows = row + tl.arange(0, BLOCK_R)
+                _, start, near = _find_block(
+                    places, first_elem, slot, layer, layers, offset, slab, row, rows, BLOCKS, PAGES
+                )  # fmt: skip
+                b = _load_block(arena, pages, near, start, column, rows < own, width, PAGES, PAGE, VEC)
+                total += _product(parts, b, rows < rank)
         after = (before + factor * total).to(y.dtype.element_ty)
         tl.store(target, after, mask=column < tl.where(is_changed, width, 0))
     if PDL:

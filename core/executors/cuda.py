@@ -12,6 +12,7 @@ import torch
 from ...graphs.device import CudaDevice
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
+from ...ops import dependent_launch
 from ...ops.attention_backend import choose_attention
 from ..config import EngineConfig
 from ..model.decoder import DecoderModel
@@ -35,8 +36,6 @@ class CudaExecutor(ModelExecutor):
     def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
         super().__init__(config)
-        from ...ops import dependent_launch  # needs triton
-
         self._config = config
         dependent_launch.allow(config.dependent_launch == "auto")
         self._device = CudaDevice(_index(config.device)) if device is None else device
