@@ -6,6 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
@@ -16,10 +17,11 @@ from ..requests.request import Request, RequestState
 from ..requests.types import ExecutorLost
 from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
-from .policies import QueuePolicy
+from .policies import QueuePolicy, VictimPolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
 from .running import Running
+from .seat_shares import SeatShares
 from .waiting import WaitingQueue
 
 logger = logging.getLogger(__name__)
@@ -28,12 +30,20 @@ DOUBT_SECONDS = 10.0
 """Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
 
 
+class Place(Enum):
+    """A place that a request may take in a step: a free seat, or a row of those that have more than it."""
+
+    SEAT = auto()
+    ACCOUNT = auto()  # of an account with more rows than the request's
+    CALL = auto()  # of a call with several answers, for one that has none running
+
+
 @dataclass(eq=False)
 class Admission:
     """Lets waiting requests run while tokens, seats and pages last.
 
     _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message, and why its adapter was
-    not loaded.
+    not loaded. _preempt: sends a running request back to the queue.
     """
 
     _limits: EngineConfig
@@ -43,9 +53,12 @@ class Admission:
     _memory: RequestMemory
     _loads: LoadPolicy
     _lengths: OutputLengths
+    _shares: SeatShares
+    _victims: VictimPolicy
     _clock: Callable[[], float]
     _num_steps: Callable[[], int]
     _fail: Callable[[Request, str, LoadFailure | None], None]
+    _preempt: Callable[[Request], None]
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
@@ -81,21 +94,23 @@ class Admission:
 
         rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
-        every seat taken, a call without a running answer may still begin one while the step has a row for it: answers
-        of calls with several then take turns.
+        every seat taken, an account with fewer rows than another may still begin a request, which takes the other's
+        row; and so may a call without a running answer while the step has a row for it: answers of calls with several
+        then take turns.
         """
         limits = self._limits
-        seats = self._seats
         admitted: dict[Request, int] = {}
-        if budget <= 0 or not self._has_place(running, rows):
+        if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
         step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until)
-        order = self._order(step)
+        order = self._order(step, place)
         while (request := order.next()) is not None and budget > 0:
-            if not self._has_place(running, rows + len(admitted)):
+            now = self._place(running, rows + len(admitted))
+            if now is None:
                 break
-            if len(running) >= seats and not order.only_firsts:
-                order = self._order(step)
+            if now is not place:
+                place = now
+                order = self._order(step, place)
                 continue
             if order.only_firsts and request.call in running.calls:
                 break
@@ -112,6 +127,11 @@ class Admission:
             has_room = self._has_room(request, blocks, step)
             if not has_room and self._store.give_up_loads():
                 continue
+            is_crowded = self._shares.is_crowded()
+            if (not has_room or is_crowded) and self._make_way(request, step, order):
+                continue
+            if is_crowded:
+                break
             if not has_room and (running or self._store.loads.under_way):
                 break
             self._waiting.remove(request)
@@ -124,20 +144,53 @@ class Admission:
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
+                self._shares.take(request)
         return admitted
 
-    def _has_place(self, running: Running, rows: int) -> bool:
-        """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
+    def _place(self, running: Running, rows: int) -> Place | None:
+        """Return the place that one more request may take: with a seat free any, else that of a request without a row
+        of its own. None where there is none.
+        """
         seats = self._seats
         if len(running) < seats:
-            return True
-        return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
+            return Place.SEAT
+        if self._shares.can_give() and self._shares.is_open_to(self._waiting.accounts, self._late()):
+            return Place.ACCOUNT
+        if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
+            return Place.CALL
+        return None
 
-    def _order(self, step: Step) -> QueueOrder:
+    def _make_way(self, request: Request, step: Step, order: QueueOrder) -> bool:
+        """Preempt a request for one that lacks pages, or a place among those that sit out; False if none is to yield.
+
+        Whoever sits out yields to an account that has fewer rows; who has a row does to one that is late for its turn
+        and has nothing running.
+        """
+        account, late = request.account, order.is_late()
+        if not self._shares.may_begin(account, late):
+            return False
+        victim = self._shares.sitting_out(account)
+        if victim is None and late and account not in step.running.accounts:
+            victim = self._victims.choose(step.running)
+            if step.running.accounts[victim.account] < 2:
+                return False
+        if victim is None:
+            return False
+        step.growth = None
+        self._preempt(victim)
+        return True
+
+    def _late(self) -> dict[str, float]:
+        """Return the accounts that have waited too long for a turn, and since when."""
+        return self._turns.late(self._waiting.accounts, self._clock(), self._num_steps())
+
+    def _order(self, step: Step, place: Place) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        only_firsts = len(step.running) >= self._seats
-        late = self._turns.late(self._waiting.accounts, step.now, self._num_steps())
-        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts, late)
+        late = self._late()
+        filtered = place is Place.ACCOUNT
+        may_begin = (lambda account: self._shares.may_begin(account, account in late)) if filtered else None
+        only_firsts, before = place is Place.CALL, step.overdue_before
+        return QueueOrder(self._waiting, self._policy, self._store, before, may_come, only_firsts, late, may_begin)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
         """True unless a request must wait for its adapter, or for a free adapter place in the step."""

@@ -29,11 +29,6 @@ class Turns:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
         self._since: dict[str, tuple[float, int]] = {}
 
-    @property
-    def num_accounts(self) -> int:
-        """Accounts whose times are kept."""
-        return len(self._since)
-
     def take(self, account: str, now: float, step: int) -> None:
         """Note that an account has a turn, or begins to wait for one."""
         self._since[account] = now, step
@@ -43,8 +38,6 @@ class Turns:
         since = self._since
         if len(since) > 2 * len(accounts) + 64:
             since = self._since = {account: since[account] for account in accounts if account in since}
-        if len(accounts) < 2:
-            return {}
         before, before_step = now - self._max_seconds, step - self._max_steps
         late = {}
         for account in accounts:
@@ -73,10 +66,11 @@ class QueueOrder:
         may_run: Callable[[Adapter, Request], bool] | None = None,
         only_firsts: bool = False,
         late: dict[str, float] | None = None,
+        may_begin: Callable[[str], bool] | None = None,
     ) -> None:
         """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may.
         only_firsts: consider only the first answer of each call. late: accounts that have waited too long for a turn,
-        and since when.
+        and since when. may_begin: filters accounts; None: every one may.
         """
         self._waiting = waiting
         self._policy = policy
@@ -85,6 +79,7 @@ class QueueOrder:
         self._may_run = may_run
         self.only_firsts = only_firsts
         self._late = late or {}
+        self._may_begin = may_begin
         self._near: set[Adapter | None] | None = None
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         accounts = waiting.accounts
@@ -100,6 +95,9 @@ class QueueOrder:
             if now > tuple(turn):  # it has been charged since
                 heapq.heapreplace(turns, (*now, index, account))
                 continue
+            if self._may_begin is not None and not self._may_begin(account):
+                heapq.heappop(turns)
+                continue
             entries = self._entries.get(account)
             if entries is None:
                 entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
@@ -111,6 +109,10 @@ class QueueOrder:
     def is_overdue(self) -> bool:
         """True if the last candidate has been overtaken for long enough."""
         return self._top()[0][0] == OVERDUE
+
+    def is_late(self) -> bool:
+        """True if the last candidate's account has waited too long for a turn."""
+        return self._turns[0][3] in self._late
 
     def end_turn(self, account: str) -> None:
         """Note that a request of an account has begun, which so has had the turn that it waited for."""

@@ -7,7 +7,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
@@ -25,6 +25,7 @@ from .overload import QueueRoom
 from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
 from .running import Running, group_by_adapter, plan_step
+from .seat_shares import SeatShares
 from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 
@@ -55,9 +56,10 @@ class Scheduler:
         self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths(memory.block_tokens)
+        self._seats = SeatShares(limits.max_num_seqs, limits.weights)
         self._admission = self.admission_type(
-            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, clock,
-            lambda: self.num_steps, self._fail,
+            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, self._seats,
+            self._policies.victim, clock, lambda: self.num_steps, self._fail, self.preempt,
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
         self.running = Running()
@@ -102,13 +104,20 @@ class Scheduler:
         self._finish(request, FinishReason.ABORT)
         return True
 
+    def end_users(self, adapters: Collection[Adapter], error: str, failure: LoadFailure) -> int:
+        """End every request that holds one of `adapters`, with an error; returns how many there were."""
+        users = [request for request in self._requests.values() if request.adapter in adapters]
+        for request in users:
+            self._end(request, error, failure)
+        return len(users)
+
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
         if self.waiting or self._admission.late:
             self._admission.settle()
-        sharing = self._shares.choose(self.running, self.waiting) if self.running.calls else None
+        sharing = self._choose_sharing()
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         cut: list[Request] = []
@@ -117,9 +126,14 @@ class Scheduler:
         if self.waiting:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
+            before = self.num_preemptions
+            self._seats.begin_step(self.running, self.running if sharing is None else sharing)
             admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
+            if rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before:
+                counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
+                all_decode = False
             if cut and not preempted:
-                self._add_to_chunks(cut, counts, self._max_tokens - used - sum(admitted.values()))
+                self._add_to_chunks(cut, counts, admitted)
             counts |= admitted
         last = self.running.plan if all_decode else None
         if last is not None:
@@ -181,9 +195,7 @@ class Scheduler:
         """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
             for request in [request for request in self.running if request.adapter is adapter]:
-                self._finish(request, FinishReason.ERROR)
-                reason, failure = load_error(request, error)
-                self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=reason, failure=failure))
+                self._end(request, *load_error(request, error))
             self._store.evict(adapter)
         still = []
         for request in self._loading:
@@ -199,6 +211,20 @@ class Scheduler:
         for request, error in self._ahead.hopeless(self.waiting):
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
+
+    def _choose_sharing(self) -> list[Request] | None:
+        """Return the running requests that share the next step, None for all of them."""
+        running = self.running
+        sharing = self._shares.choose(running, self.waiting) if running.calls else running.dealt
+        if len(running if sharing is None else sharing) <= self._limits.max_num_seqs:
+            return sharing
+        running.dealt = self._seats.deal(running if sharing is None else sharing)
+        return running.dealt
+
+    def _yield_rows(self, counts: dict[Request, int], admitted: Mapping[Request, int]) -> dict[Request, int]:
+        """Return the token counts of those that keep their row beside the requests that were admitted."""
+        taking = [request for request in self.running if request in counts or request in admitted]
+        return {r: counts[r] for r in self._seats.deal(taking, admitted) if r not in admitted}
 
     def _grow_decodes(self) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
@@ -265,17 +291,21 @@ class Scheduler:
                 wanted[request.account] = wanted.get(request.account, 0) + missing
             else:
                 num_decoding += 1
-        others = len(self.running) < self._limits.max_num_seqs and any(
-            account not in wanted for account in self.waiting.accounts
-        )
+        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
+        others = any(account not in here for account in self.waiting.accounts)
         if len(wanted) + others < 2 or not self._limits.chunked_prefill:
             return None
         return prompt_shares(wanted, self._max_tokens - num_decoding, others)
 
-    def _add_to_chunks(self, cut: Sequence[Request], counts: dict[Request, int], budget: int) -> None:
-        """Give prompts that were cut short the tokens that nobody else took, as far as there are pages."""
+    def _add_to_chunks(
+        self, cut: Sequence[Request], counts: dict[Request, int], admitted: Mapping[Request, int]
+    ) -> None:
+        """Give prompts that were cut short the tokens that nobody else took, as far as there are rows and pages."""
+        budget = self._max_tokens - sum(counts.values()) - sum(admitted.values())
         for request in cut:
             count = counts.get(request, 0)
+            if not request.is_running or (not count and len(counts) + len(admitted) >= self._limits.max_num_seqs):
+                continue
             more = min(budget, _missing(request) - count)
             end = request.num_computed_tokens + count + more
             if more > 0 and (request.room >= end or self._memory.grow(request, end)):
@@ -287,6 +317,8 @@ class Scheduler:
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
         if not preempted:
+            if rows == self._limits.max_num_seqs:
+                budget = max(1, budget)  # who begins takes another's row, and its token
             admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._ahead.read(self.waiting)
@@ -376,6 +408,11 @@ class Scheduler:
         """End a request that is in neither queue, with an error."""
         request.finish_reason, request.state = FinishReason.ERROR, RequestState.DONE
         self._forget(request)
+        self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
+
+    def _end(self, request: Request, error: str, failure: LoadFailure | None) -> None:
+        """End a request with an error, whichever queue it is in."""
+        self._finish(request, FinishReason.ERROR)
         self._failed.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, failure=failure))
 
     def _finish(self, request: Request, reason: FinishReason) -> None:

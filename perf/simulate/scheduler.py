@@ -10,7 +10,7 @@ from typing import Any
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from ...core.scheduling.admission import Admission, Step
+from ...core.scheduling.admission import Admission, Place, Step
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
@@ -79,11 +79,11 @@ class SimAdmission(Admission):
             self._note_cold()
         return admitted
 
-    def _has_place(self, running: Running, rows: int) -> bool:
-        return rows < self._most_rows and super()._has_place(running, rows)
+    def _place(self, running: Running, rows: int) -> Place | None:
+        return super()._place(running, rows) if rows < self._most_rows else None
 
-    def _order(self, step: Step) -> QueueOrder:
-        self._current_order = super()._order(step)
+    def _order(self, step: Step, place: Place) -> QueueOrder:
+        self._current_order = super()._order(step, place)
         return self._current_order
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
@@ -105,7 +105,7 @@ class SimAdmission(Admission):
         """
         limits, until = self._limits, math.inf
         if len(running) >= limits.max_num_seqs:
-            return until
+            return until if len(self._waiting.accounts.keys() | running.accounts.keys()) == 1 else None
         if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.accounts) > 1:
             return None
         overdue_before = self._clock() - limits.max_overtake_seconds

@@ -697,8 +697,12 @@ class EngineMachine(RuleBasedStateMachine):
         in_step = {row.request_id for row in plan.rows}
         sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
-        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available:
+        is_full = len(plan.rows) == self.config.max_num_seqs
+        reached["sat out for another account"] += is_full and any(not request.call for request in sitting_out)
+        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not is_full:
             assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
+        if is_full:
+            self._check_rows(in_step)
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -736,6 +740,23 @@ class EngineMachine(RuleBasedStateMachine):
             others = [w for w in self.scheduler.waiting if w.account != request.account]
             reached["an account's turn"] += any(other.place < request.place for other in others)
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
+
+    def _check_rows(self, in_step):
+        """No account that could begin waits without a row while another has two, where there is room for all."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        rows = Counter(request.account for request in running if request.id in in_step)
+        assert rows.keys() == running.accounts.keys() or running.calls, "an account whose requests all sit out"
+        block, used = self.config.block_tokens, self.executor.whole.num_tokens
+        growth = sum(1 + (r.max_length - r.num_tokens) // block for r in running)
+        growth += sum(2 + r.max_length // block for r in waiting) + sum(a.num_pages for a in self._adapters())
+        has_room = growth <= self.engine.reclaimer.available and used < self.config.max_num_batched_tokens
+        if self.scheduler.num_preemptions > self.preemptions_before or not has_room or self.config.weights:
+            return
+        if self.config.chunked_prefill and self.config.max_adapters_per_step is None and not running.calls:
+            reached["room for all"] += 1
+            for account, groups in waiting.accounts.items():
+                if account not in rows and None in groups:
+                    assert max(rows.values()) == 1, f"{account!r} waits beside {rows}"
 
     def _check_output(self, expected, output: RequestOutput):
         assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)
@@ -944,9 +965,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
         stats = self.engine.stats()
         running, seats = self.scheduler.running, self.config.max_num_seqs
-        assert running.num_calls <= seats
+        assert running.accounts == Counter(request.account for request in running)
+        assert len(running.accounts) <= seats
         assert all(len(members) <= seats for members in running.calls.values())
-        assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
+        several = running.calls or len(running.accounts) > 1
+        assert stats.num_running <= (2 * seats - 1 if several else seats)
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
@@ -1064,6 +1087,7 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
+    assert reached.keys() >= {"sat out for another account", "room for all"}
     assert reached.keys() >= {"merged step", "shadow kept", "shadow gone"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached
