@@ -13,6 +13,7 @@ from typing import Any
 
 from ..graphs.runner import StepMode
 from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
+from ..memory.files.error import LoadFailure
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -299,6 +300,18 @@ class Engine:
     def unpin_adapter(self, name: str) -> None:
         """Let an adapter be evicted again when idle. UnknownAdapter if absent."""
         self.store.unpin(self.store.get(name))
+
+    def remove_adapter(self, name: str, *, force: bool = False) -> int:
+        """Forget an adapter; returns how many requests were ended for it. UnknownAdapter if absent.
+
+        Requests that hold it, or an earlier version of it, finish with it, then its pages go back. force: they end with
+        an error, and the pages are free at once.
+        """
+        versions = [adapter for adapter in self.store.versions() if adapter.name == name]
+        self.store.unregister(name)
+        if not force:
+            return 0
+        return self.scheduler.end_users(versions, f"adapter {name!r} was removed", LoadFailure.REMOVED)
 
     def merge(self, name: str) -> None:
         """Have steps compute with an adapter in a copy of the weights as soon as that is made, a part between any two.

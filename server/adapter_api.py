@@ -10,10 +10,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field, StrictBool
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
+from ..core.requests.sampling_params import InvalidRequest
 from ..memory.adapters.adapter import MAX_NAME_CHARACTERS
 from ..memory.adapters.store import UnknownAdapter
 from ..memory.files.directory import MAX_PATH_BYTES
@@ -21,7 +22,7 @@ from ..memory.files.error import AdapterFormatError, shown
 from ..memory.files.format import STEM
 from ..memory.host.limited_threads import NoThreadLeft
 from .adapter_loads import AdapterLoads, LoadTimedOut
-from .errors import DISK_FAULTS, ApiError, Body, read_body, validated
+from .errors import DISK_FAULTS, ApiError, Body, clipped, read_body, validated
 from .executors import PoolFull
 from .settings import AdapterName, Settings
 from .worker import EngineWorker
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from ..memory.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
+
+PIN_SECONDS = 0.02
+"""Seconds between two looks at whether an adapter that is to be pinned has been read."""
 
 
 def _check_path(path: str) -> str:
@@ -62,6 +66,13 @@ class UnloadLoraAdapter(BaseModel):
     """POST /v1/unload_lora_adapter. `lora_int_id` may come along, as vLLM's clients send it, and means nothing."""
 
     lora_name: Annotated[str, Field(max_length=MAX_NAME_CHARACTERS)]
+    force: bool | None = False
+
+
+class ChangeAdapter(BaseModel):
+    """PATCH /v1/adapters/NAME."""
+
+    pinned: StrictBool
 
 
 class AdapterRoots:
@@ -123,10 +134,12 @@ class _Seen:
     tier: str
     pages: int
     references: int
+    pinned: bool
 
     @classmethod
     def of(cls, store: AdapterStore, adapter: Adapter) -> _Seen:
-        return cls(adapter, store.tier(adapter).value, len(adapter.pages), adapter.references)
+        pinned = store.is_pinned(adapter)
+        return cls(adapter, store.tier(adapter).value, len(adapter.pages), adapter.references - pinned, pinned)
 
     def body(self, request: Request) -> dict[str, Any]:
         manifest = self.adapter.manifest
@@ -138,6 +151,7 @@ class _Seen:
             "tier": self.tier,
             "pages": self.pages,
             "references": self.references,
+            "pinned": self.pinned,
             "path": shown_path(manifest.path, request),
             "content_hash": manifest.content_hash,
             "no_effect": manifest.no_effect,
@@ -184,9 +198,26 @@ class AdapterApi:
         return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
 
     async def remove(self, request: Request) -> Response:
+        """Removes an adapter: when the last request that holds it has ended, or with `?force=true` at once."""
+        name, force = request.path_params["name"], request.query_params.get("force", "false")
+        if force not in ("true", "false"):
+            raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
+        ended = await self._unload(name, None, force=force == "true")
+        return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
+
+    async def change(self, request: Request) -> Response:
+        """Pins an adapter, which loads it, or unpins it."""
+        asked = await self._read(ChangeAdapter, request)
         name = request.path_params["name"]
-        await self._unload(name, None)
-        return JSONResponse({"object": "adapter", "name": name, "deleted": True})
+        try:
+            if asked.pinned:
+                await self._pin(name)
+            else:
+                await self._call(lambda engine: engine.unpin_adapter(name))
+            seen = await self._call(lambda engine: _Seen.of(engine.store, engine.store.get(name)))
+        except UnknownAdapter:
+            raise _unknown(name, None) from None
+        return JSONResponse(seen.body(request))
 
     # --- vLLM's ---
 
@@ -201,7 +232,7 @@ class AdapterApi:
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self._read(UnloadLoraAdapter, request)
-        await self._unload(asked.lora_name, "lora_name")
+        await self._unload(asked.lora_name, "lora_name", force=bool(asked.force))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # --- common ---
@@ -238,13 +269,31 @@ class AdapterApi:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
         return await self._call(lambda engine: _Seen.of(engine.store, adapter)), replaced
 
-    async def _unload(self, name: str, field: str | None) -> None:
+    async def _pin(self, name: str) -> None:
+        """Pin an adapter once it has been read."""
+        seconds = self._settings.adapter_load_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while not await self._call(lambda engine: engine.pin_adapter(name)):
+                    await asyncio.sleep(PIN_SECONDS)
+        except InvalidRequest as error:
+            raise ApiError(400, str(error), param="pinned", code="no_room_to_pin") from None
+        except AdapterFormatError as error:
+            status, again = (503, 1) if error.failure.may_pass else (424, None)
+            raise ApiError(status, str(error), code=error.failure, retry_after=again) from None
+        except TimeoutError:
+            message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
+            raise ApiError(504, message, code="load_timed_out") from None
+
+    async def _unload(self, name: str, field: str | None, *, force: bool) -> int:
+        """Remove an adapter; returns how many requests were ended for it."""
         self._roots.require()
         try:
-            await self._call(lambda engine: engine.store.unregister(name))
+            ended = await self._call(lambda engine: engine.remove_adapter(name, force=force))
         except UnknownAdapter:
             raise _unknown(name, field) from None
-        log.info("removed adapter %s", name)
+        log.info("removed adapter %s; %d requests were ended", name, ended)
+        return ended
 
     async def _call(self, function: Any) -> Any:
         return await asyncio.wrap_future(self._worker.call(function))

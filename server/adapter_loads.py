@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import report
+from ..core.requests.sampling_params import InvalidRequest
+from ..memory.files.error import AdapterFormatError
 from ..memory.files.identity import open_unchanged
 from ..memory.host.image import HostImage
 from ..memory.host.limited_threads import LimitedThreads, NoAnswer
@@ -106,6 +108,19 @@ def _swap(
     replaced = name in engine.store
     if replaced and not replace:
         raise FileExistsError(name)
+    was_pinned = replaced and engine.store.is_pinned(engine.store.get(name))
     adapter = engine.store.register(name, manifest, image)
+    if was_pinned:
+        _pin_again(name, engine)
     engine.quarantine.pop(name, None)
     return adapter, replaced
+
+
+def _pin_again(name: str, engine: Engine) -> None:
+    """Pin the new version of a pinned adapter, where there is room beside the old one that may still run."""
+    try:
+        pinned, reason = engine.pin_adapter(name), "it is still being read"
+    except (InvalidRequest, AdapterFormatError) as error:
+        pinned, reason = False, str(error)
+    if not pinned:
+        log.warning("adapter %s was pinned, its new version is not: %s", name, reason)

@@ -90,6 +90,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             Route("/v1/adapters", adapters.list_all, methods=["GET"]),
             Route("/v1/adapters", adapters.add, methods=["POST"]),
             Route("/v1/adapters/{name:path}", adapters.show, methods=["GET"]),
+            Route("/v1/adapters/{name:path}", adapters.change, methods=["PATCH"]),
             Route("/v1/adapters/{name:path}", adapters.remove, methods=["DELETE"]),
             Route("/v1/load_lora_adapter", adapters.load_lora_adapter, methods=["POST"]),
             Route("/v1/unload_lora_adapter", adapters.unload_lora_adapter, methods=["POST"]),

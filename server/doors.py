@@ -109,7 +109,7 @@ class Doors:
         identity = self._keys.identify(headers.get("authorization"))
         if changes_adapters(method, path) and not identity.may_change_adapters:
             raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
-        if method == "POST" and not _is_json(headers.get("content-type", "")):
+        if method in ("POST", "PATCH") and not _is_json(headers.get("content-type", "")):
             given = clipped(headers.get("content-type", "")) or "nothing"
             raise ApiError(415, f"the content-type is {given!r}, the body must be application/json",
                            code="unsupported_media_type")  # fmt: skip

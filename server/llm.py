@@ -165,9 +165,9 @@ class LLM:
         """
         self._loads.load(name, lambda: Path(path)).result()
 
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; answers in progress finish with it. UnknownAdapter if there is none of that name."""
-        self._worker.call(lambda engine: engine.store.unregister(name)).result()
+    def unload_adapter(self, name: str, *, force: bool = False) -> None:
+        """Forget an adapter; answers in progress finish with it or, with `force`, end with an error."""
+        self._worker.call(lambda engine: engine.remove_adapter(name, force=force)).result()
 
     # -- life
 

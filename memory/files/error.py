@@ -8,18 +8,19 @@ _LONGEST = 160
 
 
 class LoadFailure(StrEnum):
-    """Reason why an adapter was not loaded, or pages were lacking; the values are the codes that clients are told."""
+    """Reason why an adapter is not there, or pages were lacking; the values are the codes that clients are told."""
 
     UNREADABLE = "adapter_unreadable"
     TIMEOUT = "adapter_timeout"
     CHANGED = "adapter_changed"
     INVALID = "adapter_invalid"
     NO_ROOM = "no_room_beside_pinned"
+    REMOVED = "adapter_removed"
 
     @property
     def may_pass(self) -> bool:
         """True if the same request may succeed later, though nobody mends the adapter."""
-        return self not in (LoadFailure.CHANGED, LoadFailure.INVALID)
+        return self not in (LoadFailure.CHANGED, LoadFailure.INVALID, LoadFailure.REMOVED)
 
 
 class AdapterFormatError(ValueError):

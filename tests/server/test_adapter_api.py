@@ -153,6 +153,7 @@ def test_our_own_routes(live, reference, root):
         "tier": "device",
         "pages": body["pages"],
         "references": 0,
+        "pinned": False,
         "path": str(root / "r8-attention"),
         "content_hash": body["content_hash"],
         "no_effect": False,
@@ -166,7 +167,7 @@ def test_our_own_routes(live, reference, root):
     assert response.status_code == 200 and response.json()["version"] == 3
     assert says(live, "a/b", reference, "r3-mlp")
     deleted = live.client.delete("/v1/adapters/a/b")
-    assert deleted.json() == {"object": "adapter", "name": "a/b", "deleted": True}
+    assert deleted.json() == {"object": "adapter", "name": "a/b", "deleted": True, "ended_requests": 0}
     for method in ("GET", "DELETE"):
         assert error_of(live.client.request(method, "/v1/adapters/a/b"), 404) == (None, "adapter_not_found")
 
@@ -184,6 +185,88 @@ def test_a_stream_finishes_with_the_version_it_began_with(live, reference, root)
             if len(tokens) == 3 and line:
                 httpx.delete(f"{live.url}/v1/adapters/first").raise_for_status()
     assert tokens == reference.greedy("r2-qv", prompt, 60)
+
+
+def stream_until(live, body, at, then):
+    """Stream an answer and call `then` when `at` tokens have come; the tokens, and the error if there is one."""
+    tokens, error, called = [], None, False
+    body = {"temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True, **body}
+    with live.client.stream("POST", "/v1/completions", json=body) as stream:
+        for line in stream.iter_lines():
+            if line.startswith("data: {"):
+                event = json.loads(line[6:])
+                error = event.get("error", error)
+                tokens += event["choices"][0]["token_ids"] if event.get("choices") else []
+            if len(tokens) >= at and not called:
+                called = True
+                then()
+    return tokens, error
+
+
+def test_new_requests_get_the_new_version_while_a_running_one_finishes_on_the_old(live, reference, root):
+    prompt = reference.prompt("r2-qv", 9, 60, 5)
+
+    def reload():
+        with httpx.Client(base_url=live.url, timeout=20) as client:
+            client.post("/v1/adapters", json={"name": "first", "path": "r3-mlp"}).raise_for_status()
+            ask = {"model": "first", "prompt": prompt, "max_tokens": 4, "temperature": 0}
+            answer = client.post("/v1/completions", json={**ask, "ignore_eos": True, "return_token_ids": True}).json()
+            assert answer["choices"][0]["token_ids"] == reference.greedy("r3-mlp", prompt, 4)
+
+    tokens, error = stream_until(live, {"model": "first", "prompt": prompt, "max_tokens": 60}, 3, reload)
+    assert (tokens, error) == (reference.greedy("r2-qv", prompt, 60), None)
+
+
+def test_an_adapter_is_unloaded_at_once_by_force(live, reference):
+    prompt = reference.prompt("r2-qv", 9, 60, 5)
+
+    def unload():
+        deleted = httpx.delete(f"{live.url}/v1/adapters/first?force=true")
+        assert deleted.json() == {"object": "adapter", "name": "first", "deleted": True, "ended_requests": 1}
+
+    tokens, error = stream_until(live, {"model": "first", "prompt": prompt, "max_tokens": 60}, 3, unload)
+    assert len(tokens) < 60 and tokens == reference.greedy("r2-qv", prompt, 60)[: len(tokens)]
+    assert error["code"] == "adapter_removed" and "'first' was removed" in error["message"]
+    assert live.engine.stats().num_adapter_pages == 0
+    assert live.post(model="base", prompt=[5, 6], max_tokens=2).status_code == 200
+    assert error_of(live.client.delete("/v1/adapters/first?force=true"), 404) == (None, "adapter_not_found")
+    assert error_of(live.client.delete("/v1/adapters/first?force=now"), 400)[0] == "force"
+    assert error_of(live.post("/v1/unload_lora_adapter", lora_name="first", force=True), 404)[0] == "lora_name"
+
+
+class TestPins:
+    def pin(self, live, name, pinned):
+        return live.client.patch(f"/v1/adapters/{name}", json={"pinned": pinned})
+
+    def test_a_pinned_adapter_stays_resident(self, live):
+        body = self.pin(live, "first", True).json()
+        assert (body["pinned"], body["tier"], body["references"]) == (True, "device", 0)
+        assert live.client.get("/v1/adapters").json()["data"][0]["pinned"]
+        assert 'chorus_adapter_pinned{adapter="first"} 1.0' in live.client.get("/metrics").text
+        live.engine.reclaim_idle()
+        assert live.client.get("/v1/adapters/first").json()["tier"] == "device"
+        assert not self.pin(live, "first", False).json()["pinned"]
+        live.engine.reclaim_idle()
+        assert live.client.get("/v1/adapters/first").json()["pages"] == 0
+
+    def test_a_new_version_of_a_pinned_adapter_is_pinned(self, live, reference):
+        self.pin(live, "first", True).raise_for_status()
+        body = live.post("/v1/adapters", name="first", path="r3-mlp").json()
+        assert (body["pinned"], body["tier"], body["version"]) == (True, "device", 2)
+        assert says(live, "first", reference, "r3-mlp")
+        assert live.client.delete("/v1/adapters/first").status_code == 200
+        assert live.engine.stats().num_adapter_pages == 0
+
+    def test_what_cannot_be_pinned(self, live, monkeypatch):
+        assert error_of(self.pin(live, "nobody", True), 404) == (None, "adapter_not_found")
+        assert error_of(self.pin(live, "nobody", False), 404) == (None, "adapter_not_found")
+        assert error_of(self.pin(live, "first", "yes"), 400)[0] == "pinned"
+        monkeypatch.setattr(type(live.engine.store), "num_pinned_pages", 1 << 20)
+        assert error_of(self.pin(live, "first", True), 400) == ("pinned", "no_room_to_pin")
+
+    def test_bodies_that_are_no_json_are_refused(self, live):
+        response = live.client.patch("/v1/adapters/first", content="pinned=true")
+        assert response.status_code == 415
 
 
 def test_loads_of_one_name_at_once(live, reference):
