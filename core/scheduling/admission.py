@@ -144,7 +144,7 @@ class Admission:
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
-                self._shares.take(request)
+                self._shares.begin(request)
         return admitted
 
     def _place(self, running: Running, rows: int) -> Place | None:
@@ -154,7 +154,7 @@ class Admission:
         seats = self._seats
         if len(running) < seats:
             return Place.SEAT
-        if self._shares.can_give() and self._shares.is_open_to(self._waiting.accounts, self._late()):
+        if self._shares.is_open_to(self._waiting.accounts):
             return Place.ACCOUNT
         if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
             return Place.CALL
@@ -167,28 +167,23 @@ class Admission:
         and has nothing running.
         """
         account, late = request.account, order.is_late()
-        if not self._shares.may_begin(account, late):
+        if not self._shares.may_begin(account):
             return False
-        victim = self._shares.sitting_out(account)
-        if victim is None and late and account not in step.running.accounts:
-            victim = self._victims.choose(step.running)
-            if step.running.accounts[victim.account] < 2:
-                return False
+        victim, running = self._shares.sitting_out(account), step.running
         if victim is None:
-            return False
+            earlier = self._shares.earlier() if late and account not in running.accounts else ()
+            victim = self._victims.choose(earlier) if len(earlier) > 1 else None
+            if victim is None or victim is running[0] or running.accounts[victim.account] < 2:
+                return False
+            self._shares.free_row(victim)
         step.growth = None
         self._preempt(victim)
         return True
 
-    def _late(self) -> dict[str, float]:
-        """Return the accounts that have waited too long for a turn, and since when."""
-        return self._turns.late(self._waiting.accounts, self._clock(), self._num_steps())
-
     def _order(self, step: Step, place: Place) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        late = self._late()
-        filtered = place is Place.ACCOUNT
-        may_begin = (lambda account: self._shares.may_begin(account, account in late)) if filtered else None
+        late = self._turns.late(self._waiting.accounts, step.now, self._num_steps())
+        may_begin = self._shares.may_begin if place is Place.ACCOUNT else None
         only_firsts, before = place is Place.CALL, step.overdue_before
         return QueueOrder(self._waiting, self._policy, self._store, before, may_come, only_firsts, late, may_begin)
 

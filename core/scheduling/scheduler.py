@@ -56,13 +56,13 @@ class Scheduler:
         self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths(memory.block_tokens)
-        self._seats = SeatShares(limits.max_num_seqs, limits.weights)
+        self.running = Running()
+        self._seats = SeatShares(limits.max_num_seqs, self.running, clock)
         self._admission = self.admission_type(
             limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, self._seats,
             self._policies.victim, clock, lambda: self.num_steps, self._fail, self.preempt,
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
-        self.running = Running()
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
@@ -127,7 +127,7 @@ class Scheduler:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
             before = self.num_preemptions
-            self._seats.begin_step(self.running, self.running if sharing is None else sharing)
+            self._seats.begin_step(self.running if sharing is None else sharing)
             admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
             if rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before:
                 counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
@@ -358,7 +358,9 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Free all that a running request holds, and charge its account for what it has computed."""
+        expected = request.charged
         self._policies.queue.settle(request)
+        self._seats.end(request, expected)
         self._memory.release(request)
 
     # -- a step's result

@@ -1,33 +1,72 @@
-"""Shares of the seats: the rows of a step by account, and who sits out where more requests run than it has rows."""
+"""Shares of the seats: who gives the row of a step away, and to whom, where more requests run than it has rows."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
 from ..requests.request import Request
 from .running import Running
 
+WINDOW_SECONDS = 10.0
+"""Time in which what an account was given is forgotten, but for a part of 1/e. Chosen: as long as a turn."""
+
 
 class SeatShares:
-    """Deals the rows of a step to accounts, max-min fair over their weights.
+    """Deals the rows of a step to accounts by what each was given lately.
 
-    With every seat taken, an account may still begin a request if it has fewer rows than another, which is left with no
-    less than it has then. The newest decoding request of whoever has most sits out for it: it keeps its pages and its
-    state, nothing is computed twice, and it goes on when a row is free. An account keeps one row at least, of its
-    oldest request, and begins nothing while one of its own sits out.
+    That is the cost, by the queue's policy, of the requests that it has running and of those that ended lately. With
+    every seat taken, an account may still begin a request if it has no row, or was given less than the one that was
+    given most of those with two rows or more: the newest decoding request of that one sits out for it. It keeps its
+    pages and its state, nothing is computed twice, and it goes on when a row is free. An account keeps one row at
+    least, of its oldest request, and begins nothing while one of its own sits out.
     """
 
-    def __init__(self, max_rows: int, weights: Mapping[str, float]) -> None:
-        """max_rows: of a step. weights: by account; 1 where nothing is said."""
+    def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
+        """max_rows: of a step. running: the requests that run, which others change."""
         self._max_rows = max_rows
         self._most_running = 2 * max_rows - 1
-        self._weights = weights
-        self._running = Running()
-        self._taking: Sequence[Request] = self._running  # those that have rows of the step being decided
+        self._running = running
+        self._clock = clock
+        self._held: dict[str, float] = {}  # cost of running requests, by account
+        self._ended: dict[str, tuple[float, float]] = {}  # cost of those that ended, and as of when
+        self._taking: Sequence[Request] = running  # those that have rows of the step being decided
+        self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
-        self._num_rows = 0
-        self._begun: list[Request] = []
+
+    # -- what accounts were given
+
+    def begin(self, request: Request) -> None:
+        """Note that a request begins to run, which its account has been charged for, and takes a row of the step."""
+        account = request.account
+        self._held[account] = self._held.get(account, 0.0) + request.charged
+        self._begun.add(request)
+        self._rows[account] = self._rows.get(account, 0) + 1
+        if sum(self._rows.values()) > self._max_rows:
+            self._rows[self._giver(self._rows)] -= 1
+
+    def end(self, request: Request, expected: float) -> None:
+        """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
+        account = request.account
+        self._held[account] -= expected
+        if account not in self._running.accounts:
+            del self._held[account]
+        now = self._clock()
+        self._ended[account] = self._lately(account, now) + request.charged, now
+        if len(self._ended) > 2 * self._max_rows + 64:  # those that were given least
+            kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self._max_rows - 32 :]
+            self._ended = {each: self._ended[each] for each in kept}
+
+    def given(self, account: str) -> float:
+        """Return the cost of what an account was given lately."""
+        return self._held.get(account, 0.0) + self._lately(account, self._clock())
+
+    def _lately(self, account: str, now: float) -> float:
+        cost, then = self._ended.get(account, (0.0, now))
+        return cost * math.exp((then - now) / WINDOW_SECONDS)
+
+    # -- rows
 
     def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
         """Return those of `requests`, which are in order of admission, that share a step: as many as it has rows.
@@ -42,7 +81,7 @@ class SeatShares:
         yielding: dict[str, list[Request]] = {}
         sits_out: set[Request] = set()
         while len(sits_out) < short:
-            account = self._richest(rows)
+            account = self._giver(rows)
             if account not in yielding:  # the newest last; a prompt that has begun is computed to its end
                 yielding[account] = sorted((r for r in members[account] if r not in begun), key=_decodes)
             if yielding[account]:
@@ -52,46 +91,33 @@ class SeatShares:
                 rows[account] = 0
         return [request for request in requests if request not in sits_out]
 
-    def begin_step(self, running: Running, taking: Sequence[Request]) -> None:
-        """Take note of a step before requests are admitted to it. taking: those of `running` that have rows of it."""
-        self._running, self._taking = running, taking
-        self._num_rows, self._begun = len(taking), []
-        everybody = self._num_rows == len(running)
-        self._rows = dict(running.accounts) if everybody else dict(Counter(request.account for request in taking))
+    def begin_step(self, taking: Sequence[Request]) -> None:
+        """Take note of a step before requests are admitted to it. taking: the running requests that have rows of it."""
+        self._taking, self._begun = taking, set()
+        everybody = len(taking) == len(self._running)
+        accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
+        self._rows = dict(accounts)
 
-    def can_give(self) -> bool:
-        """True if an account has more than one row of the step."""
-        return self._most_left() > 0
+    def is_open_to(self, waiting: Collection[str]) -> bool:
+        """True if one of the accounts that wait may begin a request though every seat is taken."""
+        running = self._running.accounts
+        if max(self._rows.values(), default=0) < 2:
+            return False
+        if len(running) < self._max_rows and any(account not in running for account in waiting):
+            return True
+        return len(running) > 1 and any(self.may_begin(account) for account in running if account in waiting)
 
-    def is_open_to(self, accounts: Iterable[str], late: Mapping[str, float]) -> bool:
-        """True if one of `accounts` may begin a request though every seat is taken.
-
-        late: those of them that have waited too long for a turn.
-        """
-        return any(self.may_begin(account, account in late) for account in accounts)
-
-    def may_begin(self, account: str, is_late: bool) -> bool:
-        """True if an account may begin a request though every seat is taken: another has more than it.
-
-        One that is late for its turn, and has nothing running, may whatever its weight.
-        """
+    def may_begin(self, account: str) -> bool:
+        """True if an account may begin a request though every seat is taken: another can give it a row."""
         own, accounts = self._rows.get(account, 0), self._running.accounts
+        if not accounts:
+            return False
         if own < accounts.get(account, 0):  # some of its own sit out
             return False
         if self.is_crowded() if own else len(accounts) >= self._max_rows:  # each account keeps a row
             return False
-        left = self._most_left()
-        return left > 0 and ((is_late and not own) or (own + 1) / self._weights.get(account, 1.0) <= left)
-
-    def take(self, request: Request) -> None:
-        """Note that a request begins in the step."""
-        self._begun.append(request)
-        account = request.account
-        self._rows[account] = self._rows.get(account, 0) + 1
-        self._num_rows += 1
-        if self._num_rows > self._max_rows:
-            self._rows[self._richest(self._rows)] -= 1
-            self._num_rows -= 1
+        giver = self._giver(self._rows)
+        return self._rows[giver] > 1 and (not own or self.given(account) < self.given(giver))
 
     def is_crowded(self) -> bool:
         """True if so many sit out that one of them has to leave before another request begins."""
@@ -101,18 +127,21 @@ class SeatShares:
         """Return the newest request of another account that has no row of the step, None where all have one."""
         if len(self._taking) >= len(self._running):
             return None
-        taking = {*self._taking, *self._begun}
+        taking = self._begun.union(self._taking)
         out = (r for r in reversed(self._running) if r not in taking and r.account != account)
         return next(out, None)
 
-    def _most_left(self) -> float:
-        """Return the most that an account would be left with, over its weight, if it gave a row away; 0 if none can."""
-        weights = self._weights
-        return max(((rows - 1) / weights.get(account, 1.0) for account, rows in self._rows.items()), default=0.0)
+    def earlier(self) -> list[Request]:
+        """Return the running requests that began before the step."""
+        return [request for request in self._running if request not in self._begun]
 
-    def _richest(self, rows: Mapping[str, int]) -> str:
-        weights = self._weights
-        return max(rows, key=lambda account: (rows[account] - 1) / weights.get(account, 1.0))
+    def free_row(self, request: Request) -> None:
+        """Note that a request that has a row of the step is sent back to the queue."""
+        self._rows[request.account] -= 1
+
+    def _giver(self, rows: Mapping[str, int]) -> str:
+        """Return the account that was given most of those with two rows or more; of all where none has."""
+        return max(rows, key=lambda account: (rows[account] > 1, self.given(account), rows[account]))
 
 
 def _decodes(request: Request) -> bool:

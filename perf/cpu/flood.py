@@ -4,11 +4,11 @@
 
 The engine's capacity is measured first: requests per second with every seat taken. A tenant's share is `--load` of that
 over the number of tenants. Then the same seeded Poisson arrivals are served in the same engine again and again: with
-every tenant at its share ("calm"), and with the first at `--flood` times its share under each order of the queue: tenants
-take turns, resident adapters go first whoever asks, first come first served. Bars: the other tenants' 99th percentile of
-the time to the first token is at most 1.5 times what it is when all send their share, and tokens per second at least 0.95
-of what first come first served gives. "alone" is one of the others with the machine to itself: shown, and no bar, since it
-has no part of anybody's share to bear. Every tenant has an adapter of its own.
+every tenant at its share ("calm"), and with the first at `--flood` times its share under each order of the queue:
+tenants take turns, resident adapters go first whoever asks, first come first served. Bars: the other tenants' 99th
+percentile of the time to the first token is at most 1.5 times what it is when all send their share, and tokens per
+second at least 0.95 of what first come first served gives. "alone" is one of the others with the machine to itself:
+shown, and no bar, since it has no part of anybody's share to bear. Every tenant has an adapter of its own.
 """
 
 from __future__ import annotations

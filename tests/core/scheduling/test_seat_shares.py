@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.scheduling.running import Running
-from chorus.core.scheduling.seat_shares import SeatShares
+from chorus.core.scheduling.seat_shares import WINDOW_SECONDS, SeatShares
 
 from .test_scheduling import HeldReads, House
 
@@ -141,6 +142,20 @@ class TestRoom:
         assert house.expected["new"].output, "it began long before the others' ends"
         house.drain()
 
+    def test_who_has_just_begun_yields_no_pages(self):
+        """Two are late in one step: the first begins, the second lacks pages and would take them from it."""
+        house = House(num_pages=1 + 14, max_turn_steps=3)
+        house.add("first 0", prompt=[5] * 4, max_tokens=20, tenant="first")
+        house.add("other", prompt=[6] * 30, max_tokens=6, tenant="other")
+        house.step()
+        house.add("first 1", prompt=[7] * 28, tenant="first")
+        house.add("second", prompt=[8] * 32, tenant="second")
+        while "first 1" not in rows(house):
+            house.step()
+        assert house.engine.stats().num_preemptions == 0
+        assert "second" not in rows(house)
+        house.drain()
+
     def test_no_more_sit_out_than_there_are_seats(self):
         house = House(max_num_seqs=4)
         for wave in range(6):
@@ -153,47 +168,99 @@ class TestRoom:
         house.drain(20_000)
 
 
-def made(account, index, decodes=True):
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(account, index, decodes=True, cost=1.0):
     request = Request(f"{account} {index}", [5] * (1 if decodes else 9), SamplingParams())
-    request.account = account
+    request.account, request.charged = account, cost
     return request
 
 
-@given(
-    st.lists(st.sampled_from("abcd"), min_size=1, max_size=24),
-    st.integers(4, 12),
-    st.sampled_from([{}, {"a": 3.0, "b": 0.25}]),
-)
-def test_rows_are_dealt_max_min_fair_and_to_the_oldest(accounts, seats, weights):
-    requests = [made(account, index) for index, account in enumerate(accounts)]
-    dealt = SeatShares(seats, weights).deal(requests)
+def taken(seats, requests):
+    """Shares, and the running requests, of which nobody sits out."""
+    running = Running()
+    shares = SeatShares(seats, running, Clock())
+    shares.begin_step(running)
+    for request in requests:
+        running.append(request)
+        shares.begin(request)
+    shares.begin_step(running)
+    return shares, running
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
+def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
+    requests = [made(account, index, cost=float(cost)) for index, (account, cost) in enumerate(asked)]
+    shares, _ = taken(100, requests)
+    shares._max_rows = seats  # noqa: SLF001 - all have begun before
+    dealt = shares.deal(requests)
     assert len(dealt) == min(seats, len(requests))
-    had, have = Counter(accounts), Counter(request.account for request in dealt)
-    left = {account: (have[account] - 1) / weights.get(account, 1.0) for account in have}
+    had, have = (Counter(request.account for request in each) for each in (requests, dealt))
     assert have.keys() == had.keys(), "each keeps a row"
     for account in had:
         own = [request for request in requests if request.account == account]
         assert [request for request in dealt if request.account == account] == own[: have[account]]
         if have[account] < had[account]:
-            assert max(left.values()) <= have[account] / weights.get(account, 1.0)
+            richer = [each for each in had if shares.given(each) > shares.given(account)]
+            assert all(have[each] == 1 for each in richer)
 
 
 def test_a_prompt_that_has_begun_is_computed_to_its_end():
     requests = [made("a", 0), made("a", 1), made("a", 2, decodes=False)]
-    assert [request.id for request in SeatShares(2, {}).deal(requests)] == ["a 0", "a 2"]
+    assert [request.id for request in SeatShares(2, Running(), Clock()).deal(requests)] == ["a 0", "a 2"]
+
+
+def test_what_was_given_is_forgotten_once_it_has_ended():
+    shares, running = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
+    shares._clock.now = 1000.0  # noqa: SLF001
+    assert shares.given("a") == 12.0, "however long they run"
+    ended = running[0]
+    running.remove(ended)
+    shares.end(ended, ended.charged)
+    assert shares.given("a") == 12.0
+    shares._clock.now += WINDOW_SECONDS  # noqa: SLF001
+    assert shares.given("a") == pytest.approx(4.0 + 8.0 / math.e)
+
+
+def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyond_a_row():
+    """Beside an account that had much lately, with no more rows than it has now."""
+    house = flooded()
+    while house.engine.scheduler.waiting:
+        house.step()
+    for index in range(3):
+        house.add(f"few {index}", max_tokens=4, tenant="few")
+    for _ in range(3):
+        house.step()
+    assert Counter(name.split()[0] for name in rows(house)) == {"many": 1, "few": 3}
+    house.drain()
+
+
+def test_accounts_that_were_given_something_are_forgotten():
+    shares, running = taken(4, [])
+    for index in range(5000):
+        request = made(f"{index}", index)
+        running.append(request)
+        shares.begin_step(running)
+        shares.begin(request)
+        running.remove(request)
+        shares.end(request, request.charged)
+        shares._clock.now += 1.0  # noqa: SLF001
+    assert shares.given("10") == 0
+    assert shares.given("4999") > 0
 
 
 @given(st.lists(st.sampled_from("abcdef"), min_size=4, max_size=4), st.lists(st.sampled_from("abcdef"), max_size=30))
-def test_nobody_gives_a_row_and_takes_it_back(holders, comers):
-    """Who may begin takes from one who is left with no less; so in the end nobody may."""
-    shares, running = SeatShares(4, {}), Running()
-    for index, account in enumerate(holders):
-        running.append(made(account, index))
-    shares.begin_step(running, list(running))
+def test_no_more_begin_than_have_a_seat_or_sit_out(holders, comers):
+    shares, running = taken(4, [made(account, index) for index, account in enumerate(holders)])
     for index, account in enumerate(comers):
-        if len(running) < 7 and shares.may_begin(account, False):
+        if shares.may_begin(account):
             request = made(account, 10 + index)
             running.append(request)
-            shares.take(request)
-    assert len(running) <= 4 + 3
+            shares.begin(request)
+            assert len(running) <= 7 + (running.accounts[account] == 1), "one without any has another leave for it"
     assert len(running.accounts) <= 4
