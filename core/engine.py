@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ..graphs.runner import StepMode
-from ..memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
+from ..memory.adapters.reclaimer import Reclaimer
+from ..memory.adapters.store import AdapterStore, UnknownAdapter
 from ..memory.files.error import LoadFailure
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
@@ -22,6 +23,7 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.transfer import ExecutorLost
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
@@ -30,7 +32,7 @@ from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import CannotMerge, ExecutorLost, RequestOutput, StepPlan, StepResult
+from .requests.types import CannotMerge, RequestOutput, StepPlan, StepResult
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies

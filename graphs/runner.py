@@ -13,13 +13,20 @@ Output = TypeVar("Output")
 
 
 class DecodeBuckets:
-    """1, 2, 4, 8, 16, 24, … ending exactly at `max_num_seqs`."""
+    """1, 2, 4, 8, 16, 24, … 128, 144, … 256, 288, … ending exactly at `max_num_seqs`.
+
+    A step is 8, or from 64 on an eighth of the power of two below it: at most an eighth is padding, and the number of
+    graphs, with the time and memory that they take, grows by the logarithm.
+    """
 
     def __init__(self, max_num_seqs: int) -> None:
         if max_num_seqs < 1:
             raise ValueError(f"max_num_seqs is {max_num_seqs}; at least 1 is needed")
-        ladder = [1, 2, 4, *range(8, max_num_seqs, 8), max_num_seqs]
-        self.sizes = tuple(sorted({size for size in ladder if size <= max_num_seqs}))
+        ladder, size = [1, 2, 4], 8
+        while size < max_num_seqs:
+            ladder.append(size)
+            size += max(8, 1 << size.bit_length() - 4)
+        self.sizes = tuple(sorted({size for size in [*ladder, max_num_seqs] if size <= max_num_seqs}))
 
     def pick(self, num_rows: int) -> int:
         """The smallest bucket that holds `num_rows` rows. ValueError above the largest."""

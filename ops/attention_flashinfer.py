@@ -11,6 +11,9 @@ what follows from it here:
   neither may be written again before that copy is done. An event after every plan guards both.
 - The integer workspace holds what the last plan said until `run` is over: a wrapper has its own. The float workspace is
   scratch of a single `run`: all wrappers share one.
+- `max_token_per_sequence` and `max_sequence_kv` of a prefill plan are not for us: with them, the plan of 0.6.4 makes no
+  host copies of the lengths, and then reads them. `fast_decode_plan` outside graph mode would have the kernel read the
+  host's `indptr`.
 - In graph mode the launch grid depends on the number of rows alone, so a replay after any other plan is right.
 - The Hopper prefill kernel (fa3) neither splits a long KV over processors nor packs the heads that share it, and every
   row takes a tile of 128 queries. A decode row would be slow there, so decode rows of a mixed step have a wrapper of
@@ -39,6 +42,10 @@ HEAD_DIMS = (64, 128, 256)
 #: Heads sharing a KV head from which decode takes the tensor-core kernel: it multiplies tiles of 16 rows, of which
 #: those heads fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
 TENSOR_CORE_GROUP = 4
+
+#: What decode takes of the tensor-core kernels, said rather than left to a version's choice: the others neither split a
+#: long KV nor pack heads, and `unavailable_modules` asks for this one.
+DECODE_KERNEL = "fa2"
 
 #: Least float workspace, what FlashInfer's authors recommend.
 FLOAT_WORKSPACE_BYTES = 128 << 20
@@ -110,7 +117,7 @@ class RaggedAttention:
             backend.workspace, "NHD", backend=prefill_kernel(backend.head_dim)
         )
         self._decode = module.BatchDecodeWithPagedKVCacheWrapper(
-            backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores
+            backend.workspace, "NHD", use_tensor_cores=backend.tensor_cores, backend=DECODE_KERNEL
         )
         self._prefill_tokens = 0
         self._num_tokens = 0
@@ -169,6 +176,7 @@ class DecodeAttention:
             paged_kv_indptr_buffer=buffers.indptr[: bucket + 1],
             paged_kv_indices_buffer=buffers.indices,
             paged_kv_last_page_len_buffer=buffers.last_page_len[:bucket],
+            backend=DECODE_KERNEL,
         )
         self._wrapper.reset_workspace_buffer(
             backend.workspace, torch.empty(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=backend.device)
@@ -228,7 +236,7 @@ def unavailable_modules(group: int, head_dim: int, dtype: torch.dtype, device: t
     shape = (*types, head_dim, head_dim, 0, False, False)
     modules = [jit.gen_batch_prefill_module(kernel, *shape, False)]
     if group >= TENSOR_CORE_GROUP:
-        modules.append(jit.gen_batch_prefill_module("fa2", *shape, False))
+        modules.append(jit.gen_batch_prefill_module(DECODE_KERNEL, *shape, False))
     else:
         modules.append(jit.gen_batch_decode_module(*shape))
     return list(dict.fromkeys(module.name for module in modules if not module.is_aot)), cause

@@ -108,6 +108,10 @@ def rotate_and_write_heads(
     q: [tokens, HEADS, HEAD_DIM], contiguous. k_cache, v_cache: [pages, block_tokens, KV_HEADS, HEAD_DIM], …_stride
     apart. qkv: [tokens, (HEADS + 2 · KV_HEADS) · HEAD_DIM]. cos, sin: [positions, HEAD_DIM], whose halves are the same.
     rows, page, offset: int64 [tokens]. q_norm, k_norm: [HEAD_DIM], read with NORM.
+
+    A head whose k or v is not finite is written as a key of NaN and a value of 0. Attention kernels mask scores, and
+    weigh values by 0 where they are masked, which leaves NaN NaN: so who sees the token gets NaN, and nobody else does,
+    such as earlier tokens, whose pages another request may have in its prefix.
     """
     token, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     HALF: tl.constexpr = HEAD_DIM // 2
@@ -142,6 +146,12 @@ def rotate_and_write_heads(
         if NORM:
             low, high = _normed(low, high, k_norm, column, own, eps, HEAD_DIM, dtype)
         first, second = _rotated(low, high, c, s, dtype)
+        spread = (first.to(tl.float32) + second.to(tl.float32)) * 0.0
+        spread += (v_low.to(tl.float32) + v_high.to(tl.float32)) * 0.0
+        trace = tl.sum(spread, axis=1)[:, None]  # 0, or NaN where any element is NaN or infinite
+        is_sound = trace == 0.0
+        first, second = tl.where(is_sound, first, trace.to(dtype)), tl.where(is_sound, second, trace.to(dtype))
+        v_low, v_high = tl.where(is_sound, v_low, 0.0).to(dtype), tl.where(is_sound, v_high, 0.0).to(dtype)
         slot = tl.load(page + token) * page_stride + tl.load(offset + token) * token_stride
         slot = slot + head[:, None] * head_stride + column[None, :]
         tl.store(k_cache + slot, first, mask=mask)

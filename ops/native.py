@@ -1,130 +1,36 @@
 """The native CPU decoder: a whole step of a model of the Llama kind in one call.
 
-`ops/native/` is compiled when the package is built and a C++ compiler is there; without it, or without AVX-512 with
-bf16, `available` is False and callers use the torch operators. Both give the same tokens.
+Where the library is not available (`native_library`) the torch operators serve; both give the same tokens.
 """
 
 from __future__ import annotations
 
 import ctypes
-import logging
 from array import array
 from collections.abc import Collection, Mapping, Sequence
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
+from ctypes import c_int32, c_void_p
 from dataclasses import dataclass
-from functools import cache
-from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 
+from .native_library import (
+    DRAW,
+    MODULES,
+    SCORE,
+    AdapterDescriptor,
+    LayerDescriptor,
+    MergeDescriptor,
+    ModelDescriptor,
+    StepDescriptor,
+    library,
+)
 from .sampling import Chances, Scores, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
-logger = logging.getLogger(__name__)
-
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
-_MODULES = 7
-
-
-class _Adapter(Structure):
-    _fields_ = [
-        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
-        ("slab_elems", c_int64),
-        ("a_offset", c_int32 * _MODULES), ("b_offset", c_int32 * _MODULES),
-    ]  # fmt: skip
-
-
-class _Layer(Structure):
-    _fields_ = [
-        (name, c_void_p)
-        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
-                     "qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")
-    ]  # fmt: skip
-
-
-class _Model(Structure):
-    _fields_ = [
-        *((name, c_int32) for name in
-          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
-        ("eps", c_float), ("reserved", c_int32), ("layer", POINTER(_Layer)),
-        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
-    ]  # fmt: skip
-
-
-class _Step(Structure):
-    _fields_ = [
-        *((name, c_int32) for name in ("tokens", "rows", "segments", "logits_wanted")),
-        *((name, c_void_p) for name in
-          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
-        ("table_stride", c_int64),
-        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
-           "logit_rows", "segment_ready", "segment_late")),
-        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
-        *((name, c_void_p) for name in ("segment_level", "layer", "draws")),
-    ]  # fmt: skip
-
-
-class _Merge(Structure):
-    _fields_ = [
-        ("origin", c_void_p), ("to", c_void_p),
-        *((name, c_int32) for name in ("group", "layer", "columns", "inputs")),
-        ("parts", c_void_p), ("count", c_int64),
-    ]  # fmt: skip
-
-
-# They mirror the structures of ops/native/panels.h and sampling.h.
-_DRAW = np.dtype(
-    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
-     ("token", "i8")]
-)  # fmt: skip
-_SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
-
-#: chorus_descriptors() in decoder.cpp.
-_DESCRIPTORS = ((sizeof(_Step) * 1000 + sizeof(_Model)) * 1000 + sizeof(_Layer)) * 1000 + sizeof(_Merge)
-
-#: Of each function of the library its name, what it returns and what it takes.
-_FUNCTIONS = (
-    ("descriptors", c_int64),
-    ("supported", c_int),
-    ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
-    ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
-    ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
-    ("rows_close", None, c_void_p),
-    ("decoder_create", c_void_p, c_int, c_void_p, c_int),
-    ("decoder_forward", None, c_void_p, c_void_p),
-    ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
-    ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
-    ("decoder_merge", c_float, c_void_p, c_void_p),
-    ("decoder_threads", c_int, c_void_p),
-    ("decoder_destroy", None, c_void_p),
-)
-
-
-@cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, None where it was not built. `available` says whether this processor can run it."""
-    for path in sorted(Path(__file__).parent.glob("_native*.so")):
-        try:
-            found = ctypes.CDLL(str(path))
-            for name, result, *arguments in _FUNCTIONS:
-                function = getattr(found, f"chorus_{name}")
-                function.restype, function.argtypes = result, arguments
-            if found.chorus_descriptors() != _DESCRIPTORS:
-                raise OSError("its descriptors are not those of this version")
-        except (OSError, AttributeError) as error:
-            logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
-            continue
-        return found
-    return None
-
-
-def available(dtype: torch.dtype) -> bool:
-    """True if the library was built, and this processor can run it in `dtype`."""
-    found = library()
-    return found is not None and dtype in (torch.bfloat16, torch.float32) and bool(found.chorus_supported())
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -154,8 +60,8 @@ def packed_shape(n: int, k: int, dtype: torch.dtype) -> tuple[int, int, int, int
 class NativeModel:
     """Shapes and weights. embed: `[vocab, hidden]`; lm_head packed; norm, cos, sin float32; arena `[pages, elems]`.
 
-    layers: a tensor, or None where there is none, for each name in `_Layer`: packed projections in the model's dtype,
-    everything else float32.
+    layers: a tensor, or None where there is none, for each name in `LayerDescriptor`: packed projections in the model's
+    dtype, everything else float32.
     """
 
     hidden: int
@@ -211,10 +117,12 @@ class NativeDecoder:
             raise RuntimeError("the native library is not built; reinstall chorus with a C++ compiler")
         self._library = found
         self._model = model  # keeps the tensors alive
-        self._adapters: WeakKeyDictionary[AdapterRows, tuple[_Adapter, tuple[torch.Tensor, ...]]] = WeakKeyDictionary()
+        self._adapters: WeakKeyDictionary[AdapterRows, tuple[AdapterDescriptor, tuple[torch.Tensor, ...]]] = (
+            WeakKeyDictionary()
+        )
         self._merged: tuple[Any, Sequence[Any]] = (None, ())  # of `use_merged`: descriptors, and what they point to
         layers = self._layers(model.layers)
-        description = _Model(
+        description = ModelDescriptor(
             hidden=model.hidden, ffn=model.ffn, layers=len(model.layers), heads=model.heads, kv_heads=model.kv_heads,
             head_dim=model.head_dim, vocab=model.vocab, block_tokens=model.block_tokens, eps=model.eps, layer=layers,
             embed=_pointer(model.embed), lm_head=_pointer(model.lm_head), norm=_pointer(model.norm),
@@ -225,7 +133,7 @@ class NativeDecoder:
         self.best: list[int] = []
         self.kept: Sequence[int] | None = None
         self.chances: Mapping[int, Chances] = {}
-        self._step = _Step()
+        self._step = StepDescriptor()
         self._logits = _Room(model.vocab)
         self._scores = _Room(model.vocab)
         self._segments: tuple[Segments | None, tuple[Any, ...]] = (None, ())
@@ -308,7 +216,7 @@ class NativeDecoder:
         width: of the inputs. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
         """
         parts = (c_void_p * len(rows))(*(ctypes.addressof(self._descriptor(part)) for part in rows))
-        merge = _Merge(
+        merge = MergeDescriptor(
             origin=_pointer(origin), to=_pointer(out), group=group, layer=layer,
             columns=origin.numel() // width, inputs=width, parts=ctypes.addressof(parts), count=len(rows),
         )  # fmt: skip
@@ -320,9 +228,9 @@ class NativeDecoder:
 
     @staticmethod
     def _layers(layers: Sequence[Any]) -> Any:
-        descriptors = (_Layer * len(layers))()
+        descriptors = (LayerDescriptor * len(layers))()
         for descriptor, layer in zip(descriptors, layers, strict=True):
-            for name, *_ in _Layer._fields_:
+            for name, *_ in LayerDescriptor._fields_:
                 tensor = getattr(layer, name)
                 setattr(descriptor, name, None if tensor is None else _pointer(tensor))
         return descriptors
@@ -356,15 +264,15 @@ class NativeDecoder:
     def __del__(self) -> None:
         self.close()
 
-    def _descriptor(self, rows: AdapterRows) -> _Adapter:
+    def _descriptor(self, rows: AdapterRows) -> AdapterDescriptor:
         found = self._adapters.get(rows)
         if found is None:
             pages = torch.tensor(rows.pages, dtype=torch.int64)
             first_elem = torch.tensor(rows.first_elem, dtype=torch.int64)
-            descriptor = _Adapter(
+            descriptor = AdapterDescriptor(
                 pages=_pointer(pages), first_elem=_pointer(first_elem), rank=rows.rank, scale=rows.scale,
                 slab_elems=rows.slab_elems,
-                a_offset=(c_int32 * _MODULES)(*rows.a_offset), b_offset=(c_int32 * _MODULES)(*rows.b_offset),
+                a_offset=(c_int32 * MODULES)(*rows.a_offset), b_offset=(c_int32 * MODULES)(*rows.b_offset),
             )  # fmt: skip
             found = self._adapters[rows] = (descriptor, (pages, first_elem))
         return found[0]
@@ -388,7 +296,7 @@ class NativeSampling:
     def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
         most = min(max(counts), logits.shape[1])
-        scores = np.empty(len(rows), _SCORE)
+        scores = np.empty(len(rows), SCORE)
         ids, values = np.empty((len(rows), most), np.int64), np.empty((len(rows), most))
         first, stride = _rows_of(logits)
         scores["logits"] = first + np.asarray(rows) * stride
@@ -401,7 +309,7 @@ class NativeSampling:
 
 def _draws_of(chances: Collection[Chances]) -> np.ndarray:
     """Descriptors of draws, without logits."""
-    draws = np.zeros(len(chances), _DRAW)
+    draws = np.zeros(len(chances), DRAW)
     temperature, draws["u"], draws["top_k"], draws["top_p"], draws["min_p"] = zip(*chances, strict=True)
     draws["inverse_temperature"] = [inverse_temperature(it) for it in temperature]
     return draws

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from . import native
+from . import native_library
 
 #: A safetensors element type's number in the library; the model's dtypes have the same ones.
 ELEMENTS = {"F32": 0, "F16": 1, "BF16": 2}
@@ -87,7 +87,7 @@ class _Fault(ctypes.Structure):
 
 def available(dtype: torch.dtype) -> bool:
     """True if the library was built, this processor can run it, and it writes `dtype`."""
-    return dtype in _DTYPES and native.available(torch.float32)
+    return dtype in _DTYPES and native_library.available(torch.float32)
 
 
 class FileRows:
@@ -102,7 +102,7 @@ class FileRows:
     def __init__(self, fd: int, jobs: ReadJobs, dtype: torch.dtype) -> None:
         """fd: open and of a regular file; stays the caller's. dtype: of the output."""
         self._handle = None
-        found = native.library()
+        found = native_library.library()
         if found is None:
             raise OSError(errno.ENOSYS, "the native library is not there")
         self._library = found

@@ -18,7 +18,9 @@ Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
@@ -258,13 +260,16 @@ def sgmv(
     schedule: Schedule,
     num_tiles: int,
     passes: int = 1,
+    *,
+    compile_only: bool = False,
 ) -> None:
     """Add the LoRA product of every planned tile to y, in place: what `sgmv.sgmv` does for `Segments`.
 
     y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
     arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by side.
     num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`. passes: at least
-    `tables.passes`; each adds to what those before it have left in y.
+    `tables.passes`; each adds to what those before it have left in y. compile_only: have the kernels compiled, beside
+    each other within `compiling`, and launch nothing.
     """
     tokens, d_in = x.shape
     if not tokens or not num_tiles:
@@ -277,13 +282,30 @@ def sgmv(
     places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
     shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
     expand = expand_prefill if schedule.tensor_cores else expand_decode
+    shrink_grid, expand_grid = (num_tiles, launch.groups, launch.splits), (launch.blocks, num_tiles)
     for tiles in tables.tiles_of_pass[:passes]:
-        shrink[(num_tiles, launch.groups, launch.splits)](
-            tables.h, x, arena, tiles, tables.meta, *places, x.stride(0), **launch.shrink
-        )
-        expand[(launch.blocks, num_tiles)](
-            y, tables.h, arena, tiles, tables.meta, tables.scale, *places, y.stride(0), **launch.expand
-        )
+        shrunk = tables.h, x, arena, tiles, tables.meta, *places, x.stride(0)
+        expanded = y, tables.h, arena, tiles, tables.meta, tables.scale, *places, y.stride(0)
+        if compile_only:
+            shrink.warmup(*shrunk, grid=shrink_grid, **launch.shrink)
+            expand.warmup(*expanded, grid=expand_grid, **launch.expand)
+        else:
+            shrink[shrink_grid](*shrunk, **launch.shrink)
+            expand[expand_grid](*expanded, **launch.expand)
+
+
+@contextmanager
+def compiling(threads: int) -> Iterator[None]:
+    """Inside, what is only compiled is so on `threads` threads; leaving waits for all of it, and raises what failed.
+
+    The compiler's parts run outside Python. Before triton 3.5, kernels are compiled one after another.
+    """
+    mode = getattr(triton, "AsyncCompileMode", None)
+    if mode is None:
+        yield
+        return
+    with ThreadPoolExecutor(threads) as pool, mode(pool):
+        yield
 
 
 class _Launch(NamedTuple):

@@ -18,6 +18,7 @@ from .checks import LaunchError, check_access, check_model
 from .errors import EngineUnavailable, GenerationFailed
 from .flags import Parser, UsageError, add_settings, read_settings
 from .pull import MODELS, PullError, pull
+from .settings import Settings
 
 #: Entry points that add sub-commands: modules with `HELP`, `add_flags(parser)` and `run(arguments) -> exit code`, cheap
 #: to import. So packages that the server may not import can have commands too.
@@ -115,10 +116,9 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    settings = read_settings(arguments)
+    settings = _engine_settings(arguments)
     unguarded = {"api_key": [], "api_key_file": None, "admin_key": [], "admin_key_file": None, "host": "127.0.0.1"}
     settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
-    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
     from .demo.run import run_demo
@@ -153,8 +153,7 @@ def _generate_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _generate(arguments: argparse.Namespace) -> int:
-    settings = read_settings(arguments)
-    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    settings = _engine_settings(arguments)
     from .generate import generate
 
     try:
@@ -173,8 +172,7 @@ def _profile_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _profile(arguments: argparse.Namespace) -> int:
-    settings = read_settings(arguments)
-    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    settings = _engine_settings(arguments)
     profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
     return 0
 
@@ -192,6 +190,13 @@ def _pull(arguments: argparse.Namespace) -> int:
 
 
 # --- common ---
+
+
+def _engine_settings(arguments: argparse.Namespace) -> Settings:
+    """The settings of a command that prints what it finds, and logs warnings only where nothing else is said."""
+    settings = read_settings(arguments)
+    _log_to_stderr(settings.log_level if "setting_log_level" in arguments else "warning")
+    return settings
 
 
 def _positive(text: str) -> int:

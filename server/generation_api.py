@@ -14,11 +14,10 @@ from starlette.responses import Response
 from ..core.requests.request import Request as EngineRequest
 from ..core.requests.sampling_params import InvalidRequest
 from .chat_request import ChatCompletionRequest
-from .choice import Choice
 from .completion_request import CompletionRequest
 from .errors import as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
-from .generation import Generation
+from .generation import Choice, Generation
 from .json_text import dumps, encode
 from .limits import RequestLimits, check_steering, unasked_limit
 from .logprobs import LogprobFormat

@@ -21,9 +21,8 @@ from ..core.requests.request import Request
 from ..core.requests.sampling_params import InvalidRequest, SamplingParams
 from ..core.requests.types import FinishReason, RequestOutput, TokenLogprobs
 from .adapter_loads import AdapterLoads
-from .choice import Choice
 from .errors import GenerationFailed
-from .generation import Generation
+from .generation import Choice, Generation
 from .launch import load
 from .settings import Settings
 

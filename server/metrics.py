@@ -46,29 +46,29 @@ class AdapterView:
     """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown."""
 
     name: str
+    tier: Tier
     rank: int
     pinned: bool
     load_seconds: float | None
 
     @classmethod
-    def of(cls, engine: Engine, name: str) -> AdapterView:
+    def of(cls, engine: Engine, name: str, tier: Tier) -> AdapterView:
         adapter = engine.store.get(name)
-        return cls(name, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds)
+        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds)
 
 
 @dataclass(frozen=True, slots=True)
 class EngineView:
     """A snapshot, taken between two steps.
 
-    names: all adapters that are registered. tiers: adapter → tier of those that are not only on disk. adapters: the
-    same ones in detail. tier_counts: how many adapters are in each tier.
-    running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at once.
+    names: all adapters that are registered. adapters: those that are not only on disk. tier_counts: how many adapters
+    are in each tier. running, waiting: adapters of running and of waiting requests; at most `max_adapters` can run at
+    once.
     num_quarantined: adapters that are not served because something is wrong with them. accounts: tenants, or adapters,
     with requests in progress.
     """
 
     names: frozenset[str] = frozenset()
-    tiers: dict[str, str] = field(default_factory=dict)
     adapters: list[AdapterView] = field(default_factory=list)
     tier_counts: dict[str, int] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
@@ -88,9 +88,8 @@ class EngineView:
         running, waiting = engine.adapter_load()
         return cls(
             names=frozenset(tiers),
-            adapters=[AdapterView.of(engine, name) for name, _ in shown[:MAX_TIER_SERIES]],
+            adapters=[AdapterView.of(engine, name, tier) for name, tier in shown[:MAX_TIER_SERIES]],
             block_tokens=engine.block_tokens,
-            tiers={name: tier.value for name, tier in shown[:MAX_TIER_SERIES]},
             tier_counts={tier.value: counts[tier] for tier in Tier},
             running=running,
             waiting=waiting,
@@ -312,7 +311,7 @@ def _adapters(view: EngineView) -> Iterator[Metric]:
         GaugeMetricFamily(
             "chorus_adapter_tier", "1 for the tier of an adapter that is not only on disk", labels=("adapter", "tier")
         ),
-        *(((label(name), tier), 1) for name, tier in view.tiers.items()),
+        *(((label(one.name), one.tier.value), 1) for one in view.adapters),
     )
     for name, text, values in (
         ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..core.requests.types import StepInfo
-from .choice import Choice, Delta
-from .generation import Generation
+from .generation import Choice, Delta, Generation
 from .logprobs import LogprobFormat
 
 Body = dict[str, Any]

@@ -139,10 +139,6 @@ class Tokenizer:
             if tokens >= most + CUT_TOKENS:  # where a text is cut changes but a few of its tokens
                 raise too_long(most, what, f"more than {tokens - CUT_TOKENS} tokens")
 
-    def close(self) -> None:
-        """Ends the threads."""
-        self._threads.shutdown()
-
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of tokens, as the vocabulary spells it (no clean-up of spaces)."""
         return self.backend.decode(list(token_ids), skip_special_tokens=skip_special_tokens)

@@ -13,8 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from ..core.requests.types import ExecutorLost, FinishReason, RequestOutput
+from ..core.requests.types import FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
+from ..memory.transfers.transfer import ExecutorLost
 from .errors import EngineUnavailable
 from .watchdog import Progress
 
@@ -64,6 +65,7 @@ class EngineWorker:
         self._failed_steps = 0
         self._thread = threading.Thread(target=self._run, name="chorus-engine", daemon=True)
         self._started: Future[None] = Future()
+        self._lost: ExecutorLost | None = None  # told to the caller of an action
         self.failure: str | None = None
         """Reason why the engine takes no more requests; None as long as it does."""
         self.model: ModelInfo
@@ -162,6 +164,8 @@ class EngineWorker:
                 future.set_result(action())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, ExecutorLost):
+                    self._lost = error
 
         with self._wake:
             trouble = self.trouble or (SHUTTING_DOWN if self._stopping else None)
@@ -223,6 +227,8 @@ class EngineWorker:
         self.progress.turn_began()
         for action in actions:
             action()
+        if self._lost is not None:  # by an action, whose caller was told
+            raise self._lost
         if self._has_work():
             self._step()
         elif actions:
@@ -267,6 +273,8 @@ class EngineWorker:
             for request_id in list(self._subscribers):
                 self._engine.abort(request_id)
             stuck = self._engine.has_work()
+        except ExecutorLost:
+            raise
         except Exception:
             log.exception("the engine could not be cleared after a failed step")
             stuck = True

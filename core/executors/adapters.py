@@ -28,6 +28,7 @@ class ModelAdapters:
     """Reads PEFT directories and moves them into an executor's arena, layer by layer.
 
     pinned_bytes: most host memory that is pinned for images. scope: in which the arena's device is given copies.
+    failure: see `open_dma`.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class ModelAdapters:
         dtype: torch.dtype,
         pinned_bytes: int = 0,
         scope: Callable[[], AbstractContextManager[None]] = nullcontext,
+        failure: Callable[[], str | None] = lambda: None,
     ) -> None:
         self._scope = scope
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
-        self._dma = open_dma(arena.pages, pinned_bytes)
+        self._dma = open_dma(arena.pages, pinned_bytes, failure=failure)
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
@@ -90,7 +92,7 @@ class CudaAdapters(ModelAdapters):
         max_rank: int,
         pinned_bytes: int,
     ) -> None:
-        super().__init__(config, arena, dtype, pinned_bytes, partial(watched, device))
+        super().__init__(config, arena, dtype, pinned_bytes, partial(watched, device), device.failure)
         self._max_rank = max_rank
 
     def inspect(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
+from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
-from ..requests.types import ExecutorLost, StepPlan, StepResult
+from ..requests.types import StepPlan, StepResult
 
 if TYPE_CHECKING:
     import torch

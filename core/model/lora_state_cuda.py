@@ -12,6 +12,7 @@ from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
 from ...ops.sgmv_schedule import RANK_CLASSES, Schedule, decode, prefill, rank_class, token_limits
 from ...ops.sgmv_tables import Copy, SgmvTables
+from ..cpus import available_cpus
 from .config import ModelConfig
 from .lora_state import LoraState, RowAdapters, lora_groups
 
@@ -106,14 +107,24 @@ class CudaLoraState(LoraState):
         return LoraLaunches(self, schedule, num_tiles, self.wait, self.tables.passes)
 
     def warm_up(self) -> None:
-        """Launch every kernel once with nothing to do, so that no request waits for a compiler."""
+        """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that
+        no request waits for a compiler.
+        """
+        from ...ops.sgmv_triton import compiling  # needs triton
+
         device, dtype = self.arena.device, self.arena.dtype
+        cases = []
         for _, schedule in self._possible():
             launches = LoraLaunches(self, schedule, 1)
             for group, (d_in, modules) in enumerate(self.widths):
                 out = sum(width for _, _, width in modules)
                 y, x = (torch.zeros(1, width, dtype=dtype, device=device) for width in (out, d_in))
-                launches.add(group, y, x, 0)
+                cases.append((launches, group, y, x))
+        with compiling(available_cpus()):
+            for launches, *case in cases:
+                launches.add(*case, 0, compile_only=True)
+        for launches, *case in cases:
+            launches.add(*case, 0)
 
     def _possible(self) -> list[tuple[int, Schedule]]:
         """Every schedule that a step may take, with the most tokens that it is taken for."""
@@ -145,10 +156,16 @@ class LoraLaunches:
     wait: Callable[[int], None] = lambda layer: None
     passes: int = 1
 
-    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
-        """Add the products of the first `num_tiles` tiles of each pass with a group's projections."""
+    def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
+        """Add the products of the first `num_tiles` tiles of each pass with a group's projections.
+
+        compile_only: see `sgmv_triton.sgmv`.
+        """
         from ...ops.sgmv_triton import sgmv  # needs triton
 
         state = self._state
         modules = state.widths[group][1]
-        sgmv(y, x, state.arena, state.tables, layer, modules, self.schedule, self.num_tiles, self.passes)
+        sgmv(
+            y, x, state.arena, state.tables, layer, modules, self.schedule, self.num_tiles, self.passes,
+            compile_only=compile_only,
+        )  # fmt: skip

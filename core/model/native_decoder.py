@@ -11,7 +11,7 @@ import torch
 
 from ...memory.pages import hugepages
 from ...memory.pages.arena import Arena
-from ...ops import native
+from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.sampling import Chances
 from ...ops.sgmv import AdapterRows, Segments
@@ -25,7 +25,7 @@ def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
     """True if the native decoder was built, runs here, and takes this model in `dtype`."""
     pair = 4 // dtype.itemsize
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
-    return native.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0
+    return native_library.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0
 
 
 class NativeDecoderModel:

@@ -134,10 +134,6 @@ class StepResult:
         self.unready |= other.unready
 
 
-class ExecutorLost(RuntimeError):
-    """A step's device failed for good: in this process nothing can be computed any more."""
-
-
 class CannotMerge(RuntimeError):
     """An adapter can't be made part of the weights, now or at all; its requests are served unmerged."""
 

@@ -12,9 +12,9 @@ from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.pages.prefix import Block
+from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
-from ..requests.types import ExecutorLost
 from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
 from .policies import QueuePolicy, VictimPolicy
@@ -223,8 +223,6 @@ class Admission:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
-        except ExecutorLost:
-            raise
         except Exception as error:
             self._fail(request, *load_error(request, error))
             return False
@@ -371,7 +369,12 @@ def _is_read(store: AdapterStore, adapter: Adapter) -> bool:
 
 
 def load_error(request: Request, error: BaseException) -> tuple[str, LoadFailure | None]:
-    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own."""
+    """Return the error of a request whose adapter was not loaded, and why it was not; None for a fault of our own.
+
+    ExecutorLost is raised again: it is not this request's alone.
+    """
+    if isinstance(error, ExecutorLost):
+        raise error
     if isinstance(error, AdapterFormatError):
         return str(error), error.failure
     logger.error("loading %r failed", request.adapter, exc_info=error)

@@ -12,9 +12,9 @@ from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import NoRoom
 from ...memory.pages.eviction import RestoreCosts
+from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
-from ..requests.types import ExecutorLost
 from .request_memory import RequestMemory
 from .waiting import WaitingQueue
 

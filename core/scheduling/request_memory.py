@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.store import AdapterStore, Reclaimer
+from ...memory.adapters.reclaimer import Reclaimer
+from ...memory.adapters.store import AdapterStore
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache

@@ -11,7 +11,7 @@ from ..host.image import HostImage
 from ..host.images import HostImages
 from ..pages.eviction import RestoreCosts
 from ..pages.pool import OutOfPages, PageKind, PagePool
-from ..transfers.transfer import Transfer
+from ..transfers.transfer import ExecutorLost, Transfer
 from .adapter import Adapter, AdapterBackend
 
 logger = logging.getLogger(__name__)
@@ -84,11 +84,13 @@ class AdapterLoads:
         self._images.put(adapter, self._size(adapter), image, may_drop=lambda: _may_drop(adapter))
 
     def save(self, adapter: Adapter) -> None:
-        """Make an image of a resident adapter; without one it will be read again, if it can be."""
+        """Make an image of a resident adapter; without one it will be read again, if it can be. Raises ExecutorLost."""
         if self._images.is_ready(adapter) and self._images.error(adapter) is None:
             return
         try:
             image = self._backend.save(adapter.layout, adapter.pages)
+        except ExecutorLost:
+            raise
         except Exception:
             logger.exception("saving %r failed", adapter)
             return
@@ -117,12 +119,15 @@ class AdapterLoads:
         """Seconds until the rest of an adapter that is being read is here, by what reads have taken so far and by its
         own pace.
 
-        Infinite for one that has brought nothing for `patience` longer than its rest was to take.
+        Infinite before its first layer, since a disk that hangs looks no different until then, and for one that has
+        brought nothing for `patience` longer than its rest was to take.
         """
         load = None if adapter.transfer is None else self.under_way[adapter.transfer]
         image = self._images.peek(adapter) if load is None else load.image
-        num_layers = adapter.layout.num_layers
-        num_left = num_layers - max(0, image.stream.num_ready)
+        num_layers, num_ready = adapter.layout.num_layers, image.stream.num_ready
+        if num_ready <= 0:
+            return math.inf
+        num_left = num_layers - num_ready
         quiet, layer_seconds = self._images.pace(adapter)
         left = num_left * max(layer_seconds, adapter.num_pages * self._costs.disk_adapter_page / num_layers)
         return left if quiet <= left + patience else math.inf
@@ -160,6 +165,7 @@ class AdapterLoads:
         """End the loads that are complete, and free what cancelled ones held once nothing writes to it.
 
         Returns the adapters that are there, and those whose bytes will never come and why: they are to be evicted.
+        Raises ExecutorLost.
         """
         self._free_what_is_quiet()
         found: list[tuple[Adapter, BaseException | None]] = []
@@ -169,6 +175,8 @@ class AdapterLoads:
                 continue
             try:
                 is_done, has_failed = transfer.is_done(), transfer.has_failed()
+            except ExecutorLost:
+                raise
             except Exception as error:  # a driver that refuses a copy; others' loads go on
                 logger.exception("loading %r failed", adapter)
                 found.append((adapter, error.with_traceback(None)))
@@ -179,6 +187,8 @@ class AdapterLoads:
                 adapter.transfer = None
                 found.append((adapter, None))
             elif has_failed:
+                if isinstance(load.image.error, ExecutorLost):  # the reading thread was told of it
+                    raise load.image.error
                 found.append((adapter, load.image.error or RuntimeError("its bytes did not come")))
         return found
 

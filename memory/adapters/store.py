@@ -1,5 +1,4 @@
-"""The adapter store: which adapters exist, where their bytes are, who is using them, and what
-makes room for them.
+"""The adapter store: which adapters exist, where their bytes are, and who is using them.
 
 An adapter name points at its current version; requests hold a version, so a reload never changes what a running
 request computes with. Idle resident adapters stay in the pool until their pages are wanted.
@@ -8,11 +7,8 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-
-import numpy as np
 
 from ..files.format import AdapterFormatError, AdapterManifest
 from ..host.image import HostImage
@@ -20,9 +16,6 @@ from ..host.images import HostImages
 from ..pages.adapter_layout import AdapterLayout
 from ..pages.eviction import EvictionOrder, RestoreCosts
 from ..pages.pool import PageKind, PagePool
-from ..pages.prefix import Block, PrefixCache
-from ..pages.runs import place_runs
-from ..pages.shadow import ShadowPages
 from .adapter import Adapter, AdapterBackend, AdapterInfo, Tier, check_name
 from .loads import AdapterLoads
 
@@ -334,71 +327,3 @@ class AdapterStore:
             self.evict(adapter)
         self.images.drop(adapter)
         self.on_gone(adapter.version)
-
-
-@dataclass(frozen=True, slots=True)
-class Reclaimer:
-    """Evicts idle adapters, unused prefix blocks and shadow weights by one order."""
-
-    pool: PagePool
-    order: EvictionOrder
-    store: AdapterStore
-    prefix: PrefixCache
-    shadow: ShadowPages
-
-    @property
-    def available(self) -> int:
-        """Pages that are free or that `make_room` can free."""
-        return self.pool.num_unused + self.store.num_idle_pages + len(self.shadow.pages)
-
-    @property
-    def spare(self) -> int:
-        """Those of them that nothing is made with."""
-        return self.available - (len(self.shadow.pages) if self.shadow.in_use else 0)
-
-    def make_room(self, num_pages: int) -> bool:
-        """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
-        if self.pool.num_free >= num_pages:
-            return True
-        if self.available < num_pages:
-            return False
-        while self.pool.num_free < num_pages:
-            item = self.order.pop()
-            if isinstance(item, Adapter):
-                self.store.evict(item)
-            elif isinstance(item, Block):
-                self.prefix.evict(item)
-            elif item is self.shadow:
-                self.shadow.give_up()
-        return True
-
-    def make_runs(self, sizes: Sequence[int]) -> list[range] | None:
-        """Evict until there are runs of so many free pages each; None, and nothing evicted, if that can't be had.
-
-        They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
-        waiting request will use: steps can do without a shadow.
-        """
-        pool, prefix = self.pool, self.prefix
-        owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
-        costs = np.full(pool.num_pages, np.inf)
-        for page in range(pool.num_pages):
-            if (kind := pool.kind(page)) in (PageKind.FREE, PageKind.SHADOW):
-                costs[page] = 0
-            elif kind is PageKind.CACHED or page in owners:
-                costs[page] = 1
-        runs = place_runs(sizes, costs)
-        if runs is None:
-            return None
-        self.shadow.give_up()
-        for page in itertools.chain.from_iterable(runs):
-            if page in owners and owners[page].pages:
-                self.store.evict(owners[page])
-            elif pool.kind(page) is PageKind.CACHED:
-                prefix.evict_from(prefix.by_page[page])
-        return runs
-
-    def reclaim_all(self) -> int:
-        """Evict everything that no request uses; returns the pages freed."""
-        free = self.pool.num_free
-        self.make_room(self.available)
-        return self.pool.num_free - free

@@ -92,7 +92,7 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
                     if file.tensors[name].shape != shape:
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = _parts(targets)
-            parts, places = _shared(parts, _places(file, parts, dims))
+            parts, places = _shared(parts, _places(file, parts))
             return AdapterManifest(path, parts, file.size, file.mtime_ns, places, file.identity, stem)
 
 
@@ -148,9 +148,9 @@ def _open_weights(directory: AdapterDirectory) -> AdapterWeights:
 
 def tensor_shapes(layer: int, module: str, rank: int, dims: ModuleDims) -> tuple[tuple[str, tuple[int, int]], ...]:
     """Name and shape of a target's A `[rank, in]` and B `[out, rank]`."""
-    key = f"{_PREFIX}{module_key(layer, module)}"
+    a, b = tensor_names(layer, module)
     d_in, d_out = dims[module]
-    return (f"{key}.lora_A.weight", (rank, d_in)), (f"{key}.lora_B.weight", (d_out, rank))
+    return (a, (rank, d_in)), (b, (d_out, rank))
 
 
 def module_key(layer: int, module: str) -> str:
@@ -211,13 +211,13 @@ def _parts(targets: dict[tuple[int, str], tuple[int, float]]) -> tuple[AdapterPa
     return tuple(sorted(parts, key=lambda part: (part.layers, MODULES.index(part.targets[0]))))
 
 
-def _places(file: TensorFile, parts: tuple[AdapterPart, ...], dims: ModuleDims) -> TensorPlaces:
+def _places(file: TensorFile, parts: tuple[AdapterPart, ...]) -> TensorPlaces:
     tensors = (
         file.tensors[name]
         for part in parts
         for layer in part.layers
         for target in part.targets
-        for name, _ in tensor_shapes(layer, target, part.rank, dims)
+        for name in tensor_names(layer, target)
     )
     return TensorPlaces.pack(len(file.header), digest_of(file.header), tensors)
 

@@ -111,6 +111,7 @@ class HostImages(Generic[Key]):
             self._add(key, _Entry(_ended(), 0, image, label, may_drop))
             return
         self._shrink(self.capacity_bytes - num_bytes)
+        image.follow(self.reads.wake)  # with a first layer, requests may begin
 
         def run() -> None:
             try:
@@ -279,7 +280,7 @@ class HostImages(Generic[Key]):
         return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
 
     def wait(self, timeout: float) -> None:
-        """Sleep until a read under way ends, at most `timeout` seconds."""
+        """Sleep until a read under way brings a layer or ends, at most `timeout` seconds."""
         self.reads.wait([entry.future for entry, _ in self._under_way.values() if not entry.future.done()], timeout)
 
     def close(self) -> None:

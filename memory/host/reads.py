@@ -25,7 +25,7 @@ class Reads(Protocol):
         ...
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Let time go by until one of `pending` has ended, at most `timeout` seconds."""
+        """Let time go by until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
         wait(pending, timeout, FIRST_COMPLETED)
 
     def wake(self) -> None:

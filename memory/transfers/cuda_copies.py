@@ -32,7 +32,7 @@ import torch
 from ..host.image import HostImage
 from ..pages.adapter_layout import AdapterLayout
 from .cuda_driver import CupyDriver
-from .cuda_transfer import CopyGroup, CopyPlan, CudaTransfer
+from .cuda_transfer import LAYERS_AHEAD, CopyGroup, CopyPlan, CudaTransfer
 from .transfer import check_image, check_pages
 
 #: A group of layers shares an event once it has this many bytes: about 40 µs of a PCIe 5 link.
@@ -60,7 +60,9 @@ class CudaCopies:
         self.lock = threading.RLock()
 
     def start(self, image: HostImage, layout: AdapterLayout, pages: Sequence[int]) -> CudaTransfer:
-        """Issue the first group of what has been read; `advance` and the reading thread issue the others."""
+        """Issue what has been read of the first group and LAYERS_AHEAD layers more, so that the link has work until the
+        step begins; `advance`, the prefill and the reading thread issue the others.
+        """
         check_pages(pages, layout.num_pages, self._num_pages)
         plan = CopyPlan.of_layers(layout, pages, self._page_elems, self._group_elems)
         return self._start(image, plan, len(pages), to_device=True)
@@ -112,7 +114,11 @@ class CudaCopies:
             self.fence(to_device)
             image.follow(transfer.advance)
             if group := transfer.next_group():
-                transfer.advance(group.first_layer)  # when it raises, no copy is running
+                try:
+                    transfer.advance(group.first_layer + LAYERS_AHEAD)
+                except BaseException:
+                    transfer.synchronize()  # no copy is running when the caller hears of it
+                    raise
             self._live.append(transfer)
         return transfer
 

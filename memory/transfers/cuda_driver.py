@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+
+from .transfer import ExecutorLost
 
 _NOT_READY = 600  # cudaErrorNotReady
 
@@ -25,17 +29,38 @@ def cupy_module() -> Any:
     return cupy
 
 
-class CupyDriver:
-    """CUDA by CuPy, beside torch: both use the device's primary context, so handles of one mean the same to the other.
+class CupyCalls:
+    """Calls of CuPy on behalf of a device, whichever is the calling thread's current one, such as a reader's.
 
-    index: the device's. A stream is its handle, an event whatever `new_event` gives. Every call may come from a thread
-    whose current device is another one, such as a reader's.
+    index: the device's; None for calls that need no device. failure: tells why the device does nothing more for this
+    process, None while it works; an error after which it does nothing more becomes ExecutorLost.
     """
 
-    def __init__(self, index: int) -> None:
+    def __init__(self, index: int | None, failure: Callable[[], str | None] = lambda: None) -> None:
         self._cuda = cupy_module().cuda
         self._runtime = self._cuda.runtime
         self._index = index
+        self._failure = failure
+
+    @contextmanager
+    def _device(self) -> Iterator[None]:
+        try:
+            with nullcontext() if self._index is None else self._cuda.Device(self._index):
+                yield
+        except Exception as error:
+            if (failure := self._failure()) is not None:
+                raise ExecutorLost(f"the device failed: {failure}") from error
+            raise
+
+
+class CupyDriver(CupyCalls):
+    """CUDA by CuPy, beside torch: both use the device's primary context, so handles of one mean the same to the other.
+
+    A stream is its handle, an event whatever `new_event` gives. Any call may raise ExecutorLost.
+    """
+
+    def __init__(self, index: int, failure: Callable[[], str | None] = lambda: None) -> None:
+        super().__init__(index, failure)
         self._streams: list[Any] = []  # a handle is good while its stream lives
 
     def new_stream(self) -> int:
@@ -68,18 +93,17 @@ class CupyDriver:
         """True if `event` has fired. Raises when the device is in error, for then it never would."""
         status = self._runtime.eventQuery(event.ptr)
         if status not in (0, _NOT_READY):
-            raise self._runtime.CUDARuntimeError(status)
+            with self._device():
+                raise self._runtime.CUDARuntimeError(status)
         return status == 0
 
     def synchronize(self, event: Any) -> None:
         """Let the host wait for `event`."""
-        self._runtime.eventSynchronize(event.ptr)
+        with self._device():
+            self._runtime.eventSynchronize(event.ptr)
 
     def memcpy_async(self, target: int, source: int, num_bytes: int, to_device: bool, stream: int) -> None:
         """Copy between a host and a device address."""
         kind = self._runtime.memcpyHostToDevice if to_device else self._runtime.memcpyDeviceToHost
         with self._device():
             self._runtime.memcpyAsync(target, source, num_bytes, kind, stream)
-
-    def _device(self) -> Any:
-        return self._cuda.Device(self._index)

@@ -9,7 +9,6 @@ import weakref
 from bisect import bisect
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +16,7 @@ import numpy as np
 import torch
 
 from ..host.buffers import HostBuffers
-from .cuda_driver import cupy_module
+from .cuda_driver import CupyCalls
 
 logger = logging.getLogger(__name__)
 
@@ -65,20 +64,24 @@ UNIT_BYTES = 4096
 _OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
 
-class CupyPinnedMemory:
+class CupyPinnedMemory(CupyCalls):
     """CuPy's pool, which hands out powers of two.
 
     index: the device on whose behalf to pin; None needs no device. allocator: where the pool gets its blocks, as
     `cupy.cuda.PinnedMemoryPool` takes it; CuPy's own by default.
     """
 
-    def __init__(self, index: int | None, allocator: Callable[[int], Any] | None = None) -> None:
-        self._cuda = cupy_module().cuda
-        self._index = index
+    def __init__(
+        self,
+        index: int | None,
+        allocator: Callable[[int], Any] | None = None,
+        failure: Callable[[], str | None] = lambda: None,
+    ) -> None:
+        super().__init__(index, failure)
         self._pool = self._cuda.PinnedMemoryPool(allocator) if allocator else self._cuda.PinnedMemoryPool()
 
     def allocate(self, num_bytes: int) -> Any:
-        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more."""
+        """A buffer that lasts as long as it is referenced. MemoryError when the system grants no more; ExecutorLost."""
         try:
             with self._device():
                 return self._pool.malloc(num_bytes)
@@ -91,9 +94,6 @@ class CupyPinnedMemory:
         """Give buffers that are no longer referenced back to the system."""
         with self._device():
             self._pool.free_all_blocks()
-
-    def _device(self) -> AbstractContextManager:
-        return nullcontext() if self._index is None else self._cuda.Device(self._index)
 
 
 class TorchPinnedMemory:
@@ -147,6 +147,16 @@ class PinnedBuffers:
             return self._ordinary.take(shape, dtype)
         return torch.frombuffer(lease, dtype=dtype, count=count).view(tuple(shape))
 
+    def reserve(self, num_bytes: int) -> int:
+        """Pin whole chunks of at most `num_bytes`, within the limit, so that no read waits for it; bytes pinned."""
+        size, most = self._chunk_bytes, min(num_bytes, self._limit_bytes)
+        while UNIT_BYTES < size > most:
+            size //= 2
+        with self._lock:
+            while self._held() + size <= most and self._add(size):
+                pass
+            return self._held()
+
     def _lease(self, chunk: _Chunk, first: int, num_units: int) -> np.ndarray:
         """Part of a chunk, which the storage of a tensor keeps alive, and with it the chunk's memory."""
         try:
@@ -185,6 +195,10 @@ class PinnedBuffers:
         if self._held() + size > self._limit_bytes:
             self._chunks = [chunk for chunk in self._chunks if not chunk.extents.is_free]
             self._memory.trim()
+        return self._add(size)
+
+    def _add(self, size: int) -> bool:
+        """Add a chunk of `size` bytes; whether it could be."""
         try:
             memory = self._memory.allocate(size)
         except MemoryError as error:

@@ -12,6 +12,10 @@ if TYPE_CHECKING:
     import torch
 
 
+class ExecutorLost(RuntimeError):
+    """The device failed for good: in this process nothing can be computed or copied any more."""
+
+
 class Transfer(Protocol):
     """An adapter's bytes on their way into its pages, in layer order."""
 

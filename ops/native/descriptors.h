@@ -6,7 +6,7 @@
 
 namespace chorus {
 
-// The descriptors mirror the ctypes structures of ops/native.py, field by field.
+// The descriptors mirror the ctypes structures of ops/native_library.py, field by field.
 struct LayerDesc {
     const float *input_norm, *post_attention_norm;
     const void *qkv, *o, *gate_up, *down;   // packed panels

@@ -12,7 +12,7 @@
 
 namespace chorus {
 
-// Mirrors DRAW of ops/native.py.
+// Mirrors DRAW of ops/native_library.py.
 struct Draw {
     double inverse_temperature;  // 0: the largest
     double u, top_p, min_p;

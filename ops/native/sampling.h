@@ -7,7 +7,7 @@
 
 namespace chorus {
 
-// Mirrors SCORE of ops/native.py.
+// Mirrors SCORE of ops/native_library.py.
 struct Score {
     const float* logits;
     int64_t token, count;

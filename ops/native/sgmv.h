@@ -16,7 +16,7 @@ constexpr int kRankChunk = 16, kTokenChunk = 128, kColumnChunk = 2048;
 constexpr int kAhead = 8;  // rank-rows of A that are worked on together, and fetched meanwhile
 constexpr int kLongSegment = 12;  // tokens from which a segment's expand is worth doing tile by tile
 
-struct Adapter {  // mirrors ops/native.py
+struct Adapter {  // mirrors ops/native_library.py
     const int64_t* pages;
     const int64_t* first_elem;  // per layer of the model: where its first slab begins, -1 where it has none
     int32_t rank;

@@ -13,10 +13,10 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -86,39 +86,54 @@ def _attack(address: Address, path: str, body: bytes) -> int:
     return int(status) if status.isdigit() else 0
 
 
-@dataclass(slots=True)
-class Watch:
-    """Observations: health's answers as (sent, seconds), and when each of the neighbour's tokens came."""
+class Probe:
+    """Asks a server for something every few milliseconds, on a thread of its own, until `end`.
 
-    health: list[tuple[float, float]] = field(default_factory=list)
-    tokens: Iterable[float] = ()
-    failures: int = 0
+    answers: (when it was sent, seconds until its answer) of each. failures: what went wrong, as text.
+    """
 
-    def worst_delay(self, begin: float, end: float) -> float:
-        """Seconds that /health took at most, of the polls that fell into the time."""
-        return max((took for sent, took in self.health if sent + took >= begin and sent <= end), default=0.0)
+    def __init__(self, url: str, paths: Sequence[str], pause: float, *, keeps_connection: bool = True) -> None:
+        """pause: seconds between two. keeps_connection: else each comes as a new client does."""
+        self.answers: list[tuple[float, float]] = []
+        self.failures: list[str] = []
+        self._over = threading.Event()
+        limits = httpx.Limits(max_keepalive_connections=None if keeps_connection else 0)
+        self._http = httpx.Client(base_url=url, limits=limits, timeout=TIMEOUT, trust_env=False)
+        self._thread = threading.Thread(target=self._run, args=(paths, pause), daemon=True)
+        self._thread.start()
 
-    def rate(self, begin: float, end: float) -> float:
-        """The neighbour's tokens per second."""
-        return sum(begin <= at < end for at in self.tokens) / (end - begin)
-
-    def poll(self, url: str, stop: threading.Event) -> None:
-        with httpx.Client(base_url=url, timeout=TIMEOUT, trust_env=False) as http:
-            while not stop.wait(POLL_SECONDS):
-                sent = time.monotonic()
+    def _run(self, paths: Sequence[str], pause: float) -> None:
+        with self._http:
+            while not self._over.wait(pause):
+                path, sent = paths[len(self.answers) % len(paths)], time.monotonic()
                 try:
-                    http.get("/health")
-                except httpx.HTTPError:
-                    self.failures += 1
-                self.health.append((sent, time.monotonic() - sent))
+                    self._http.get(path).raise_for_status()
+                except httpx.HTTPError as error:
+                    self.failures.append(f"{path}: {type(error).__name__}: {error}")
+                self.answers.append((sent, time.monotonic() - sent))
+
+    def end(self) -> None:
+        self._over.set()
+        self._thread.join(TIMEOUT)
+
+
+def worst_delay(answers: Iterable[tuple[float, float]], begin: float, end: float) -> float:
+    """Seconds that one of a probe's answers took at most, of those that fell into the time."""
+    return max((took for sent, took in answers if sent + took >= begin and sent <= end), default=0.0)
+
+
+def rate(tokens: Iterable[float], begin: float, end: float) -> float:
+    """Tokens per second of the times at which they came."""
+    return sum(begin <= at < end for at in tokens) / (end - begin)
 
 
 @dataclass(frozen=True, slots=True)
 class AttackedServer:
-    """A launched server, the watch over it, and one who attacks and gives way to everybody else on the machine."""
+    """A launched server, a probe of its health, a neighbour, and one who attacks and gives way to everybody else."""
 
     server: LaunchedServer
-    watch: Watch
+    health: Probe
+    neighbour: Neighbour
     attacker: ProcessPoolExecutor
 
     def post(self, path: str, body: bytes) -> int:
@@ -129,15 +144,11 @@ class AttackedServer:
 @contextmanager
 def attacked_server(flags: list[str]) -> Iterator[AttackedServer]:
     """Start a server with these flags and watch it."""
-    stop = threading.Event()
     with launched(flags) as server, ProcessPoolExecutor(1, _spawn, os.nice, (ATTACKER_NICENESS,)) as attacker:
         neighbour = Neighbour(server.address)
-        watch = Watch(tokens=neighbour)
-        polling = threading.Thread(target=watch.poll, args=(server.url, stop), daemon=True)
-        polling.start()
+        health = Probe(server.url, ["/health"], POLL_SECONDS)
         try:
-            yield AttackedServer(server, watch, attacker)
+            yield AttackedServer(server, health, neighbour, attacker)
         finally:
-            stop.set()
-            polling.join(TIMEOUT)
+            health.end()
             neighbour.close()

@@ -21,7 +21,7 @@ import torch
 from ...core.model.weights import LayerWeights
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
-from ...ops import native
+from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
 from ..report.command import conclude, parser
@@ -299,7 +299,7 @@ def main() -> int:
     command.add_argument("--cases", type=int, default=10_000, help="how many requests to compare, of each data type")
     command.add_argument("--seed", type=int, default=0, help="of the first model")
     args = command.parse_args()
-    if not native.available(torch.bfloat16):
+    if not native_library.available(torch.bfloat16):
         print("the native decoder is not available here: it needs AVX-512 with bf16 and a build", file=sys.stderr)
         return 2
     result: dict[str, dict[str, float]] = {}

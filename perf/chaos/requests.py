@@ -23,7 +23,7 @@ from typing import Any
 
 from ...server.demo.builtin import BUILTIN_MODEL
 from ..report.command import conclude, parser
-from .attacked_server import AttackedServer, attacked_server
+from .attacked_server import AttackedServer, attacked_server, rate, worst_delay
 from .mutants import CHAT, COMPLETIONS, damaged, rendered, with_odd_values
 
 MAX_DELAY = 0.25
@@ -183,16 +183,16 @@ def company(server: AttackedServer) -> dict[int, float]:
         body = {"prompt": "x", "n": count, "ignore_eos": True, "max_tokens": 300}
         begin = time.monotonic()
         server.post(COMPLETIONS, json.dumps(body).encode())
-        rates[count] = server.watch.rate(begin, time.monotonic())
+        rates[count] = rate(server.neighbour, begin, time.monotonic())
     return rates
 
 
 def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> Row:
     """Sends one and looks at what it did."""
-    watch, process = server.watch, server.server
+    tokens, process = server.neighbour, server.server
     quiet = time.monotonic()
     time.sleep(LEAST_WINDOW)
-    before, rss = watch.rate(quiet, time.monotonic()), process.rss()
+    before, rss = rate(tokens, quiet, time.monotonic()), process.rss()
     process.forget_peak()
     begin = time.monotonic()
     status = server.post(attack.path, attack.body)
@@ -202,10 +202,10 @@ def strike(server: AttackedServer, attack: Attack, beside: dict[int, float]) -> 
     end = time.monotonic()
     growth = process.peak() - rss
     time.sleep(LEAST_WINDOW)
-    alone = (before + watch.rate(end, time.monotonic())) / 2
+    alone = (before + rate(tokens, end, time.monotonic())) / 2
     plain = beside[min((count for count in COMPANY if count >= num_answers(attack)), default=COMPANY[-1])]
-    rate, delay = watch.rate(begin, end), watch.worst_delay(begin, end)
-    shares = [rate / beside if beside else 1.0 for beside in (alone, plain)]
+    meanwhile, delay = rate(tokens, begin, end), worst_delay(server.health.answers, begin, end)
+    shares = [meanwhile / other if other else 1.0 for other in (alone, plain)]
     return Row(attack.name, status, len(attack.body), took, delay, growth, *shares)
 
 
@@ -239,15 +239,13 @@ def main() -> int:
             server.post(COMPLETIONS, b'{"prompt": "warm", "logprobs": 5, "n": 8, "max_tokens": 8}')
             beside = company(server)
             print("the neighbour's tokens/s beside plain answers:", {n: round(rate) for n, rate in beside.items()})
-            print(
-                f"{'shape':<42}{'bytes':>9}{'status':>7}{'seconds':>9}{'delay ms':>10}{'MB':>9}{'rate':>8}{'fair':>7}"
-            )
+            print(HEAD)
             chosen = list(shapes())
             for attack in [*chosen, *mutations(args.seed, args.mutations)]:
                 rows.append(strike(server, attack, beside))
                 if len(rows) <= len(chosen) or rows[-1].missed:
                     print(show(rows[-1]), flush=True)
-            failures = server.watch.failures
+            failures = len(server.health.failures)
     missed = {row.name: row.missed for row in rows if row.missed}
     worst = [worst_of(rows), worst_of(rows[len(chosen) :])]
     print(f"random bodies: {worst[1]}")

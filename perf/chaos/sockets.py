@@ -14,7 +14,6 @@ import resource
 import select
 import socket
 import sys
-import threading
 import time
 from collections import defaultdict
 from concurrent.futures import ProcessPoolExecutor
@@ -22,12 +21,10 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-import httpx
-
 from ..report.command import judge, parser
 from ..report.table import Goal, Table
 from ..serving.server_process import LaunchedServer, launched
-from .attacked_server import Address
+from .attacked_server import Address, Probe
 
 LOG_BYTES = 1 << 20
 SPARE = 100
@@ -49,6 +46,8 @@ KINDS: dict[str, tuple[bytes, bytes]] = {
 """Kind → what is sent at once, and what every two seconds."""
 
 DRIP_SECONDS = 2.0
+PROBE_SECONDS = 0.25
+"""Seconds between two new clients."""
 
 
 class Holder:
@@ -114,34 +113,6 @@ def hold(address: Address, seconds: float, count: int) -> tuple[dict[str, int], 
     return dict(_holders[-1].opened), dict(_holders[-1].closed)
 
 
-class Probe:
-    """A new client every quarter of a second: how long each waited, and what went wrong."""
-
-    def __init__(self, url: str) -> None:
-        self.seconds: list[float] = []
-        self.failures: list[str] = []
-        self._url = url
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
-        self._thread.start()
-
-    def _run(self) -> None:
-        limits = httpx.Limits(max_keepalive_connections=0)
-        with httpx.Client(base_url=self._url, limits=limits, timeout=30, trust_env=False) as http:
-            while not self._over.wait(0.25):
-                path = ("/health", "/v1/models")[len(self.seconds) % 2]
-                start = time.monotonic()
-                try:
-                    http.get(path).raise_for_status()
-                except httpx.HTTPError as error:
-                    self.failures.append(f"{path}: {type(error).__name__}: {error}")
-                self.seconds.append(time.monotonic() - start)
-
-    def end(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-
 def raise_limit() -> int:
     """This process may have as many descriptors as it is ever allowed to; returns how many."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -156,7 +127,8 @@ def num_sockets(server: LaunchedServer) -> int:
 def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:
     """The whole attack, and what came of it."""
     with launched(["--threads", "1", "--grace-seconds", "2"], descriptors) as server:
-        before, probe = num_sockets(server), Probe(server.url)
+        before = num_sockets(server)
+        probe = Probe(server.url, ["/health", "/v1/models"], PROBE_SECONDS, keeps_connection=False)
         most = max(1, raise_limit() - SPARE)
         shares = [min(most, sockets - at) for at in range(0, sockets, most)]
         opened: defaultdict[str, int] = defaultdict(int)
@@ -175,8 +147,8 @@ def run(sockets: int, descriptors: int, seconds: float) -> dict[str, Any]:
                        "last_closed_s": round(max(closed[kind], default=0), 1)}
                 for kind, count in opened.items()
             },
-            "open_in_server_after": left, "after_s": seconds, "probes": len(probe.seconds),
-            "probe_failures": probe.failures[:5], "slowest_probe_s": round(max(probe.seconds), 3),
+            "open_in_server_after": left, "after_s": seconds, "probes": len(probe.answers),
+            "probe_failures": probe.failures[:5], "slowest_probe_s": round(max(took for _, took in probe.answers), 3),
             "exit_code": server.stop(), "log_bytes": server.log_bytes,
         }  # fmt: skip
 

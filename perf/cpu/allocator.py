@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...memory.adapters.adapter import Adapter
-from ...memory.adapters.store import AdapterStore, Reclaimer
+from ...memory.adapters.reclaimer import Reclaimer
+from ...memory.adapters.store import AdapterStore
 from ...memory.host.images import HostImages, InlineReads
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.eviction import EvictionOrder, RestoreCosts

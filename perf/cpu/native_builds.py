@@ -20,7 +20,7 @@ import torch
 from ...core.model.weights import LayerWeights
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from ...memory.pages.layout import MODULES, PageLayout
-from ...ops import native
+from ...ops import native, native_library
 from ...ops.elementwise import rotary_table
 from ...ops.sgmv import AdapterRows, Segments
 from ..report.command import conclude, parser
@@ -93,7 +93,7 @@ class Bench:
 def open_library(path: Path) -> ctypes.CDLL:
     """A build of the decoder. ValueError where its descriptors are not ours: it would read them wrongly."""
     found = ctypes.CDLL(str(path))
-    ours = native.library()
+    ours = native_library.library()
     found.chorus_descriptors.restype = ctypes.c_int64
     if found.chorus_descriptors() != ours.chorus_descriptors():
         raise ValueError(f"{path} takes other descriptors; compare it with the benchmark of the checkout it is from")
@@ -135,10 +135,10 @@ def main() -> int:
     args = command.parse_args()
     bench = Bench(args.geometry, [int(rank) for rank in args.ranks.split(",")], getattr(torch, args.dtype))
     ours = native.NativeDecoder(bench.model, args.threads)
-    own_library, other_library = native.library, open_library(args.other)
+    other_library = open_library(args.other)
     native.library = lambda: other_library
     other = native.NativeDecoder(bench.model, args.threads)
-    native.library = own_library
+    native.library = native_library.library
     ours.kept = other.kept = ()
     result = {}
     print(f"{'step':26}{'ms':>9}{'tokens/s':>10}{'other/ours':>12}{'quarters':>16}")

@@ -1,7 +1,8 @@
 """`python -m chorus.perf.gpu`: run the sections that have no results yet, then show all that there are.
 
-Every section runs in a process of its own and writes its own file, so one that fails or hangs costs no other. The last
-line is one JSON object; the exit code is not zero while a section has failed or is missing.
+Every section runs in a process of its own and writes its own file, row by row: one that fails or hangs costs no other,
+and a row that fails no other row. The last line is one JSON object; the exit code is not zero while a section has
+failed or is missing.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from ..report.command import conclude, say
 from .environment import describe
@@ -80,7 +82,7 @@ def _run(name: str, options: Options, store: ResultStore, environment: dict, tim
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     seconds = time.monotonic() - began
-    if store.load(name) is None:
+    if store.load(name) is None or store.is_running(name):
         said = log.read_text("utf-8", errors="replace")[-_LOG_TAIL:]
         store.write(name, seconds, environment, error=f"{reason}\n{said}")
     say(f"{name}: {'done' if store.is_done(name) else 'FAILED, see ' + str(log)} in {seconds:.0f} s")
@@ -93,16 +95,23 @@ def run_section(name: str, options: Options) -> bool:
     environment = describe(options.device, opened=False)
     store = options.store()
     began = time.perf_counter()
+
+    def save(found: dict[str, Any]) -> None:
+        store.save(name, time.perf_counter() - began, environment, found)
+
     try:
-        context = options.context()
+        context = options.context(save)
         environment = describe(options.device)
         values = section(name).run(context)
     except Exception:
         store.write(name, time.perf_counter() - began, environment, error=traceback.format_exc())
         traceback.print_exc()
         return False
-    store.write(name, time.perf_counter() - began, environment, values=values)
-    return True
+    outcome = {"values": values}
+    if lost := values.get("not_measured"):
+        outcome["error"] = f"{len(lost)} rows were not measured; the first: {lost[0]['case']}: {lost[0]['why']}"
+    store.write(name, time.perf_counter() - began, environment, **outcome)
+    return not lost
 
 
 def worker_command(name: str, options: Options) -> list[str]:

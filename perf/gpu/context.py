@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +16,7 @@ import torch
 from ..cpu import random_model
 from ..cpu.roofline import bound
 from ..cpu.workload import Workload
+from ..report.command import say
 from .sizes import ModelSize
 from .store import ResultStore
 from .timer import Timer
@@ -32,7 +36,8 @@ class Floors(NamedTuple):
 class Context:
     """device: `cuda` or `cpu`. quick: few cases. smoke: on a CPU, where shapes are small and times mean nothing.
 
-    work_dir: where adapters and configurations are written; kept from call to call.
+    work_dir: where adapters and configurations are written; kept from call to call. save: keeps what a section has
+    found so far, whatever becomes of its process.
     """
 
     device: str
@@ -42,6 +47,7 @@ class Context:
     store: ResultStore
     work_dir: Path
     seed: int = 0
+    save: Callable[[dict[str, Any]], None] = lambda found: None
 
     @property
     def smoke(self) -> bool:
@@ -60,14 +66,36 @@ class Context:
         """The value for this kind of run."""
         return smoke if self.smoke else quick if self.quick else full
 
+    @contextmanager
+    def row(self, found: dict[str, Any], case: str, clear: Callable[[], object] = lambda: None) -> Iterator[None]:
+        """A row of a section, saved at its end with all that was found so far.
+
+        An error costs the row alone: it goes into `found["not_measured"]`, and `clear` makes the engine ready for the
+        next. What `clear` raises ends the section, and so does a device that does nothing more.
+        """
+        say(case)
+        try:
+            yield
+        except Exception as error:
+            traceback.print_exc()
+            found.setdefault("not_measured", []).append({"case": case, "why": f"{type(error).__name__}: {error}"})
+            self.save(found)
+            self.timer.synchronize()
+            clear()
+        else:
+            self.save(found)
+
     def limits(self) -> dict[str, Any]:
-        """Results of section `limits`. LookupError when it has not been run."""
-        return self.store.values("limits")
+        """Results of section `limits`, as far as there are any. LookupError when it has not been run."""
+        return self.store.values("limits", partial=True)
 
     def bandwidth(self) -> float:
         """Bytes per second of device memory: the better of copying (read and written) and reading."""
         limits = self.limits()
-        return max(limits["copy"]["bytes_per_s"], limits["read"]["bytes_per_s"])
+        rates = [limits[name]["bytes_per_s"] for name in ("copy", "read") if name in limits]
+        if not rates:
+            raise LookupError("section limits has no rate of the device's memory; run it again with --redo limits")
+        return max(rates)
 
     def l2_bytes(self) -> int:
         """Size of the last cache before memory; 0 where it is not known."""

@@ -12,11 +12,9 @@ SGMV_LEAST_BATCH = 32
 
 
 def goals(sections: Mapping[str, Any]) -> list[Goal]:
-    """All marks; sections: the values of those that are done."""
+    """All marks; sections: the values of those that are done, for of others the worst row is not known."""
     decode = sections.get("decode", {})
     steps = [row for row in decode.get("buckets", ()) if row["bucket"] <= LARGEST_BATCH]
-    if any(row["bucket"] <= LARGEST_BATCH for row in decode.get("unsettled", ())):
-        steps = []  # the worst is not known
     shares = [
         row
         for row in sections.get("sgmv", {}).get("cells", ())

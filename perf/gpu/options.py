@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,8 +50,8 @@ class Options(argparse.Namespace):
     def store(self) -> ResultStore:
         return ResultStore(self.out, self.settings)
 
-    def context(self) -> Context:
-        """Context for sections. Raises RuntimeError where the device is not there."""
+    def context(self, save: Callable[[dict[str, Any]], None] = lambda found: None) -> Context:
+        """Context for sections. save: see Context. Raises RuntimeError where the device is not there."""
         import torch
 
         from .context import Context
@@ -60,7 +61,7 @@ class Options(argparse.Namespace):
             raise RuntimeError("torch sees no CUDA device; for a smoke run without one: --device cpu")
         timer = CudaTimer(0.05 if self.quick else 0.3) if self.device == "cuda" else WallTimer(1)
         size = SIZES[self.model_size]
-        return Context(self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed)
+        return Context(self.device, size, self.quick, timer, self.store(), self.work_dir, self.seed, save)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..report.table import Table, goal_table
 from .goals import goals
-from .sections.registry import SECTIONS, section
+from .sections.registry import SECTIONS, rows_table, section
 
 REPORT = "report.txt"
 SMOKE = "smoke run, not a measurement"
@@ -43,8 +43,14 @@ def digest(combined: dict[str, Any], path: Path) -> dict[str, Any]:
 def _parts(combined: dict[str, Any]) -> Iterator[Table | str]:
     smoke = combined["settings"]["device"] != "cuda"
     for name in SECTIONS:
-        if name in combined["sections"]:
-            for table in section(name).tables(combined["sections"][name]):
+        values = combined["sections"].get(name) or combined["partial"].get(name)
+        if values is not None:
+            tables = section(name).tables(values)
+            if lost := values.get("not_measured"):
+                tables.append(rows_table(f"{name}: not measured", {"case": "case", "because": "why"}, lost))
+            for table in tables:
+                if name in combined["partial"]:
+                    table.title += " (incomplete)"
                 if smoke:
                     table.title += f" ({SMOKE})"
                 yield table

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-DONE, FAILED = "done", "failed"
+DONE, FAILED, RUNNING = "done", "failed", "running"
 RESULT = "result.json"
 
 
@@ -50,15 +50,34 @@ class ResultStore:
         record = self.load(section)
         return record is not None and record["status"] == DONE
 
-    def values(self, section: str) -> dict[str, Any]:
-        """Results of a finished section. LookupError when it has not been run or has failed."""
-        if not self.is_done(section):
+    def is_running(self, section: str) -> bool:
+        """True if a section has rows and no end: its process is under way, or was ended."""
+        record = self.load(section)
+        return record is not None and record["status"] == RUNNING
+
+    def values(self, section: str, *, partial: bool = False) -> dict[str, Any]:
+        """Results of a finished section; partial: of any that has some. LookupError when there are none."""
+        record = self.load(section)
+        if record is None or "values" not in record or not (partial or record["status"] == DONE):
             raise LookupError(f"section {section} has no results in {self.directory}; run it first")
-        return self.load(section)["values"]
+        return record["values"]
+
+    def save(self, section: str, seconds: float, environment: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+        """Write down the rows of a section that goes on."""
+        self._record(section, RUNNING, seconds, environment, values=values)
 
     def write(self, section: str, seconds: float, environment: Mapping[str, Any], **outcome: Any) -> None:
-        """Write down how a section ended. outcome: its `values`, or the `error`, a traceback or what was said last."""
-        status = DONE if "values" in outcome else FAILED
+        """Write down how a section ended. outcome: its `values`, or the `error`, a traceback or what was said last.
+
+        With an error, the rows that were saved before stay.
+        """
+        if "error" in outcome and "values" not in outcome and (found := self.load(section)) and "values" in found:
+            outcome["values"] = found["values"]
+        self._record(section, FAILED if "error" in outcome else DONE, seconds, environment, **outcome)
+
+    def _record(
+        self, section: str, status: str, seconds: float, environment: Mapping[str, Any], **outcome: Any
+    ) -> None:
         record = {"section": section, "status": status, "seconds": round(seconds, 1), "settings": self.settings}
         self._write(self.path(section), {**record, "environment": environment, **outcome})
 
@@ -68,19 +87,26 @@ class ResultStore:
     def combine(self, sections: Iterable[str], environment: Mapping[str, Any]) -> dict[str, Any]:
         """Write and return all sections' values beside what failed and what is missing.
 
-        environment: used where no section has finished; otherwise the last of them says where it ran. one_commit:
-        whether all came from one commit without local changes.
+        environment: used where no section has finished; otherwise the last of them says where it ran. partial: the
+        values of sections that failed or did not end. one_commit: whether all came from one commit without local
+        changes.
         """
         records = {section: self.load(section) for section in sections}
         known = {section: record for section, record in records.items() if record is not None}
         done = {section: record for section, record in known.items() if record["status"] == DONE}
+        rest = {section: record for section, record in known.items() if section not in done}
         commits = [record["environment"]["commit"] for record in known.values()]
         found: dict[str, Any] = {
             "settings": self.settings,
             "environment": [environment, *(record["environment"] for record in done.values())][-1],
             "sections": {section: record["values"] for section, record in done.items()},
+            "partial": {section: record["values"] for section, record in rest.items() if "values" in record},
             "seconds": {section: record["seconds"] for section, record in known.items()},
-            "failed": {section: record["error"] for section, record in known.items() if section not in done},
+            "failed": {
+                section: record.get("error", "it did not end")
+                for section, record in known.items()
+                if section not in done
+            },
             "missing": [section for section in records if section not in known],
             "one_commit": bool(commits) and all(each == commits[0] for each in commits) and not commits[0]["dirty"],
         }

@@ -142,6 +142,11 @@ class Subject:
             self.engine.abort(request.id)
         self.finish()
 
+    def abort_all(self) -> None:
+        """Abort whatever an error has left running."""
+        scheduler = self.engine.scheduler
+        self.clear([*scheduler.running, *scheduler.waiting])
+
     # -- measurements
 
     def decoding(self, adapters: Sequence[str | None], prompt_tokens: int, steps: int) -> list[Request]:

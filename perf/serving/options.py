@@ -62,10 +62,9 @@ def parse(argv: list[str] | None, spec: ModuleSpec, doc: str) -> argparse.Namesp
 
 def workload(args: argparse.Namespace, num_adapters: int) -> WorkloadSpec:
     """The specification of the file, or of the flags. Raises WorkloadError."""
-    overrides = dict(_assignment(text) for text in args.set)
     if args.workload is not None:
-        return WorkloadSpec.load(args.workload, overrides)
-    if overrides:
+        return WorkloadSpec.load(args.workload, args.set)
+    if args.set:
         raise WorkloadError("--set changes fields of a file; give one with --workload, or use the other flags")
     return WorkloadSpec.parse(_fields(args, num_adapters), origin="flags")
 
@@ -95,10 +94,3 @@ def _fields(args: argparse.Namespace, num_adapters: int) -> dict[str, Any]:
         "lengths": {"kind": "laws", **lengths},
         "adapters": {"count": num_adapters, "base_share": args.base_share} if num_adapters else {"base_share": 1.0},
     }
-
-
-def _assignment(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise WorkloadError(f"--set {text}: write FIELD=VALUE")
-    return name, value

@@ -79,6 +79,7 @@ class SimReads(Reads):
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
         self._free_at = [clock.now] * threads
+        self._news: list[float] = []  # when reads bring what was not there before
 
     @property
     def free_at(self) -> float:
@@ -99,9 +100,14 @@ class SimReads(Reads):
         return SimRead(clock, start, end, error)
 
     def wait(self, pending: list[Future], timeout: float) -> None:
-        """Move the clock to the first end among `pending`, at most by `timeout`."""
+        """Move the clock to the first news or end among `pending`, at most by `timeout`."""
         now = self._clock.now
-        self._clock.now = min([now + timeout, *(read.end for read in pending)])
+        self._news = [moment for moment in self._news if moment > now]
+        self._clock.now = min([now + timeout, *self._news, *(read.end for read in pending)])
+
+    def wake(self) -> None:
+        """End a wait at this moment of the reading thread's time."""
+        self._news.append(self._clock.now)
 
     def shutdown(self) -> None:
         """Nothing is under way."""
@@ -233,8 +239,11 @@ class SimAdapterBackend:
         return self._adapters.layout(str(manifest.path))
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        start = self._clock.now
-        self._clock.now += self._costs.disk.seconds(manifest.file_size)
+        clock, seconds = self._clock, self._costs.disk.seconds(manifest.file_size)
+        start = clock.now
+        clock.now = start + seconds / layout.num_layers
+        image.publish(1)  # with which requests may begin; later layers end nobody's wait
+        clock.now = start + seconds
         image.data = manifest.file_size
         if self._costs.disk.contention:
             self._reads.append((start, self._clock.now))

@@ -7,7 +7,6 @@ Needs no tensor library.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import random
@@ -19,6 +18,7 @@ from typing import Any
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import load_profile
+from ..report.command import parser
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
 from .cluster import least_loaded, simulate
@@ -114,11 +114,11 @@ def measure(seconds: float, requests: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m chorus.perf.simulate.speed", description=__doc__.split("\n")[0])
-    parser.add_argument("--seconds", type=float, default=120.0, help="virtual time of the cluster (default: 120)")
-    parser.add_argument("--requests", type=int, default=200, help="of each seat of one replica (default: 200)")
-    parser.add_argument("--json", action="store_true")
-    arguments = parser.parse_args(argv)
+    command = parser(__spec__, __doc__)
+    command.add_argument("--seconds", type=float, default=120.0, help="virtual time of the cluster")
+    command.add_argument("--requests", type=int, default=200, help="of each seat of one replica")
+    command.add_argument("--json", action="store_true")
+    arguments = command.parse_args(argv)
     found = measure(arguments.seconds, arguments.requests)
     if arguments.json:
         print(json.dumps(found))

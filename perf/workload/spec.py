@@ -72,8 +72,8 @@ class WorkloadSpec(Strict):
         return self
 
     @classmethod
-    def load(cls, path: Path, overrides: Mapping[str, str] | None = None) -> WorkloadSpec:
-        """Reads a .toml or .json file. overrides: dotted field → JSON value (or a plain word), in place of the file's.
+    def load(cls, path: Path, settings: Sequence[str] = ()) -> WorkloadSpec:
+        """Reads a .toml or .json file. settings: FIELD=VALUE, a dotted field and its value as JSON or a plain word.
 
         Raises:
             WorkloadError: for a file that cannot be read or a field that is wrong; names the file and the field.
@@ -86,8 +86,8 @@ class WorkloadSpec(Strict):
         except ValueError as error:
             kind = "TOML" if path.suffix == ".toml" else "JSON"
             raise WorkloadError(f"{path}: not {kind} ({error}); mend it, or name the file .toml or .json") from None
-        for name, value in (overrides or {}).items():
-            _override(fields, name, value)
+        for setting in settings:
+            _change(fields, setting)
         return cls.parse(fields, path.parent, str(path))
 
     @classmethod
@@ -170,7 +170,10 @@ def _cut(taken: Taken, n: int) -> dict[str, Any]:
     }
 
 
-def _override(fields: Any, name: str, value: str) -> None:
+def _change(fields: Any, setting: str) -> None:
+    name, equals, value = setting.partition("=")
+    if not name or not equals:
+        raise WorkloadError(f"--set {setting}: give FIELD=VALUE, like popularity.alpha=2")
     *tables, last = name.split(".")
     for table in tables:
         fields = fields.setdefault(table, {}) if isinstance(fields, dict) else None
@@ -225,10 +228,4 @@ def open_workload(path: Path, settings: Sequence[str] = ()) -> Iterable[TraceReq
         if settings:
             raise WorkloadError(f"--set {settings[0]}: {path} holds requests, not a specification; leave it out")
         return jsonl.read(path)
-    overrides = {}
-    for setting in settings:
-        name, equals, value = setting.partition("=")
-        if not name or not equals:
-            raise WorkloadError(f"--set {setting}: give FIELD=VALUE, like popularity.alpha=2")
-        overrides[name] = value
-    return WorkloadSpec.load(path, overrides)
+    return WorkloadSpec.load(path, settings)

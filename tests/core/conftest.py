@@ -20,10 +20,10 @@ from chorus.core.requests.types import FinishReason, RequestOutput, StepPlan, St
 from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.policies import Policies
 from chorus.memory.host.images import InlineReads, Reads
-from chorus.ops import native
+from chorus.ops import native_library
 
 #: The CPU operators that this machine can run.
-KERNELS = ["torch", "native"] if native.available(torch.float32) else ["torch"]
+KERNELS = ["torch", "native"] if native_library.available(torch.float32) else ["torch"]
 
 
 class RecordingExecutor:

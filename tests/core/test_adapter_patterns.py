@@ -14,10 +14,10 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.host.images import InlineReads
-from chorus.ops import native
+from chorus.ops import native_library
 
 #: The CPU operators that this machine can run.
-KERNELS = ["torch", "native"] if native.available(torch.float32) else ["torch"]
+KERNELS = ["torch", "native"] if native_library.available(torch.float32) else ["torch"]
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]

@@ -12,10 +12,11 @@ from safetensors.torch import load_file, save_file
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.requests.types import ExecutorLost, FinishReason
+from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
 from chorus.memory.pages.pool import IntegrityError, PageKind
+from chorus.memory.transfers.transfer import ExecutorLost
 
 from .conftest import Answer
 

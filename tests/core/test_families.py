@@ -18,7 +18,7 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.ops import native
+from chorus.ops import native_library
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
@@ -58,7 +58,9 @@ ADAPTERS = {
 
 KERNELS = [
     "torch",
-    pytest.param("native", marks=pytest.mark.skipif(not native.available(torch.float32), reason="no native decoder")),
+    pytest.param(
+        "native", marks=pytest.mark.skipif(not native_library.available(torch.float32), reason="no native decoder")
+    ),
 ]
 
 
@@ -219,7 +221,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
 
 
-@pytest.mark.skipif(not native.available(torch.bfloat16), reason="no native decoder")
+@pytest.mark.skipif(not native_library.available(torch.bfloat16), reason="no native decoder")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)

@@ -160,7 +160,7 @@ class FakeAdapters:
         return AdapterManifest(path, (AdapterPart(self.num_pages[path], 1.0, (0,), MODULES),))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
-        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=1)
+        return AdapterLayout((), num_elems=manifest.rank, num_pages=manifest.rank, num_layers=2)
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
         self._clock.now += 0.002 * manifest.rank
@@ -477,6 +477,7 @@ class EngineMachine(RuleBasedStateMachine):
         self.executor.on_plan = self._check_order
         self.reads = InlineReads() if inline else LazyReads(self.clock)
         self.engine = Engine(self.config, self.executor, self.clock, self.reads)
+        self.streams = True
         self.engine.store.images.wait = self._wait
         self.scheduler = self.engine.scheduler
         self.executor.pool, self.executor.prefix = self.engine.pool, self.engine.prefix
@@ -619,6 +620,17 @@ class EngineMachine(RuleBasedStateMachine):
             read = data.draw(st.sampled_from(self._pending()))
             read.come_back() if read.hangs else read.finish()
 
+    @rule(streams=st.booleans())
+    def disk(self, streams):
+        """From now on reads bring their first layer while the engine runs a step, or nothing before they end."""
+        self.streams = streams
+
+    def _bring_first_layers(self):
+        images = self.engine.store.images
+        for image in [images.peek(adapter) for adapter in self._adapters() if images.is_requested(adapter)]:
+            if image.stream.num_ready == 0:
+                image.publish(1)
+
     @precondition(lambda self: self.config.adapter_read_seconds < PATIENT)
     @precondition(lambda self: any(not read.hangs for read in self._pending()))
     @rule()
@@ -634,6 +646,8 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
 
     def _step(self):
+        if self.streams:
+            self._bring_first_layers()
         self.running_before = {request.id for request in self.scheduler.running}
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions

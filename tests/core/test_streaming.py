@@ -41,6 +41,13 @@ class Gate:
     def allow(self, layers=100):
         self._permits.release(layers)
 
+    def begin(self, driver, name=ADAPTER):
+        """A step, in which the read is asked for, and its first layer."""
+        driver.step()
+        self.allow(1)
+        stream = driver.engine.store.images.peek(driver.engine.store.get(name)).stream
+        assert stream.wait(0, 60.0)
+
     def fail(self, error):
         self._error = error
         self.allow()
@@ -95,12 +102,13 @@ def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
 
     def before(plan):
         if not timers and any(row.request_id == "x" for row in plan.rows):
-            timers.extend(threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 9))
+            timers.extend(threading.Timer(0.02 * count, gate.allow, [1]) for count in range(1, 8))
             for timer in timers:
                 timer.start()
 
     driver, gate = start(max_load_stall_seconds=60.0, before=before)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    gate.begin(driver)
     driver.step()
     assert timers, "it waited for all of the adapter"
     assert len(driver.answers["x"].tokens) == 1
@@ -113,11 +121,24 @@ def test_a_prefill_follows_the_read_layer_by_layer(gqa, start):
     assert driver.engine.store.tier(driver.engine.store.get(ADAPTER)) is Tier.DEVICE
 
 
+def test_a_read_that_brings_nothing_holds_up_no_step(gqa, start):
+    """Its disk may hang: nobody starts beside it, though nothing is known against it."""
+    driver, gate = start(max_load_stall_seconds=60.0)
+    driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    for _ in range(10):
+        driver.step()
+    assert len(driver.answers["base"].tokens) == 11
+    assert not [plan for plan in driver.plans if any(row.request_id == "x" for row in plan.rows)]
+    gate.allow()
+    assert driver.drain()["x"].tokens == gqa.greedy(ADAPTER, [7] * 20, 8)
+
+
 def test_a_read_that_hangs_holds_up_one_step_and_only_its_own_requests(gqa, start):
     driver, gate = start(max_load_stall_seconds=0.001)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
     driver.add("y", ADAPTER, [7] * 20, max_tokens=8)
-    for _ in range(10):
+    gate.begin(driver)
+    for _ in range(9):
         driver.step()
     assert len(driver.answers["base"].tokens) == 11
     assert driver.answers["x"].tokens == driver.answers["y"].tokens == []
@@ -167,8 +188,8 @@ def test_only_time_that_is_waited_counts(gqa, monkeypatch):
 def test_a_read_that_fails_on_the_way_fails_its_requests_alone(gqa, start, layers):
     driver, gate = start(max_load_stall_seconds=0.001)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
-    for _ in range(layers):
-        gate.allow(1)
+    if layers:
+        gate.begin(driver)
     driver.step()
     gate.fail(AdapterFormatError("tensor so-and-so holds NaN"))
     answers = driver.drain()
@@ -182,6 +203,7 @@ def test_a_read_that_fails_on_the_way_fails_its_requests_alone(gqa, start, layer
 def test_a_request_that_is_aborted_on_the_way_leaves_nothing(gqa, start):
     driver, gate = start(max_load_stall_seconds=0.001)
     driver.add("x", ADAPTER, [7] * 20, max_tokens=8)
+    gate.begin(driver)
     driver.step()
     assert driver.engine.abort("x")
     driver.step()
@@ -198,6 +220,7 @@ def test_decoding_waits_for_an_adapter_too(gqa, start):
     """A prompt of one token is a decode row from the beginning."""
     driver, gate = start(max_load_stall_seconds=0.001)
     driver.add("x", ADAPTER, [7], max_tokens=8)
+    gate.begin(driver)
     for _ in range(3):
         driver.step()
     assert driver.answers["x"].tokens == []

@@ -133,8 +133,9 @@ class Decode(Wrapper):
     @recorded
     def __init__(
         self, fake, float_workspace_buffer, kv_layout="NHD", *, use_cuda_graph=False, use_tensor_cores=False,
-        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None,
+        paged_kv_indptr_buffer=None, paged_kv_indices_buffer=None, paged_kv_last_page_len_buffer=None, backend="auto",
     ):  # fmt: skip
+        assert backend == "fa2", "a version may choose one that serves decode rows badly"
         super().__init__(fake, float_workspace_buffer, kv_layout)
         self.graph, self.tensor_cores = use_cuda_graph, use_tensor_cores
         if use_cuda_graph:

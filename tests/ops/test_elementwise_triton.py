@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -152,12 +152,52 @@ def check_normed_rotary(case: Case, dtype: torch.dtype, device: str) -> Problem:
     return check_rotary(case, dtype, device, normed=True)
 
 
+def check_broken_heads(case: Case, dtype: torch.dtype, device: str) -> Problem:
+    """A key or value that is not finite is a key of NaN and a value of 0, in its token and head alone; and causal
+    attention as kernels compute it, with weights of 0 on what is masked, is then finite for all tokens before it.
+    """
+    from chorus.ops import elementwise_triton
+
+    inputs, (heads, kv_heads), head_dim = Inputs(replace(case, scale=0), dtype), case.heads, case.head_dim
+    tokens = case.tokens
+    if not tokens:
+        return 0.0, ""
+    qkv = inputs.rows((heads + 2 * kv_heads) * head_dim).clone()
+    at = case.seed % tokens, heads * head_dim + case.seed % (2 * kv_heads * head_dim)
+    table = [torch.full((tokens, head_dim), value, dtype=dtype, device=device) for value in (1.0, 0.0)]
+    places = torch.arange(tokens, device=device)
+
+    def write(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        k, v = torch.zeros(2, tokens, 1, kv_heads, head_dim, dtype=dtype, device=device)
+        rotation = Rotation(*table, places)
+        elementwise_triton.rotate_and_write(values.to(device), rotation, None, k, v, places, torch.zeros_like(places))
+        return k[:, 0].cpu(), v[:, 0].cpu()
+
+    whole = write(qkv)
+    qkv[at] = (math.nan, math.inf, -math.inf)[case.seed % 3]
+    k, v = write(qkv)
+    token, head = at[0], (at[1] - heads * head_dim) // head_dim % kv_heads
+    if not k[token, head].isnan().all() or v[token, head].any():
+        return math.inf, "the broken head is not a key of NaN and a value of 0"
+    k[token, head], v[token, head] = whole[0][token, head], whole[1][token, head]
+    if not (torch.equal(k, whole[0]) and torch.equal(v, whole[1])):
+        return math.inf, "another head changed"
+    k[token, head], v[token, head] = math.nan, 0.0
+    scores = torch.einsum("qhd,khd->hqk", k.float().nan_to_num(), k.float())
+    scores = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -math.inf)
+    out = torch.einsum("hqk,khd->qhd", scores.softmax(-1), v.float())
+    if not out[:token].isfinite().all() or out[token:, head].isfinite().any():
+        return math.inf, "who sees the token is not NaN, or somebody else is"
+    return 0.0, ""
+
+
 CHECKS: dict[str, Callable[[Case, torch.dtype, str], Problem]] = {
     "rms_norm": check_norm,
     "add_rms_norm": check_add_norm,
     "silu_and_mul": check_silu,
     "rotary": check_rotary,
     "normed rotary": check_normed_rotary,
+    "broken heads": check_broken_heads,
 }
 
 

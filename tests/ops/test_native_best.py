@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from chorus.ops import native
+from chorus.ops import native, native_library
 from chorus.ops.sampling import Chances, TorchSampling
 from chorus.ops.sgmv import Segments
 
@@ -18,7 +18,7 @@ class Head:
     """A model without layers: row i's logits are the products of the head with normalised embedding i."""
 
     def __init__(self, head, embed, dtype, threads):
-        if not native.available(dtype):
+        if not native_library.available(dtype):
             pytest.skip("the native library is not built, or the processor is too old")
         vocab, count = len(head), len(embed)
         model = native.NativeModel(

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chorus.ops import native
+from chorus.ops import native_library
 
 ROOT = Path(__file__).parents[2]
 
@@ -25,7 +25,9 @@ def test_where_there_is_a_compiler_there_is_the_library():
     """An installation without it goes on with torch's operators, and tests of the library skip: a broken build would
     not be seen. On a processor without AVX-512 the library is there, and not used.
     """
-    assert native.library() is not None, "pip install -e . did not build chorus.ops._native, or from other sources"
+    assert native_library.library() is not None, (
+        "pip install -e . did not build chorus.ops._native, or from other sources"
+    )
 
 
 def test_no_warnings():

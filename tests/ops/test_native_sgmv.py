@@ -29,7 +29,7 @@ from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
-from chorus.ops import native
+from chorus.ops import native_library
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
 from .sgmv_ref import sgmv_ref
@@ -43,7 +43,7 @@ RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 255, 256]
 LAYERS, NUM_PAGES = 3, 1500
 
 needs_native = pytest.mark.skipif(
-    not native.available(torch.float32), reason="the native decoder is not available here"
+    not native_library.available(torch.float32), reason="the native decoder is not available here"
 )
 
 

@@ -9,10 +9,12 @@ import time
 import pytest
 import torch
 
-from chorus.ops import native
+from chorus.ops import native, native_library
 from chorus.perf.chaos.invariance import Row, build, compute
 
-pytestmark = pytest.mark.skipif(not native.available(torch.float32), reason="the native decoder is not available here")
+pytestmark = pytest.mark.skipif(
+    not native_library.available(torch.float32), reason="the native decoder is not available here"
+)
 DEADLINE = 120.0
 
 

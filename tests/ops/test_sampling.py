@@ -16,7 +16,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from chorus.ops import native
+from chorus.ops import native, native_library
 from chorus.ops.sampling import Chances, TorchSampling, sample, uniform
 
 #: A grid of draws that reaches every token of a share above 1/4000.
@@ -184,7 +184,7 @@ VOCABS = [1, 2, 7, 16, 33, 600, 9001]
 
 def native_sampling(vocab, threads):
     """The sampling of a decoder of that vocabulary, which is never run."""
-    if not native.available(torch.float32):
+    if not native_library.available(torch.float32):
         pytest.skip("the native library is not built, or the processor is too old")
     size = 32
     model = native.NativeModel(

@@ -235,6 +235,87 @@ def interpret() -> None:
         assert not problem, f"{which}: {problem}"
 
 
+def interpret_broken_rows() -> None:
+    """What is not finite in a token, or in an adapter, stays with that token, or with the adapter's tokens."""
+    from .bf16_interpreter import mend_bf16
+
+    mend_bf16()
+    for index, (case, (name, schedule)) in enumerate(zip(cases(7, 12), cycle(schedules().items()), strict=False)):
+        case = replace(case, segments=((2, 0), (3, 1), (2, -1), (4, 1), (1, 2)), minus=-1)
+        generator = torch.Generator().manual_seed(case.seed)
+        d_in, widths = GROUPS[case.group]
+        page_elems, dtype = 4 * case.page_vectors, torch.float32
+        modules = [(module, sum(widths[:module]), width) for module, width in enumerate(widths)]
+        arena, adapters = _adapters(case, d_in, widths, page_elems, 4, dtype, generator)
+        broken_token, broken_adapter = 3, 2  # the second token of adapter 1's first segment; the last segment's adapter
+        segments, tokens = Segments(), 0
+        for length, adapter in case.segments:
+            for rows in adapters[adapter] if adapter >= 0 else ():
+                segments.add(tokens, tokens + length, rows)
+            tokens += length
+        x = torch.randn(tokens, d_in, generator=generator)
+        outs = []
+        for bad in (None, math.nan, math.inf):
+            y, values, pages = torch.zeros(tokens, sum(widths)), x.clone(), arena.clone()
+            if bad is not None:
+                values[broken_token, index % d_in] = bad
+                for rows in adapters[broken_adapter]:
+                    pages[rows.pages] = bad
+            tables = make_tables()
+            tables.h.fill_(math.nan)
+            num_tiles = tables.plan(segments, schedule.tile_tokens)
+            _run(y, values, pages, tables, 1, modules, schedule, num_tiles + 2, tables.passes)
+            outs.append(y)
+        others = [token for token in range(tokens) if token not in (broken_token, tokens - 1)]
+        for y in outs[1:]:
+            assert torch.equal(y[others], outs[0][others]), f"{name}: {case}"
+            assert torch.equal(y[broken_token].isfinite(), outs[0][broken_token] == 0), f"{name}: {case}"
+
+
+def compile_ahead() -> None:
+    """Run in a process of its own: the driver is none."""
+    import threading
+    from tempfile import TemporaryDirectory
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    from chorus.ops import sgmv_triton
+
+    class Driver:
+        def get_current_device(self):
+            return 0
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_current_target(self):
+            return GPUTarget("cuda", 90, 32)
+
+    driver.set_active(Driver())
+    names = "shrink_decode", "expand_decode", "shrink_prefill", "expand_prefill"
+    kernels = [getattr(sgmv_triton, name) for name in names]
+    threads, inner = set(), triton.compiler.compile
+
+    def compile(*args, **kwargs):
+        threads.add(threading.current_thread().name)
+        return inner(*args, **kwargs)
+
+    triton.compiler.compile = compile
+    tables = make_tables()
+    y, x, arena = torch.zeros(4, 48), torch.zeros(4, 40), torch.zeros(4, 64)
+    modules = [(0, 0, 24), (1, 24, 8), (2, 32, 16)]
+    with TemporaryDirectory() as folder, triton.knobs.cache.scope():
+        triton.knobs.cache.dir = folder
+        with sgmv_triton.compiling(2):
+            for schedule in (decode(64, 256), prefill(64, 256, 4)):
+                sgmv_triton.sgmv(y, x, arena, tables, 1, modules, schedule, 1, compile_only=True)
+    for kernel in kernels:
+        assert len(kernel.device_caches[0][0]) == 1, f"{kernel} has not been compiled"
+    assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads
+
+
 def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
     plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     return subprocess.run(
@@ -250,6 +331,19 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 @needs_triton
 def test_values_equal_the_reference():
     result = run("-m", "tests.ops.test_sgmv_triton", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+def test_what_is_not_finite_stays_in_its_row():
+    result = run("-c", "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+@needs_triton
+def test_kernels_are_compiled_beside_each_other():
+    """For a GPU that is not there: what a launch takes is compiled on the pool's threads, and nothing is launched."""
+    result = run("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -10,9 +10,8 @@ import pytest
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason, RequestOutput
-from chorus.server.choice import Choice
 from chorus.server.detokenizer import ByteDetokenizer, TextStream
-from chorus.server.generation import BULK, Generation
+from chorus.server.generation import BULK, Choice, Generation
 
 LENGTH = FinishReason.LENGTH
 

@@ -208,7 +208,9 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     for number, name in enumerate([None, *names, names[2]]):
         engine.add_request(Request(str(number), [5, 6, 7], params, name))
     assert engine.adapter_load() == ([], names)
-    while set(EngineView.of(engine).tiers.values()) != {"host"}:  # one may run while its adapter is still being read
+    while {each.tier for each in EngineView.of(engine).adapters} != {
+        Tier.HOST
+    }:  # one may run while its adapter is still being read
         engine.store.images.wait(1)
     while engine.stats().num_running < 2:
         engine.step()
@@ -216,7 +218,8 @@ def test_the_engine_tells_which_adapters_are_in_use(subject):
     view = EngineView.of(engine)
     assert (view.running, view.waiting, view.max_adapters) == (running, waiting, 2)
     assert set(running) | set(waiting) == set(names)
-    assert all(view.tiers[name] == "device" for name in running)
+    tiers = {each.name: each.tier for each in view.adapters}
+    assert all(tiers[name] is Tier.DEVICE for name in running)
     assert [(each.name, each.num_running, each.num_waiting) for each in view.accounts] == [("", 2, 3)]
     assert view.tier_counts["device"] == len(running) and sum(view.tier_counts.values()) == 3
     while engine.has_work():

@@ -10,7 +10,8 @@ import pytest
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
-from chorus.core.requests.types import ExecutorLost, FinishReason
+from chorus.core.requests.types import FinishReason
+from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.errors import EngineUnavailable
 from chorus.server.watchdog import Watchdog
 from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker
@@ -186,6 +187,33 @@ def test_idle_means_asleep(worker, fake_engine):
     fake_engine.has_work = counting
     time.sleep(0.2)
     assert polls <= 1
+
+
+def test_a_device_that_is_lost_in_a_call_stops_the_worker(worker):
+    """Such as one that pins an adapter; its caller is told, too, and so is who called beside it."""
+
+    def lost(engine):
+        raise ExecutorLost("the device failed: CUDA error: an ECC error")
+
+    with pytest.raises(ExecutorLost):
+        worker.call(lost).result(5)
+    worker.stop()
+    assert "ECC error; the server ends" in worker.failure
+    with pytest.raises(EngineUnavailable):
+        worker.call(lambda engine: None).result(5)
+
+
+def test_a_device_that_is_lost_while_a_failed_step_is_cleared_stops_the_worker(worker, fake_engine, monkeypatch):
+    fake_engine.step_error = RuntimeError("no")
+
+    def lost(request_id):
+        raise ExecutorLost("the device failed: CUDA error: an ECC error")
+
+    monkeypatch.setattr(fake_engine, "abort", lost)
+    receiver = run(worker, request())
+    assert receiver.outputs[-1].finish_reason is FinishReason.ERROR
+    worker.stop()
+    assert "ECC error; the server ends" in worker.failure
 
 
 def test_stopping_ends_requests_and_closes_the_engine(worker, fake_engine):

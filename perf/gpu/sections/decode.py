@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from typing import Any
 
 import torch
 
 from ....core.executors.cuda_memory import OutOfDeviceMemory
-from ...report.command import say
 from ...report.table import Table
 from ..context import Context
-from ..subject import Subject, Unsettled
+from ..subject import Subject
 from .registry import rows_table
 
 RANK = 16
@@ -28,27 +29,40 @@ def run(context: Context) -> dict[str, Any]:
         "rank": RANK,
         "floor": context.stated_floors(),
         "buckets": [],
-        "unsettled": [],
     }
     size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
     adapters = context.adapters(RANK, most)
+    base: dict[int, _Base] = {}
     with Subject(context, adapters, **size) as subject:
-        try:
-            with Subject(context, {}, **size) as plain:
-                base = {bucket: _beside(context, subject, plain, bucket) for bucket in buckets}
-        except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
-            found["plain_absent"] = f"no room for a second engine: {error}"
-            base = {bucket: _Base(*_steps(context, subject, [None] * bucket)) for bucket in buckets}
-        for bucket in buckets:
-            say(f"decode, {bucket} adapters")
-            try:
+        with _plain(context, size, found) as plain:
+            for bucket in buckets:
+                with context.row(found, f"decode, base, {bucket} rows", partial(_clear, subject, plain)):
+                    base[bucket] = _beside(context, subject, plain, bucket)
+        for bucket in base:
+            with context.row(found, f"decode, {bucket} adapters", subject.abort_all):
                 lora = _steps(context, subject, list(adapters)[:bucket])
-            except Unsettled as error:  # the other rows are worth having
-                found["unsettled"].append({"bucket": bucket, "why": str(error)})
-            else:
                 found["buckets"].append(_row(context, bucket, base[bucket], lora))
         found["startup"] = subject.startup()
     return found
+
+
+@contextmanager
+def _plain(context: Context, size: dict[str, int], found: dict[str, Any]) -> Iterator[Subject | None]:
+    """An engine without adapters; None, and why, where there is no room for a second one."""
+    try:
+        plain = Subject(context, {}, **size)
+    except (OutOfDeviceMemory, torch.OutOfMemoryError) as error:
+        found["plain_absent"] = f"no room for a second engine: {error}"
+        yield None
+        return
+    with plain:
+        yield plain
+
+
+def _clear(*subjects: Subject | None) -> None:
+    for subject in subjects:
+        if subject is not None:
+            subject.abort_all()
 
 
 @dataclass(frozen=True)
@@ -61,9 +75,10 @@ class _Base:
     ratio: float | None = None
 
 
-def _beside(context: Context, subject: Subject, plain: Subject, bucket: int) -> _Base:
+def _beside(context: Context, subject: Subject, plain: Subject | None, bucket: int) -> _Base:
     """Base steps of both engines in turn, so that what drifts slowly meets both alike."""
-    say(f"decode, base, {bucket} rows")
+    if plain is None:
+        return _Base(*_steps(context, subject, [None] * bucket))
     per_round, rounds = context.pick(2, 8, 16), context.pick(2, 6, 10)
     engines = {"base": subject, "plain": plain}
     requests = {
@@ -125,7 +140,4 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "(LoRA less adapters' floor)/base": "lora_device_less_floor_over_base",
     }  # fmt: skip
     title = f"(c) decode step, ms; LoRA: every request another r{values['rank']} adapter on all projections"
-    found = [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]
-    if unsettled := values.get("unsettled"):
-        found.append(rows_table("(c) not measured", {"bucket": "bucket", "because": "why"}, unsettled))
-    return found
+    return [rows_table(title, steps, rows), rows_table("(c) the same, replays alone", device, rows)]

@@ -58,6 +58,7 @@ def run(context: Context) -> dict[str, Any]:
             _compare(name, one, other)
             pages = _compare_arenas(name, captured, eager)
             found["cases"].append({"case": name, "rows": len(chosen), "steps": steps, "equal": True, "pages": pages})
+            context.save(found)
         found["startup"] = captured.startup()
     return found
 
@@ -123,5 +124,5 @@ def tables(values: dict[str, Any]) -> list[Table]:
     }  # fmt: skip
     return [
         rows_table(f"(g) captured against eager: {values['compared']}", cases, values["cases"]),
-        rows_table("(g) engine start", start, [values["startup"]]),
+        rows_table("(g) engine start", start, [values["startup"]] if "startup" in values else []),
     ]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
-from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..popularity import POPULARITIES, segment_lengths
@@ -32,22 +31,24 @@ def run(context: Context) -> dict[str, Any]:
     }
     size = {"max_seqs": seats, "max_batched": context.pick(64, 8192, 8192), "max_len": prompt + output + 16}
     with Subject(context, adapters, **size) as subject:
-        _run(subject, [None] * requests, prompt, output)  # captures graphs, compiles kernels
-        base = _run(subject, [None] * requests, prompt, output)
-        found["base"] = {"seconds": base, "tokens_per_s": requests * output / base}
+        with context.row(found, "end to end, base", subject.abort_all):
+            _run(subject, [None] * requests, prompt, output)  # captures graphs, compiles kernels
+            seconds = _run(subject, [None] * requests, prompt, output)
+            found["base"] = {"seconds": seconds, "tokens_per_s": requests * output / seconds}
         for popularity in POPULARITIES:
-            say(f"end to end, {popularity}")
-            lengths = segment_lengths(popularity, requests)
-            chosen = [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
-            Random(context.seed).shuffle(chosen)
-            for name in set(chosen):
-                subject.to_disk(name)
-            cold = _run(subject, chosen, prompt, output)
-            warm = _run(subject, chosen, prompt, output)
-            found["rows"].append(
-                {"popularity": popularity, "adapters": len(lengths), "cold_tokens_per_s": requests * output / cold,
-                 "tokens_per_s": requests * output / warm, "over_base": base / warm}
-            )  # fmt: skip
+            with context.row(found, f"end to end, {popularity}", subject.abort_all):
+                lengths = segment_lengths(popularity, requests)
+                chosen = [name for name, length in zip(names, lengths, strict=False) for _ in range(length)]
+                Random(context.seed).shuffle(chosen)
+                for name in set(chosen):
+                    subject.to_disk(name)
+                cold = _run(subject, chosen, prompt, output)
+                warm = _run(subject, chosen, prompt, output)
+                over = found["base"]["seconds"] / warm if "base" in found else None
+                found["rows"].append(
+                    {"popularity": popularity, "adapters": len(lengths), "cold_tokens_per_s": requests * output / cold,
+                     "tokens_per_s": requests * output / warm, "over_base": over}
+                )  # fmt: skip
     return found
 
 
@@ -63,9 +64,10 @@ def tables(values: dict[str, Any]) -> list[Table]:
         "popularity": "popularity", "adapters": "adapters", "cold": "cold_tokens_per_s", "warm": "tokens_per_s",
         "warm/base": "over_base",
     }  # fmt: skip
-    base = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0, **values["base"]}
+    known = {"popularity": "base", "adapters": 0, "cold_tokens_per_s": None, "over_base": 1.0}
+    base = [{**known, **values["base"]}] if "base" in values else []
     title = (
         f"(f) end to end, output tokens/s: {values['requests']} requests of {values['prompt_tokens']} + "
         f"{values['output_tokens']} tokens, {values['seats']} at a time, r{values['rank']}"
     )
-    return [rows_table(title, columns, [base, *values["rows"]])]
+    return [rows_table(title, columns, [*base, *values["rows"]])]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -30,15 +29,15 @@ def run(context: Context) -> dict[str, Any]:
         subject.load([name])
         for tokens in lengths:
             for adapter in (None, name):
-                say(f"prefill of {tokens} tokens, {adapter or 'base'}")
-                subject.first_token_seconds(tokens, adapter)
-                seconds = median(subject.first_token_seconds(tokens, adapter) for _ in range(repeats))
-                floor = context.floors(1, tokens, (RANK,) if adapter else ())
-                found["rows"].append(
-                    {"tokens": tokens, "rank": RANK if adapter else 0, "ms": seconds * 1e3,
-                     "tokens_per_s": tokens / seconds, "floor_ms": floor.prefill * 1e3, "flops": floor.prefill_flops,
-                     "over_floor": seconds / floor.prefill}
-                )  # fmt: skip
+                with context.row(found, f"prefill of {tokens} tokens, {adapter or 'base'}", subject.abort_all):
+                    subject.first_token_seconds(tokens, adapter)
+                    seconds = median(subject.first_token_seconds(tokens, adapter) for _ in range(repeats))
+                    floor = context.floors(1, tokens, (RANK,) if adapter else ())
+                    found["rows"].append(
+                        {"tokens": tokens, "rank": RANK if adapter else 0, "ms": seconds * 1e3,
+                         "tokens_per_s": tokens / seconds, "floor_ms": floor.prefill * 1e3,
+                         "flops": floor.prefill_flops, "over_floor": seconds / floor.prefill}
+                    )  # fmt: skip
     return found
 
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....ops.sgmv_schedule import decode, prefill
-from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..lora_case import ArenaPages, LoraCase, layer_bytes, layers_for, num_pages
@@ -73,24 +72,26 @@ def run(context: Context) -> dict[str, Any]:
         "method": context.timer.method,
         "cache": f"a call goes through layers whose rank-rows are at least 4 times the L2 cache's {cache} bytes",
         "per": "one layer, all seven projections, unless a group is named", "max_rank": MAX_RANK,
-        "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "rivals_absent": {},
+        "bandwidth_bytes_per_s": context.bandwidth(), "cells": [], "groups": [], "prefill": [],
+        "rivals_absent": {},
     }  # fmt: skip
     for cell in grid:
-        say(f"sgmv {cell}")
-        case = LoraCase(
-            context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
-            decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
-        )  # fmt: skip
-        row = _measure(context, cell, case)
-        row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
-        found["cells"].append(row)
-        if (
-            cell.popularity == "distinct"
-            and cell.tokens >= context.pick(3, 1, 1)
-            and cell.ranks in context.pick(("mixed",), ("16",), tuple(RANKS))
-        ):
-            found["groups"] += [_measure(context, cell, case, group.name) for group in case.groups]
-    found["prefill"] = _prefill(context, arena)
+        with context.row(found, f"sgmv {cell}"):
+            case = LoraCase(
+                context.size, arena, cell.lengths, cell.adapter_ranks(), _layers(context, cell),
+                decode(cell.tokens, MAX_RANK), MAX_RANK, context.seed,
+            )  # fmt: skip
+            row = _measure(context, cell, case)
+            found["cells"].append(row)
+            row["rivals"] = {}  # one that fails leaves ours
+            row["rivals"] = _rivals(context, cell, case, found["rivals_absent"])
+            if (
+                cell.popularity == "distinct"
+                and cell.tokens >= context.pick(3, 1, 1)
+                and cell.ranks in context.pick(("mixed",), ("16",), tuple(RANKS))
+            ):
+                found["groups"] += [_measure(context, cell, case, group.name) for group in case.groups]
+    _prefill(context, arena, found)
     return found
 
 
@@ -143,30 +144,28 @@ def _rivals(context: Context, cell: Cell, case: LoraCase, absent: dict[str, str]
     return times
 
 
-def _prefill(context: Context, arena: ArenaPages) -> list[dict[str, Any]]:
+def _prefill(context: Context, arena: ArenaPages, found: dict[str, Any]) -> None:
     """Long segments on tensor cores: time against both floors, bytes and arithmetic."""
-    rows = []
     itemsize = context.dtype.itemsize
     matmul = context.limits()["matmul"]["flops_per_s"]
     for tokens in context.pick((16,), (512, 4096), (256, 512, 1024, 2048, 4096, 8192)):
         for segments in context.pick((2,), (1, 8), (1, 4, _PREFILL_SEGMENTS)):
             for rank in context.pick((8,), (16, 64), (8, 16, 32, 64)):
-                ranks = [rank] * segments
-                layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
-                schedule = prefill(tokens, MAX_RANK, itemsize)
-                lengths = [tokens // segments] * segments
-                case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
                 name = f"prefill of {tokens} tokens, {segments} segments, rank {rank}"
-                say(f"sgmv {name}")
-                error = _checked(context, name, case)
-                sample, cost = context.timer.time(case.run), case.cost()
-                seconds = sample.seconds / layers
-                floor = max(cost.bytes / context.bandwidth(), cost.flops / matmul)
-                rows.append(
-                    {"tokens": tokens, "segments": segments, "rank": rank, "us": seconds * 1e6, "error": error,
-                     "bytes": cost.bytes, "flops": cost.flops, "floor_us": floor * 1e6, "share": floor / seconds}
-                )  # fmt: skip
-    return rows
+                with context.row(found, f"sgmv {name}"):
+                    ranks = [rank] * segments
+                    layers = layers_for(layer_bytes(context.size, ranks, itemsize), context.l2_bytes(), _PREFILL_LAYERS)
+                    schedule = prefill(tokens, MAX_RANK, itemsize)
+                    lengths = [tokens // segments] * segments
+                    case = LoraCase(context.size, arena, lengths, ranks, layers, schedule, MAX_RANK, context.seed)
+                    error = _checked(context, name, case)
+                    sample, cost = context.timer.time(case.run), case.cost()
+                    seconds = sample.seconds / layers
+                    floor = max(cost.bytes / context.bandwidth(), cost.flops / matmul)
+                    found["prefill"].append(
+                        {"tokens": tokens, "segments": segments, "rank": rank, "us": seconds * 1e6, "error": error,
+                         "bytes": cost.bytes, "flops": cost.flops, "floor_us": floor * 1e6, "share": floor / seconds}
+                    )  # fmt: skip
 
 
 def tables(values: dict[str, Any]) -> list[Table]:

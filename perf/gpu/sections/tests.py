@@ -57,6 +57,7 @@ def run(context: Context) -> dict[str, Any]:
     for file in chosen_files(context.smoke):
         for name, value in _run_file(file, context).items():
             found[name] += value
+        context.save(found)
     found["slowest"] = sorted(found["slowest"], key=itemgetter("seconds"), reverse=True)[:_SLOWEST]
     if found["failed"] or found["skipped"] or not found["passed"]:
         names = "\n".join(found["not_passed"]) or "no test was found"

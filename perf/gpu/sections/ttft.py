@@ -7,7 +7,6 @@ from contextlib import nullcontext
 from statistics import median
 from typing import Any
 
-from ...report.command import say
 from ...report.table import Table
 from ..context import Context
 from ..subject import Subject
@@ -39,11 +38,12 @@ def run(context: Context) -> dict[str, Any]:
             "max_batched": longest + running,
             "max_len": longest + context.pick(32, 256, 256),
         }
-        with Subject(context, adapters, **size) as subject:
+        case = f"time to first token, rank {rank}"
+        with context.row(found, case), Subject(context, adapters, **size) as subject:
             subject.load([name])
             for tokens in lengths:
-                say(f"time to first token, rank {rank}, {tokens} tokens")
-                found["rows"] += _rows(subject, name, rank, tokens, repeats, running)
+                with context.row(found, f"{case}, {tokens} tokens", subject.abort_all):
+                    found["rows"] += _rows(subject, name, rank, tokens, repeats, running)
     return found
 
 

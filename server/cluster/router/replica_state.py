@@ -1,9 +1,9 @@
-"""State of requests and replicas as a router knows it."""
+"""Interface of routing policies: requests and replicas as they see them, and what they answer."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -54,26 +54,6 @@ class ReplicaState:
     disk_seconds: float = 0.0
     link_seconds: float = 0.0
 
-    @classmethod
-    def of(
-        cls,
-        max_num_seqs: int,
-        running: Iterable[int] = (),
-        waiting: Iterable[tuple[int, int]] = (),
-        free_tokens: int = 1 << 40,
-        resident: Container[str] = frozenset(),
-        kv_tokens: int = 0,
-    ) -> ReplicaState:
-        """running: rank of each request. waiting: prompt tokens and rank of each."""
-        state = cls(max_num_seqs, free_tokens=free_tokens, resident=resident, kv_tokens=kv_tokens)
-        for rank in running:
-            state.add(rank)
-        waiting = list(waiting)
-        for _, rank in waiting:
-            state.add(rank)
-        state.set_waiting(waiting)
-        return state
-
     def add(self, rank: int) -> None:
         """A request came."""
         self.num_requests += 1
@@ -117,3 +97,11 @@ class ReplicaState:
     def has_room(self, request: Routed) -> bool:
         """True if a seat and pages for the prompts of the request and of those that wait are left."""
         return self.num_requests < self.max_num_seqs and self.pending_tokens + request.prompt_tokens <= self.free_tokens
+
+
+class Policy(Protocol):
+    """Chooses by what it is given; it holds nothing of requests and replicas that it has seen."""
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        """Index of the replica; None when the request had better wait at the router, first come first served."""
+        ...

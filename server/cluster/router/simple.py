@@ -5,8 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-from .policy import Policy
-from .replica_state import ReplicaState, Routed
+from .replica_state import Policy, ReplicaState, Routed
 
 
 class MostIdle:
@@ -59,3 +58,17 @@ class FirstFit:
             if replica.has_room(request):
                 return index
         return None
+
+
+class Consolidate:
+    """Punica's consolidation (§5.1): a busy replica stays busy, an idle one stays idle and can be given back.
+
+    The replica with the most requests that still has room, the last among equals; where none has, the request waits.
+    """
+
+    def __call__(self, request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
+        best, most = None, -1
+        for index, replica in enumerate(replicas):
+            if replica.num_requests >= most and replica.has_room(request):
+                best, most = index, replica.num_requests
+        return best

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from chorus.core.executors.base import watched
-from chorus.core.requests.types import ExecutorLost
+from chorus.memory.transfers.transfer import ExecutorLost
 
 from ...graphs.host_device import HostDevice
 

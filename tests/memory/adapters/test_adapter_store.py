@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from chorus.memory.adapters.adapter import Tier
-from chorus.memory.adapters.store import AdapterStore, Reclaimer, UnknownAdapter
+from chorus.memory.adapters.reclaimer import Reclaimer
+from chorus.memory.adapters.store import AdapterStore, UnknownAdapter
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import HostImages, InlineReads
@@ -17,6 +18,7 @@ from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import OutOfPages, PageKind, PagePool
 from chorus.memory.pages.prefix import PrefixCache
 from chorus.memory.pages.shadow import ShadowPages
+from chorus.memory.transfers.transfer import ExecutorLost
 
 from ..fakes import FakeBackend, SlowReads
 
@@ -694,6 +696,32 @@ def test_a_version_that_cannot_be_saved_gives_up_its_pages_all_the_same(memory, 
     check(store, pool)
 
 
+def test_a_device_that_is_lost_while_it_saves_is_everybodys(memory, store, backend):
+    (a,) = register(store, a="four")
+    store.hold(a)
+    store.acquire(a)
+    memory.images.drop(a)
+    store.release(a)
+    backend.save = lambda layout, pages: (_ for _ in ()).throw(ExecutorLost("an illegal address"))
+    with pytest.raises(ExecutorLost, match="illegal address"):
+        memory.reclaimer.make_room(10)
+
+
+@pytest.mark.parametrize("told", ["asked", "read"])
+def test_a_device_that_is_lost_while_it_copies_is_everybodys(slow, backend, told):
+    """Whether the transfer tells it when it is asked how far it is, or the reading thread when it issues a copy."""
+    store = slow.store
+    (a,) = register(store, a="four")
+    store.hold(a)
+    store.acquire(a)
+    if told == "read":
+        store.loads.under_way[a.transfer].image.fail(ExecutorLost("an ECC error"))
+    else:
+        a.transfer.is_done = lambda: (_ for _ in ()).throw(ExecutorLost("an ECC error"))
+    with pytest.raises(ExecutorLost, match="ECC"):
+        store.poll()
+
+
 def test_the_host_image_of_a_held_version_keeps_its_room_and_others_wait(slow):
     store = slow.store
     a, b, c = register(store, a="four", b="two", c="two")
@@ -736,6 +764,7 @@ def test_the_rest_of_a_read_is_expected_by_what_reads_take_and_by_its_own_pace(
     memory.costs.disk_adapter_page = 0.01
     adapter = memory.store.register("a", Path("one"))
     memory.store.loads.request(adapter)
-    memory.images.peek(adapter).publish(1)
     monkeypatch.setattr(memory.images, "pace", lambda adapter: (quiet, layer_seconds))
+    assert memory.store.loads.seconds_left(adapter, patience=0.02) == math.inf, "nobody knows before its first layer"
+    memory.images.peek(adapter).publish(1)
     assert memory.store.loads.seconds_left(adapter, patience=0.02) == pytest.approx(left)

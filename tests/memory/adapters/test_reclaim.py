@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from chorus.memory.adapters.store import AdapterStore, Reclaimer
+from chorus.memory.adapters.reclaimer import Reclaimer
+from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.host.images import HostImages, InlineReads
 from chorus.memory.pages.eviction import EvictionOrder, RestoreCosts
 from chorus.memory.pages.pool import PageKind, PagePool

@@ -73,6 +73,24 @@ def test_an_image_can_be_followed_while_it_is_read(images, reads):
     assert steps == [("A", 1), ("A", 2)]
 
 
+def test_who_waits_for_reads_is_woken_by_a_first_layer():
+    """Nothing else ends the wait: the read goes on, and the time allowed is longer than a test may take."""
+    images, go = HostImages(100, ThreadReads(1)), threading.Event()
+
+    def read(image):
+        brings("A")(image)
+        go.wait()
+
+    images.request("a", 10, read)
+    waited = threading.Thread(target=images.wait, args=(3600.0,), daemon=True)
+    waited.start()
+    waited.join(60.0)
+    assert not waited.is_alive()
+    assert (images.peek("a").stream.num_ready, images.is_ready("a")) == (1, False)
+    go.set()
+    images.close()
+
+
 def test_who_follows_a_read_learns_that_it_failed(images, reads):
     told = []
     images.request("a", 10, fails)

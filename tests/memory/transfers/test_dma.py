@@ -6,6 +6,7 @@ import gc
 import sys
 import threading
 import weakref
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,8 @@ from chorus.memory.transfers.cuda_driver import CupyDriver, MissingCupy
 from chorus.memory.transfers.cuda_transfer import LAYERS_AHEAD, CopyPlan
 from chorus.memory.transfers.dma import open_dma
 from chorus.memory.transfers.host_copies import HostCopies
+from chorus.memory.transfers.pinned import CupyPinnedMemory
+from chorus.memory.transfers.transfer import ExecutorLost
 
 from ..adapter_layouts import NUM_LAYERS, adapter_layouts
 from ..fake_cuda import FakeDriver
@@ -236,7 +239,8 @@ def test_copies_are_issued_ahead_but_the_compute_stream_waits_for_its_layer_only
     driver, pages, image, layout = FakeDriver(), arena(), numbered_image(6), plain_layout(9)
     groups = CopyPlan.of_layers(layout, [4, 2, 3, 0, 1, 5], PAGE_ELEMS).groups
     transfer = CudaCopies(pages, driver, group_bytes=0).start(whole(image, 9), layout, [4, 2, 3, 0, 1, 5])
-    assert driver.num_copies == 1, "the first layer alone"
+    at_once = driver.num_copies
+    assert at_once == sum(len(group.runs) for group in groups[: 1 + LAYERS_AHEAD]), "the link is not left idle"
     assert transfer.wait_layer(0)
     assert driver.num_copies == sum(len(group.runs) for group in groups[: 1 + LAYERS_AHEAD]) < 9
     seen = []
@@ -249,6 +253,17 @@ def test_copies_are_issued_ahead_but_the_compute_stream_waits_for_its_layer_only
     assert not transfer.is_done()
     transfer.synchronize()
     assert transfer.is_done()
+
+
+@pytest.mark.parametrize("copies_before_failure", [0, 1, 3])
+def test_an_adapter_whose_copies_are_refused_is_still_when_the_caller_hears_of_it(copies_before_failure):
+    driver = FakeDriver()
+    copies = CudaCopies(arena(), driver, group_bytes=0)
+    driver.copies_before_failure = copies_before_failure
+    with pytest.raises(RuntimeError, match="no copy"):
+        copies.start(whole(numbered_image(6), 9), plain_layout(9), [4, 2, 3, 0, 1, 5])
+    assert driver.num_copies == copies_before_failure
+    assert not driver.pending_copies(), "its pages and its image have other owners now"
 
 
 def test_layers_that_share_an_event_are_copied_once_all_of_them_are_read():
@@ -279,14 +294,20 @@ def test_a_layer_whose_event_fired_costs_the_compute_stream_nothing():
 
 def test_a_step_brings_the_first_layers_of_all_loads_before_the_later_ones():
     driver, order = FakeDriver(), []
-    copies = CudaCopies(arena(20), driver, group_bytes=0)
-    images = [numbered_image(2) for _ in range(3)]
-    layout = plain_layout(3)
-    transfers = [copies.start(whole(image), layout, [5 * i, 5 * i + 2]) for i, image in enumerate(images)]
-    first_byte = {image.data_ptr() + 4 * 20 * layer: (layer, i) for i, image in enumerate(images) for layer in range(3)}
+    copies = CudaCopies(arena(30), driver, group_bytes=0)
+    begun, num_layers = 1 + LAYERS_AHEAD, 3 + LAYERS_AHEAD  # by the start of each, and in all
+    layout = plain_layout(num_layers)
+    images = [numbered_image(layout.num_pages) for _ in range(3)]
+    places = [[10 * i + 2 * page % 9 for page in range(layout.num_pages)] for i in range(3)]
+    transfers = [
+        copies.start(whole(image, num_layers), layout, pages) for image, pages in zip(images, places, strict=True)
+    ]
+    first_byte = {
+        image.data_ptr() + 4 * 20 * layer: (layer, i) for i, image in enumerate(images) for layer in range(num_layers)
+    }
     driver.on_copy = lambda copy: order.append(first_byte[copy.source]) if copy.source in first_byte else None
     copies.advance()
-    assert order == [(layer, i) for layer in (1, 2) for i in range(3)]
+    assert order == [(layer, i) for layer in range(begun, num_layers) for i in range(3)]
     driver.finish()
     assert all(transfer.is_done() for transfer in transfers)
 
@@ -294,7 +315,10 @@ def test_a_step_brings_the_first_layers_of_all_loads_before_the_later_ones():
 def test_a_refused_copy_ends_the_transfer_with_none_of_its_group_running():
     driver, pages = FakeDriver(), arena()
     copies = CudaCopies(pages, driver, group_bytes=1 << 20)
-    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    image = unread(numbered_image())
+    image.publish(1)
+    transfer = copies.start(image, plain_layout(), PAGES)
+    image.stream.publish(4)  # before its reader tells anybody
     driver.copies_before_failure = 1
     with pytest.raises(RuntimeError, match="no copy"):
         copies.advance()
@@ -322,11 +346,15 @@ def test_pages_that_cannot_be_moved_are_still_when_the_caller_hears_of_it(copies
 def test_closing_cancels_and_waits():
     driver, pages = FakeDriver(), arena()
     copies = CudaCopies(pages, driver, group_bytes=0)
-    transfer = copies.start(whole(numbered_image()), plain_layout(), PAGES)
+    image = unread(numbered_image())
+    image.publish(1)
+    transfer = copies.start(image, plain_layout(), PAGES)
+    assert driver.num_copies == 1
     copies.close()
     assert not driver.pending_copies()
     assert transfer.is_quiet()
     assert not transfer.is_done()
+    image.publish(4)
     copies.advance()
     assert driver.num_copies == 1
 
@@ -340,6 +368,20 @@ def test_a_cpu_gets_plain_copies_and_ordinary_buffers():
     assert isinstance(dma.buffers, HostBuffers)
     buffer = dma.buffers.take((3, PAGE_ELEMS), torch.int32).copy_(numbered_image())
     assert dma.copies.start(whole(buffer), plain_layout(), PAGES).is_done()
+
+
+def test_a_gpu_has_pinned_memory_from_the_start(monkeypatch):
+    """The first adapter's read would wait for the system otherwise, and so would a request."""
+    granted = []
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(
+        "chorus.memory.transfers.dma.TorchPinnedMemory",
+        lambda: SimpleNamespace(allocate=lambda size: granted.append(size) or bytearray(8), trim=lambda: None),
+    )
+    pages = SimpleNamespace(is_cuda=True, get_device=lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", None, raising=False)
+    open_dma(pages, 1 << 30)
+    assert sum(granted) == 1 << 30
 
 
 @pytest.mark.parametrize(("cuda", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13"), (None, "cuda13")])
@@ -358,7 +400,8 @@ def test_an_error_of_the_device_is_not_taken_for_a_copy_under_way(monkeypatch):
 
     status = 0
     runtime = SimpleNamespace(eventQuery=lambda ptr: status, CUDARuntimeError=CUDARuntimeError)
-    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    cuda = SimpleNamespace(runtime=runtime, Device=lambda index: nullcontext())
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
     driver = CupyDriver(0)
     event = SimpleNamespace(ptr=1)
     assert driver.query(event) is True
@@ -367,6 +410,44 @@ def test_an_error_of_the_device_is_not_taken_for_a_copy_under_way(monkeypatch):
     status = 700  # cudaErrorIllegalAddress
     with pytest.raises(CUDARuntimeError, match="700"):
         driver.query(event)
+
+
+CALLS = {
+    "query": lambda driver, memory, event: driver.query(event),
+    "synchronize": lambda driver, memory, event: driver.synchronize(event),
+    "record": lambda driver, memory, event: driver.record(event, 1),
+    "wait": lambda driver, memory, event: driver.wait_event(1, event),
+    "event": lambda driver, memory, event: driver.new_event(),
+    "copy": lambda driver, memory, event: driver.memcpy_async(1, 2, 3, True, 4),
+    "pin": lambda driver, memory, event: memory.allocate(1),
+    "trim": lambda driver, memory, event: memory.trim(),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("failure", [None, "an illegal memory access"])
+def test_an_error_after_which_the_device_does_nothing_more_is_final(monkeypatch, failure, call):
+    """Whichever call is told, on whatever thread; an error after which the device works is the caller's."""
+
+    class CUDARuntimeError(Exception):
+        status = 700
+
+    def refuse(*_):
+        raise CUDARuntimeError
+
+    names = "memcpyAsync", "eventRecord", "streamWaitEvent", "eventSynchronize"
+    runtime = SimpleNamespace(
+        **dict.fromkeys(names, refuse), eventQuery=lambda ptr: 700, memcpyHostToDevice=1,
+        CUDARuntimeError=CUDARuntimeError,
+    )  # fmt: skip
+    cuda = SimpleNamespace(
+        runtime=runtime, Device=lambda index: nullcontext(), Event=lambda disable_timing: refuse(),
+        PinnedMemoryPool=lambda: SimpleNamespace(malloc=refuse, free_all_blocks=refuse),
+    )  # fmt: skip
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace(cuda=cuda))
+    driver, memory = CupyDriver(0, lambda: failure), CupyPinnedMemory(0, failure=lambda: failure)
+    with pytest.raises(CUDARuntimeError if failure is None else ExecutorLost):
+        CALLS[call](driver, memory, SimpleNamespace(ptr=1))
 
 
 def test_layers_beyond_the_model_are_an_error():

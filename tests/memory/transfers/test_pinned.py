@@ -263,3 +263,24 @@ def test_extents_take_the_smallest_run_that_fits():
     extents.give(0, 3)
     extents.give(4, 2)
     assert extents.take(2) == 4
+
+
+@pytest.mark.parametrize(
+    ("limit", "asked", "pinned"), [(64, 64, 64), (64, 20, 16), (20, 64, 16), (6, 6, 4), (0, 64, 0), (64, 0, 0)]
+)
+def test_memory_is_pinned_before_it_is_needed(limit, asked, pinned):
+    """In pages: whole chunks of 8, or the largest power of two below where the limit is less."""
+    memory = PlainMemory()
+    buffers = PinnedBuffers(memory, limit * PAGE_BYTES, 8 * PAGE_BYTES)
+    assert buffers.reserve(asked * PAGE_BYTES) == pinned * PAGE_BYTES == memory.num_bytes
+    before = set(memory.granted)
+    images = [take(buffers, 4) for _ in range(pinned // 4)]
+    assert set(memory.granted) == before, "no read waits until the system has pinned memory"
+    assert all(memory.holds(image) for image in images)
+
+
+def test_what_the_system_does_not_pin_ahead_is_no_error():
+    memory = PlainMemory()
+    buffers = PinnedBuffers(memory, 64 * PAGE_BYTES, 8 * PAGE_BYTES)
+    memory.allocate = lambda num_bytes: (_ for _ in ()).throw(MemoryError("no more"))
+    assert buffers.reserve(64 * PAGE_BYTES) == 0

@@ -5,7 +5,7 @@ from itertools import islice
 
 import pytest
 
-from chorus.perf.chaos.attacked_server import Watch
+from chorus.perf.chaos.attacked_server import rate, worst_delay
 from chorus.perf.chaos.requests import MAX_BODY, Row, long_model, mutations, shapes
 
 
@@ -22,10 +22,10 @@ def test_the_shapes_are_small_but_for_those_that_say_so():
     assert len(names) == len(set(names))
 
 
-def test_a_watch_finds_the_worst_of_a_time():
-    watch = Watch(health=[(0.0, 5.0), (6.0, 0.1), (7.0, 0.2), (9.0, 3.0)], tokens=[1.0, 2.0, 2.5, 3.0])
-    assert watch.worst_delay(5.5, 8.0) == 0.2 and watch.worst_delay(4.0, 8.0) == 5.0
-    assert watch.rate(2.0, 4.0) == 1.5
+def test_the_worst_delay_and_the_rate_are_those_of_a_time():
+    answers = [(0.0, 5.0), (6.0, 0.1), (7.0, 0.2), (9.0, 3.0)]
+    assert worst_delay(answers, 5.5, 8.0) == 0.2 and worst_delay(answers, 4.0, 8.0) == 5.0
+    assert rate([1.0, 2.0, 2.5, 3.0], 2.0, 4.0) == 1.5
 
 
 @pytest.mark.parametrize(

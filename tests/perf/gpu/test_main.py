@@ -86,6 +86,23 @@ def test_a_section_that_hangs_is_ended(tmp_path, sections):
     assert "the process ended with 0" in found["failed"]["sgmv"], "it wrote no results"
 
 
+def test_rows_of_a_section_that_hangs_are_shown(tmp_path, sections, capsys):
+    """Those that it has saved before it was ended."""
+    store = Options.parse(["--quick", "--device", "cpu", "--out", str(tmp_path)]).store()
+    rows = [{"tokens": 8, "rank": 0, "ms": 1.0, "tokens_per_s": 2.0, "floor_ms": 3.0, "over_floor": 4.0}]
+    store.save("prefill", 1.0, {**describe("cpu"), "date": ""}, {"rows": rows})
+    record = (tmp_path / "prefill.json").read_text("utf-8")
+    sections["prefill"] = (
+        f"from pathlib import Path; import time; Path({str(tmp_path / 'prefill.json')!r}).write_text({record!r}); "
+        "time.sleep(600)"
+    )
+    code, found = call(tmp_path, "--sections", "prefill", "--section-timeout", "2")
+    assert code == 1
+    assert "not done after 2 s" in found["failed"]["prefill"]
+    assert found["partial"]["prefill"]["rows"] == rows
+    assert "(d) prefill (incomplete)" in capsys.readouterr().out
+
+
 def test_no_section_is_started_after_the_budget(tmp_path, sections, capsys):
     ticks = iter([0.0, 0.0, 90.0, 91.0])
     _, found = call(tmp_path, "--sections", "limits", "sgmv", "decode", "--budget", "100", clock=lambda: next(ticks))

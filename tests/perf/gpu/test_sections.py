@@ -6,8 +6,10 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -17,10 +19,11 @@ from chorus.perf.gpu.context import Context
 from chorus.perf.gpu.environment import describe
 from chorus.perf.gpu.options import Options
 from chorus.perf.gpu.report import SMOKE, digest, report
-from chorus.perf.gpu.sections import equality
+from chorus.perf.gpu.sections import decode, equality
 from chorus.perf.gpu.sections import tests as gpu_tests
 from chorus.perf.gpu.sections.registry import SECTIONS, section
 from chorus.perf.gpu.store import RESULT, ResultStore
+from chorus.perf.gpu.subject import Subject
 
 RATE = {"bytes_per_s": 4e9, "counted": "bytes"}
 LIMITS = {
@@ -85,15 +88,54 @@ def test_decode(context):
 
 
 def test_decode_without_room_for_a_second_engine(context, monkeypatch):
-    from chorus.perf.gpu.sections import decode
+    def crowded(context: Context, adapters: dict, **size: int) -> Subject:
+        if not adapters:
+            raise torch.OutOfMemoryError("full")
+        return Subject(context, adapters, **size)
 
-    def crowded(*args: object) -> None:
-        raise torch.OutOfMemoryError("full")
-
-    monkeypatch.setattr(decode, "_beside", crowded)
+    monkeypatch.setattr(decode, "Subject", crowded)
     values = run(context, "decode")
     assert "full" in values["plain_absent"]
     assert all(row["plain_ms"] is None and row["base_ms"] > 0 for row in values["buckets"])
+
+
+def test_a_row_that_fails_costs_no_other(context, monkeypatch, tmp_path):
+    """And its error is among the results, which are kept row by row."""
+    inner, saved = decode.Subject.step_seconds, []
+
+    def step_seconds(subject: Subject, steps: int, rows: int) -> list[float]:
+        if rows == 2 and subject.adapter_pages():
+            raise RuntimeError("a kernel failed")
+        return inner(subject, steps, rows)
+
+    monkeypatch.setattr(Subject, "step_seconds", step_seconds)
+    values = decode.run(replace(context, save=lambda found: saved.append(len(found["buckets"]))))
+    assert [row["bucket"] for row in values["buckets"]] == [1]
+    (lost,) = values["not_measured"]
+    assert lost == {"case": "decode, 2 adapters", "why": "RuntimeError: a kernel failed"}
+    assert saved == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("name", ["limits", "prefill", "ttft", "mixes"])
+def test_rows_are_saved_as_they_come(context, name, tmp_path):
+    """In the order in which they are measured; what a killed process has left can be shown."""
+    saved = []
+    values = section(name).run(replace(context, save=lambda found: saved.append(json.dumps(found))))
+    assert len(saved) > 2
+    assert json.loads(saved[-1]).keys() <= values.keys()
+    for found in map(json.loads, saved):
+        assert section(name).tables(found)
+
+
+def test_a_device_that_does_nothing_more_ends_the_section(context):
+    def dead() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access")
+
+    found: dict = {}
+    lost = replace(context, timer=SimpleNamespace(synchronize=dead))
+    with pytest.raises(RuntimeError, match="illegal memory access"), lost.row(found, "one"):
+        raise ZeroDivisionError
+    assert found["not_measured"] == [{"case": "one", "why": "ZeroDivisionError: "}]
 
 
 def test_prefill(context):

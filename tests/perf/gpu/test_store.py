@@ -32,6 +32,22 @@ def test_a_failed_section_has_no_values(tmp_path):
         store.values("sgmv")
 
 
+def test_rows_of_a_section_that_did_not_end_are_kept(tmp_path):
+    store = ResultStore(tmp_path, {})
+    store.save("sgmv", 1.0, ENVIRONMENT, {"cells": [1, 2]})
+    assert not store.is_done("sgmv")
+    assert store.is_running("sgmv")
+    assert store.combine(["sgmv"], ENVIRONMENT)["failed"] == {"sgmv": "it did not end"}
+    store.write("sgmv", 9.0, ENVIRONMENT, error="not done after 200 s")
+    assert not store.is_running("sgmv")
+    found = store.combine(["sgmv"], ENVIRONMENT)
+    assert (found["sections"], found["partial"]) == ({}, {"sgmv": {"cells": [1, 2]}})
+    assert found["failed"] == {"sgmv": "not done after 200 s"}
+    with pytest.raises(LookupError):
+        store.values("sgmv")
+    assert store.values("sgmv", partial=True) == {"cells": [1, 2]}
+
+
 def test_results_of_other_settings_are_refused(tmp_path):
     ResultStore(tmp_path, {"run": "quick"}).write("limits", 1.0, ENVIRONMENT, values={})
     store = ResultStore(tmp_path, {"run": "full"})

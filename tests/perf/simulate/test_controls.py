@@ -14,6 +14,8 @@ from chorus.perf.workload import WorkloadSpec
 from chorus.perf.workload.request import TraceRequest
 from chorus.server.cluster.router import MostIdle, PendingTime, RankAware, ReplicaState
 
+from ...server.cluster.replica_states import replica_state
+
 MEAN, SEATS, SLO = 30, 8, 0.1
 PROFILES = ["a10-llama2-7b-bgmv", "a10-llama2-7b-mbgmv"]
 
@@ -26,7 +28,7 @@ asked = st.builds(lambda tokens, rank: TraceRequest(0, 0.0, "a", tokens, 50, ran
 def cluster(shapes, rank=None):
     """States of replicas; rank: in place of every adapter's own."""
     return [
-        ReplicaState.of(
+        replica_state(
             SEATS, [rank or each for each in running], [(tokens, rank or each) for tokens, each in queue]
         )
         for running, queue in shapes
@@ -62,7 +64,7 @@ def test_without_prices_of_prompts_it_does_not_matter_which_requests_wait(shapes
 
 def test_the_view_follows_the_replicas():
     state = ReplicaState(SEATS)
-    other = ReplicaState.of(SEATS, [8, 8])
+    other = replica_state(SEATS, [8, 8])
     replicas, control = [state, other], RankBlind(rank_aware(PROFILES[0]), MEAN)
     request = TraceRequest(0, 0.0, "a", 20, 50, 64)
     assert control(request, replicas) == 0

@@ -128,7 +128,7 @@ def test_files(tmp_path):
     as_json.write_text(WorkloadSpec.load(toml).model_dump_json(by_alias=True))
     assert WorkloadSpec.load(as_json) == WorkloadSpec.load(toml)
     assert list(WorkloadSpec.load(as_json)) == list(WorkloadSpec.load(toml))
-    changed = WorkloadSpec.load(toml, {"seed": "5", "arrivals.rate": "9", "popularity.kind": "distinct"})
+    changed = WorkloadSpec.load(toml, ["seed=5", "arrivals.rate=9", "popularity.kind=distinct"])
     assert (changed.seed, changed.arrivals.rate, changed.popularity.kind) == (5, 9.0, "distinct")
 
 

@@ -23,6 +23,8 @@ from chorus.server.cluster.router import (
     Sampled,
 )
 
+from .replica_states import replica_state
+
 SEATS = 8
 
 
@@ -42,7 +44,7 @@ def costs(
 
 ranks = st.sampled_from([0, 8, 16, 64])
 states = st.builds(
-    ReplicaState.of,
+    replica_state,
     st.just(SEATS),
     st.lists(ranks, max_size=10),
     st.lists(st.tuples(st.integers(1, 500), ranks), max_size=4),
@@ -97,13 +99,13 @@ def test_a_state_keeps_count(moves):
 
 
 def test_what_waits_is_summed_up():
-    state = ReplicaState.of(SEATS, [8, 8], [(10, 64), (30, 0)])
+    state = replica_state(SEATS, [8, 8], [(10, 64), (30, 0)])
     assert (state.num_requests, state.num_waiting, state.pending_tokens) == (4, 2, 40)
     assert (state.pending_token_ranks, state.pending_max_rank, state.max_rank) == (640, 64, 64)
 
 
 def test_most_idle_takes_the_fewest_requests():
-    replicas = [ReplicaState.of(SEATS, [8] * count) for count in (3, 1, 1, 2)]
+    replicas = [replica_state(SEATS, [8] * count) for count in (3, 1, 1, 2)]
     assert MostIdle()(Asked(), replicas) == 1
 
 
@@ -116,8 +118,8 @@ def test_random_is_seeded_and_reaches_all():
 
 
 def test_first_fit_goes_on_when_seats_or_pages_are_short():
-    full, small = ReplicaState.of(SEATS, [8] * SEATS), ReplicaState.of(SEATS, [], free_tokens=19)
-    free = ReplicaState.of(SEATS, [8])
+    full, small = replica_state(SEATS, [8] * SEATS), replica_state(SEATS, [], free_tokens=19)
+    free = replica_state(SEATS, [8])
     assert FirstFit()(Asked(), [full, small, free]) == 2
     assert FirstFit()(Asked(), [full, small]) is None
 
@@ -126,7 +128,7 @@ def test_first_fit_goes_on_when_seats_or_pages_are_short():
 def test_rank_aware_chooses_as_in_caraserves_example(kernel, expected):
     """Fig. 5: 24 requests of rank 32 or 16 of rank 64, SLO 36 ms; one more of rank 64 comes."""
     model = load_profile(f"a10-llama2-7b-{kernel}").costs()
-    replicas = [ReplicaState.of(64, [32] * 24), ReplicaState.of(64, [64] * 16)]
+    replicas = [replica_state(64, [32] * 24), replica_state(64, [64] * 16)]
     assert RankAware(model, slo=0.036, mean_output_tokens=58.0)(Asked(rank=64), replicas) == expected
 
 
@@ -135,9 +137,9 @@ def test_rank_aware_scores_by_hand():
     policy = RankAware(costs(base=0.0, per_rank=1e-5, per_token=1e-4), slo=1.0, mean_output_tokens=10.0)
     # of rank 64, 20 tokens and 64 rank-rows to prefill: 2.64e-3 / 10; a row more to decode: 1e-4
     # padded: 3 of rank 8 become 4 of rank 64: 1e-5 · (256 − 24) = 2.32e-3; + 3.64e-4; · 3 = 8.05e-3
-    small = ReplicaState.of(SEATS, [8, 8, 8])
+    small = replica_state(SEATS, [8, 8, 8])
     # 5 of rank 64 become 6: 6.4e-4; + 3.64e-4; · 5 = 5.02e-3
-    large = ReplicaState.of(SEATS, [64] * 5)
+    large = replica_state(SEATS, [64] * 5)
     assert policy(Asked(rank=64), [small, large]) == 1
     # rank 8: 3 become 4: 8e-5 + 2.08e-4 + 1e-4 = 3.88e-4, · 3 = 1.16e-3; among rank 64 it is padded as before
     assert policy(Asked(rank=8), [large, small]) == 1
@@ -145,13 +147,13 @@ def test_rank_aware_scores_by_hand():
 
 def test_rank_aware_leaves_a_replica_that_would_miss_the_slo():
     policy = RankAware(costs(Kernel.SGMV, per_token=0.0), slo=0.0310, mean_output_tokens=10.0)
-    tight, long = ReplicaState.of(SEATS, [48]), ReplicaState.of(SEATS, [8] * 4)
+    tight, long = replica_state(SEATS, [48]), replica_state(SEATS, [8] * 4)
     assert policy(Asked(rank=64), [tight, long]) == 1  # 0.03 + 1e-5 · 112 is above, 0.03 + 1e-5 · 96 is not
     assert RankAware(costs(Kernel.SGMV), 1.0, 10.0)(Asked(rank=64), [tight, long]) == 0
 
 
 def test_rank_aware_goes_where_there_is_room_first():
-    full, busy = ReplicaState.of(2, [8, 8]), ReplicaState.of(SEATS, [64] * 7)
+    full, busy = replica_state(2, [8, 8]), replica_state(SEATS, [64] * 7)
     policy = RankAware(costs(), 1.0, 10.0)
     assert policy(Asked(rank=8), [full, busy]) == 1
     assert policy(Asked(rank=8), [full, full]) == 0
@@ -196,23 +198,23 @@ def test_rank_aware_is_algorithm_1_written_down(request, replicas):
 
 def test_rank_aware_prices_the_kv_cache():
     model = costs(Kernel.SGMV, per_kv=2e-6)
-    short, long = ReplicaState.of(SEATS, [8] * 5, kv_tokens=500), ReplicaState.of(SEATS, [8] * 4, kv_tokens=8000)
+    short, long = replica_state(SEATS, [8] * 5, kv_tokens=500), replica_state(SEATS, [8] * 4, kv_tokens=8000)
     policy = RankAware(model, slo=0.045, mean_output_tokens=50.0)
     assert policy(Asked(rank=8), [long, short]) == 1  # 0.03 + 8020 · 2 µs is above 45 ms
     assert RankAware(model, 0.1, 50.0)(Asked(rank=8), [long, short]) == 0
     longest = replace(short, longest_tokens=9000)
     by_longest = replace(model, step=replace(model.step, per_longest=2e-6))
     assert RankAware(by_longest, 0.045, 50.0)(Asked(rank=8), [longest, short]) == 1
-    waiting = ReplicaState.of(SEATS, [8] * 3, [(8000, 8)])
+    waiting = replica_state(SEATS, [8] * 3, [(8000, 8)])
     assert policy(Asked(rank=8), [waiting, short]) == 1  # what waits will be in the cache, too
 
 
 def test_pending_time_counts_pages_disk_and_link():
     policy = PendingTime(costs(per_byte=1e-9, disk=1e-8), 50.0, lambda name: 10_000_000)  # 0.1 s to read, 10 ms to copy
-    full = ReplicaState.of(SEATS, [8] * 2, free_tokens=10, kv_tokens=1000)  # 10 tokens short: 1.5 s · 10 / 1000
-    roomy = ReplicaState.of(SEATS, [8] * 3, kv_tokens=1000)
+    full = replica_state(SEATS, [8] * 2, free_tokens=10, kv_tokens=1000)  # 10 tokens short: 1.5 s · 10 / 1000
+    roomy = replica_state(SEATS, [8] * 3, kv_tokens=1000)
     assert policy(Asked(None, rank=0), [full, roomy]) == 1
-    disk, host = ReplicaState.of(SEATS, [8]), ReplicaState.of(SEATS, [8] * 2)
+    disk, host = replica_state(SEATS, [8]), replica_state(SEATS, [8] * 2)
     host.on_host = frozenset("a")
     assert policy(Asked("a"), [disk, host]) == 1
     host.link_seconds = 0.2
@@ -222,7 +224,7 @@ def test_pending_time_counts_pages_disk_and_link():
 
 
 def test_a_sample_of_replicas_is_seeded_and_reaches_all():
-    replicas = [ReplicaState.of(SEATS, [8] * (index % 3)) for index in range(9)]
+    replicas = [replica_state(SEATS, [8] * (index % 3)) for index in range(9)]
     first, second = Sampled(MostIdle(), 2, seed=5), Sampled(MostIdle(), 2, seed=5)
     chosen = [first(Asked(), replicas) for _ in range(300)]
     assert chosen == [second(Asked(), replicas) for _ in range(300)]
@@ -236,7 +238,7 @@ def test_a_sample_of_replicas_is_seeded_and_reaches_all():
 
 def test_rank_aware_gathers_prompts_only_where_they_hold_up_those_that_run():
     """A step takes 30 ms with one prompt or two. Apart from decoding, one that comes alone costs the others a step."""
-    alone, beside = ReplicaState.of(SEATS, [64] * 3), ReplicaState.of(SEATS, [64] * 3, [(20, 64)])
+    alone, beside = replica_state(SEATS, [64] * 3), replica_state(SEATS, [64] * 3, [(20, 64)])
     chosen = [
         RankAware(costs(Kernel.SGMV, floor=0.03), 1.0, 50.0, mix=mix)(Asked(rank=64), [alone, beside])
         for mix in (False, True)
@@ -253,7 +255,7 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
         return StepWork(tokens, len(running) + len(prompts), 0, 0, 0, 0, 0, 0.0, bool(prompts)).seconds(model.step)
 
     asked, policy = (request.prompt_tokens, request.rank), RankAware(model, 1.0, 50.0, mix=True)
-    state = ReplicaState.of(SEATS, running, queue)
+    state = replica_state(SEATS, running, queue)
     lone, further = policy._lone_prefill, policy._more_prefill  # noqa: SLF001 - a term of the score
     more = further(state, *asked) if queue else lone(len(running), *asked)
     assert more == pytest.approx(step([*queue, asked]) - step(queue), abs=1e-12)
@@ -261,32 +263,23 @@ def test_with_mixed_steps_a_prompt_costs_what_the_next_step_takes_longer(running
 
 def test_pending_time_weighs_loading_against_queueing():
     policy = PendingTime(costs(per_byte=1e-9), 50.0, lambda name: 100_000_000)  # 0.1 s to load
-    cold, queue = ReplicaState.of(SEATS), ReplicaState.of(SEATS, [8], [(500, 8)], resident={"a"})  # 0.05 s to prefill
+    cold, queue = replica_state(SEATS), replica_state(SEATS, [8], [(500, 8)], resident={"a"})  # 0.05 s to prefill
     assert policy(Asked("a"), [cold, queue]) == 1
     assert policy(Asked("b"), [cold, queue]) == 0
-    longer = ReplicaState.of(SEATS, [8], [(1500, 8)], resident={"a"})
+    longer = replica_state(SEATS, [8], [(1500, 8)], resident={"a"})
     cold.on_host = frozenset("a")
     assert policy(Asked("a"), [cold, longer]) == 0
 
 
 def test_pending_time_counts_the_seats_that_are_missing():
     policy = PendingTime(costs(), 50.0)
-    full, busy = ReplicaState.of(4, [8] * 4), ReplicaState.of(SEATS, [8] * 7)
+    full, busy = replica_state(4, [8] * 4), replica_state(SEATS, [8] * 7)
     assert policy(Asked(None, rank=0), [full, busy]) == 1
 
 
 def test_consolidate_fills_the_fullest_and_the_last_among_equals():
     policy = Consolidate()
-    replicas = [ReplicaState.of(SEATS, [16] * count) for count in (0, 5, 5, SEATS, 2)]
+    replicas = [replica_state(SEATS, [16] * count) for count in (0, 5, 5, SEATS, 2)]
     assert policy(Asked(), replicas) == 2
-    assert policy(Asked(), [ReplicaState.of(SEATS, [16] * SEATS)] * 2) is None
+    assert policy(Asked(), [replica_state(SEATS, [16] * SEATS)] * 2) is None
     assert policy(Asked(), [ReplicaState(SEATS)] * 3) == 2
-
-
-def test_consolidate_tells_when_the_cluster_is_too_small_or_too_large():
-    policy = Consolidate(light=0.5)
-    busy, light, idle = (ReplicaState.of(SEATS, [16] * count) for count in (6, 2, 0))
-    assert policy.wants_more([busy, busy])
-    assert not policy.wants_more([busy, light])
-    assert policy.releasable([busy, light, idle, idle]) == [2, 3]
-    assert policy.releasable([busy, idle, busy, idle]) == [3]

@@ -1,0 +1,131 @@
+"""The compiled native library: its functions, and the descriptors that they take.
+
+`ops/native/` is compiled when the package is built and a C++ compiler is there; without it, or without AVX-512 with
+bf16, `available` is False and callers use the torch operators.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import torch
+
+logger = logging.getLogger(__name__)
+
+MODULES = 7
+"""Projections of a layer that adapters may change."""
+
+
+class AdapterDescriptor(Structure):
+    """One part of an adapter: its pages, and where a rank-row has the A and B of each module."""
+
+    _fields_ = [
+        ("pages", c_void_p), ("first_elem", c_void_p), ("rank", c_int32), ("scale", c_float),
+        ("slab_elems", c_int64),
+        ("a_offset", c_int32 * MODULES), ("b_offset", c_int32 * MODULES),
+    ]  # fmt: skip
+
+
+class LayerDescriptor(Structure):
+    """A layer's tensors, null where it has none."""
+
+    _fields_ = [
+        (name, c_void_p)
+        for name in ("input_norm", "post_attention_norm", "qkv", "o", "gate_up", "down",
+                     "qkv_bias", "q_norm", "k_norm", "o_bias", "gate_up_bias", "down_bias")
+    ]  # fmt: skip
+
+
+class ModelDescriptor(Structure):
+    """Shapes and weights of a model."""
+
+    _fields_ = [
+        *((name, c_int32) for name in
+          ("hidden", "ffn", "layers", "heads", "kv_heads", "head_dim", "vocab", "block_tokens")),
+        ("eps", c_float), ("reserved", c_int32), ("layer", POINTER(LayerDescriptor)),
+        *((name, c_void_p) for name in ("embed", "lm_head", "norm", "cos", "sin", "arena")), ("page_elems", c_int64),
+    ]  # fmt: skip
+
+
+class StepDescriptor(Structure):
+    """Everything that one step reads and writes."""
+
+    _fields_ = [
+        *((name, c_int32) for name in ("tokens", "rows", "segments", "logits_wanted")),
+        *((name, c_void_p) for name in
+          ("token_ids", "positions", "page", "offset", "qo_indptr", "kv_lens", "page_table")),
+        ("table_stride", c_int64),
+        *((name, c_void_p) for name in ("logit_tokens", "segment_begin", "segment_end", "segment_adapters", "logits",
+           "logit_rows", "segment_ready", "segment_late")),
+        ("max_stall_ns", c_int64), ("best", c_void_p), ("scores_wanted", c_int64),
+        *((name, c_void_p) for name in ("segment_level", "layer", "draws")),
+    ]  # fmt: skip
+
+
+class MergeDescriptor(Structure):
+    """A group of a layer's projections, and what is added to it."""
+
+    _fields_ = [
+        ("origin", c_void_p), ("to", c_void_p),
+        *((name, c_int32) for name in ("group", "layer", "columns", "inputs")),
+        ("parts", c_void_p), ("count", c_int64),
+    ]  # fmt: skip
+
+
+# They mirror the structures of ops/native/panels.h and sampling.h.
+DRAW = np.dtype(
+    [("inverse_temperature", "f8"), ("u", "f8"), ("top_p", "f8"), ("min_p", "f8"), ("top_k", "i8"), ("logits", "i8"),
+     ("token", "i8")]
+)  # fmt: skip
+SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
+
+#: chorus_descriptors() in decoder.cpp.
+_DESCRIPTORS = (
+    (sizeof(StepDescriptor) * 1000 + sizeof(ModelDescriptor)) * 1000 + sizeof(LayerDescriptor)
+) * 1000 + sizeof(MergeDescriptor)
+
+#: Of each function of the library its name, what it returns and what it takes.
+_FUNCTIONS = (
+    ("descriptors", c_int64),
+    ("supported", c_int),
+    ("rows_open", c_void_p, c_int, c_void_p, c_void_p, c_int64, c_void_p, c_int64),
+    ("rows_next", c_int, c_void_p, c_void_p, c_void_p),
+    ("rows_at", c_void_p, c_void_p, c_int64, c_int64),
+    ("rows_close", None, c_void_p),
+    ("decoder_create", c_void_p, c_int, c_void_p, c_int),
+    ("decoder_forward", None, c_void_p, c_void_p),
+    ("decoder_score_logits", None, c_void_p, c_int, c_int, c_void_p),
+    ("decoder_sample", None, c_void_p, c_void_p, c_int, c_void_p, c_int),
+    ("decoder_merge", c_float, c_void_p, c_void_p),
+    ("decoder_threads", c_int, c_void_p),
+    ("decoder_destroy", None, c_void_p),
+)
+
+
+@cache
+def library() -> ctypes.CDLL | None:
+    """The compiled library, None where it was not built. `available` says whether this processor can run it."""
+    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+        try:
+            found = ctypes.CDLL(str(path))
+            for name, result, *arguments in _FUNCTIONS:
+                function = getattr(found, f"chorus_{name}")
+                function.restype, function.argtypes = result, arguments
+            if found.chorus_descriptors() != _DESCRIPTORS:
+                raise OSError("its descriptors are not those of this version")
+        except (OSError, AttributeError) as error:
+            logger.warning("%s is not used: %s; reinstall to build it anew", path.name, error)
+            continue
+        return found
+    return None
+
+
+def available(dtype: torch.dtype) -> bool:
+    """True if the library was built, and this processor can run it in `dtype`."""
+    found = library()
+    return found is not None and dtype in (torch.bfloat16, torch.float32) and bool(found.chorus_supported())
