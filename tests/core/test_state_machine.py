@@ -43,6 +43,7 @@ from chorus.core.scheduling.overload import Overloaded
 from chorus.graphs.runner import DecodeBuckets
 from chorus.memory.adapters.adapter import Adapter, Tier
 from chorus.memory.adapters.store import UnknownAdapter
+from chorus.memory.files.error import LoadFailure
 from chorus.memory.files.format import AdapterFormatError, AdapterManifest
 from chorus.memory.host.image import HostImage
 from chorus.memory.host.images import InlineReads, Reads
@@ -484,6 +485,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.current: dict[str, Adapter] = {}
         self.pinned: set[Adapter] = set()
         self.aborted: set[str] = set()
+        self.removed: set[str] = set()
+        """Requests that were ended because their adapter was removed by force."""
+        self.sat_out: set[str] = set()
+        """Requests that ran but had no row of the last step."""
         self.had_shadow = False
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
@@ -591,14 +596,15 @@ class EngineMachine(RuleBasedStateMachine):
         return beside - (-num_tokens // self.config.block_tokens) <= self.usable
 
     def _active(self):
-        return sorted(set(self.requests) - self.aborted - {r for r, e in self.requests.items() if e.reason})
+        ended = {request_id for request_id, expected in self.requests.items() if expected.reason}
+        return sorted(set(self.requests) - self.aborted - self.removed - ended)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def abort(self, data):
         request_id = data.draw(st.sampled_from(sorted(self.requests)))
         assert self.engine.abort(request_id) == (request_id in self._active())
-        if not self.requests[request_id].reason:
+        if not self.requests[request_id].reason and request_id not in self.removed:
             self.aborted.add(request_id)
 
     @precondition(lambda self: self.scheduler.running)
@@ -711,6 +717,8 @@ class EngineMachine(RuleBasedStateMachine):
         in_step = {row.request_id for row in plan.rows}
         sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
+        reached["went on after sitting out"] += not self.sat_out.isdisjoint(in_step)
+        self.sat_out = {request.id for request in sitting_out}
         is_full = len(plan.rows) == self.config.max_num_seqs
         reached["sat out for another account"] += is_full and any(not request.call for request in sitting_out)
         if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not is_full:
@@ -793,6 +801,8 @@ class EngineMachine(RuleBasedStateMachine):
             reached["no room beside pinned"] += 1
         elif self._is_given_up(output.error):
             reached["a read was given up"] += 1
+        elif output.failure is LoadFailure.REMOVED:
+            assert output.request_id in self.removed
         else:
             assert (
                 output.request_id in self.executor.raises_for | self.executor.sick
@@ -848,6 +858,21 @@ class EngineMachine(RuleBasedStateMachine):
         else:
             with pytest.raises(UnknownAdapter):
                 self.engine.store.unregister(name)
+
+    @rule(name=st.sampled_from(NAMES))
+    def remove_by_force(self, name):
+        """Whoever holds a version of it ends at once, and nothing of it is left in the arena."""
+        if name not in self.current:
+            with pytest.raises(UnknownAdapter):
+                self.engine.remove_adapter(name, force=True)
+            return
+        adapters = [(id, self.requests[id].adapter) for id in self._active()]
+        users = [id for id, adapter in adapters if adapter is not None and adapter.name == name]
+        assert self.engine.remove_adapter(name, force=True) == len(users)
+        reached["ended by force"] += bool(users)
+        self.pinned.discard(self.current.pop(name))
+        self.removed.update(users)
+        assert not any(adapter.name == name for adapter in self._adapters())
 
     @rule(name=st.sampled_from(NAMES))
     def pin(self, name):
@@ -1101,7 +1126,7 @@ def test_the_machine_went_everywhere():
     assert reached.keys() >= {"reload in use", "waited for a read", "no room beside pinned"}
     assert reached.keys() >= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
     assert reached.keys() >= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
-    assert reached.keys() >= {"sat out for another account", "room for all"}
+    assert reached.keys() >= {"sat out for another account", "went on after sitting out", "room for all", "ended by force"}
     assert reached.keys() >= {"merged step", "shadow kept", "shadow gone"}
     assert reached.keys() >= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
     assert min(reached.values()) > 0, reached
