@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from itertools import chain
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
@@ -70,7 +71,7 @@ class Admission:
     def arrive(self, account: str) -> None:
         """Note that an account comes to the queue, if it had nothing waiting."""
         accounts = self._waiting.accounts
-        if account not in accounts:
+        if account not in accounts and not self._prefills.holds(account):
             self._policy.arrive(account, accounts)
             self._turns.take(account, self._clock(), self._num_steps())
 
@@ -333,6 +334,11 @@ class SharedPrefills:
         """Make an admitted request the leader of its prompt, if there is none."""
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
+
+    def holds(self, account: str) -> bool:
+        """True if a request of an account is held back."""
+        followers = chain.from_iterable(self._followers.values())
+        return any(request.account == account and request in self._waiting for request in followers)
 
     def settle(self) -> None:
         """Release the requests whose leader has computed the prompt, or never will."""

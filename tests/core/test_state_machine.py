@@ -721,7 +721,9 @@ class EngineMachine(RuleBasedStateMachine):
         self.sat_out = {request.id for request in sitting_out}
         is_full = len(plan.rows) == self.config.max_num_seqs
         reached["sat out for another account"] += is_full and any(not request.call for request in sitting_out)
-        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not is_full:
+        preempted = self.scheduler.num_preemptions > self.preemptions_before  # whose row nobody takes in this step
+        has_room = plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available
+        if has_room and not is_full and not preempted:
             assert all(request.call for request in sitting_out), "one that is alone in its call sat out"
         if is_full:
             self._check_rows(in_step)
@@ -850,29 +852,23 @@ class EngineMachine(RuleBasedStateMachine):
         backend.read(manifest, self.engine.store.layout_of(manifest), image)
         return self.engine.store.register(name, manifest, image)
 
-    @rule(name=st.sampled_from(NAMES))
-    def unregister(self, name):
-        if name in self.current:
-            self.engine.store.unregister(name)
-            self.pinned.discard(self.current.pop(name))
-        else:
-            with pytest.raises(UnknownAdapter):
-                self.engine.store.unregister(name)
-
-    @rule(name=st.sampled_from(NAMES))
-    def remove_by_force(self, name):
-        """Whoever holds a version of it ends at once, and nothing of it is left in the arena."""
+    @rule(name=st.sampled_from(NAMES), force=st.sampled_from([False, False, True]))
+    def remove(self, name, force=False):
+        """By force whoever holds a version of it ends at once, and nothing of it is left in the arena."""
         if name not in self.current:
             with pytest.raises(UnknownAdapter):
-                self.engine.remove_adapter(name, force=True)
+                self.engine.remove_adapter(name, force=force)
             return
-        adapters = [(id, self.requests[id].adapter) for id in self._active()]
-        users = [id for id, adapter in adapters if adapter is not None and adapter.name == name]
-        assert self.engine.remove_adapter(name, force=True) == len(users)
-        reached["ended by force"] += bool(users)
-        self.pinned.discard(self.current.pop(name))
+        adapters = [(request_id, self.requests[request_id].adapter) for request_id in self._active()]
+        users = [
+            request_id for request_id, adapter in adapters if force and adapter is not None and adapter.name == name
+        ]
+        assert self.engine.remove_adapter(name, force=force) == len(users)
         self.removed.update(users)
-        assert not any(adapter.name == name for adapter in self._adapters())
+        self.pinned.discard(self.current.pop(name))
+        if force:
+            reached["ended by force"] += bool(users)
+            assert not any(adapter.name == name for adapter in self._adapters())
 
     @rule(name=st.sampled_from(NAMES))
     def pin(self, name):
@@ -1107,7 +1103,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert (expected.reason is None) == (request_id in self.aborted)
         assert self.engine.stats().num_kv_pages == 0
         for name in list(self.current):
-            self.unregister(name)
+            self.remove(name)
         self.engine.reclaim_idle()
         assert self.engine.stats().num_free_pages == self.usable
         assert len(self.engine.prefix) == self.engine.store.images.num_bytes == 0

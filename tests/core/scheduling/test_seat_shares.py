@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.policies import Policies, TokenCounters
 from chorus.core.scheduling.running import Running
 from chorus.core.scheduling.seat_shares import WINDOW_SECONDS, SeatShares
 
@@ -166,6 +167,28 @@ class TestRoom:
                 assert len(house.engine.scheduler.running) < 8
         assert len({name.split()[0] for name in rows(house)}) == 4
         house.drain(20_000)
+
+
+def test_an_account_with_a_request_held_back_does_not_come_anew():
+    """It keeps its turn: what it waits for is a prompt that another computes."""
+
+    class Arrivals(TokenCounters):
+        seen = []
+
+        def arrive(self, account, waiting):
+            self.seen.append(account)
+            super().arrive(account, waiting)
+
+    house = House(policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8)
+    prompt = [5] * 30
+    house.add("leader", prompt=prompt, tenant="a")
+    house.step()
+    house.add("follower", prompt=prompt, tenant="b")
+    house.step()
+    assert "b" not in house.engine.scheduler.waiting.accounts
+    house.add("later", prompt=[6] * 9, tenant="b")
+    house.drain()
+    assert Arrivals.seen == ["a", "b"]
 
 
 class Clock:
