@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from itertools import chain
+from itertools import chain, islice, zip_longest
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
@@ -23,12 +23,15 @@ from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
 from .running import Running
 from .seat_shares import SeatShares
-from .waiting import WaitingQueue
+from .waiting import Group, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
 """Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
+
+_MOST_GROUPS = 32
+"""Adapters of an account that are looked at for one to read, those first that have been asked for longest."""
 
 
 class Place(Enum):
@@ -64,7 +67,7 @@ class Admission:
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
         self._seats = self._limits.max_num_seqs
-        self._turns = Turns(self._limits)
+        self._turns = Turns(self._limits, self._waiting, self._policy)
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self._doubt_until = 0.0
 
@@ -74,6 +77,31 @@ class Admission:
         if account not in accounts and not self._prefills.holds(account):
             self._policy.arrive(account, accounts)
             self._turns.take(account, self._clock(), self._num_steps())
+
+    def end(self, request: Request) -> None:
+        """Note that a request, which has left those that run, is charged for what it has computed."""
+        expected = request.charged
+        self._policy.settle(request)
+        self._shares.end(request, expected)
+        self._turns.note(request.account)
+
+    def coming(self) -> Iterator[Request]:
+        """Yield the waiting requests in the order in which their adapters are to be read.
+
+        Where several accounts wait, those whose adapter is not resident come first, one of each account after another,
+        of the accounts whose turn is next: nobody's adapter waits behind all that another has sent.
+        """
+        accounts, turns = self._waiting.accounts, self._turns
+        if len(accounts) > 1:
+            turns.restart(self._clock(), self._num_steps())
+            lines: list[Iterable[Group]] = []
+            while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
+                lines.append(islice(accounts[account].values(), _MOST_GROUPS))
+                turns.pass_over()
+            for group in chain.from_iterable(zip_longest(*lines)):
+                if group is not None and group.adapter is not None and not group.adapter.pages:
+                    yield group.head
+        yield from self._waiting
 
     def settle(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.
@@ -141,7 +169,6 @@ class Admission:
                 message = "the arena has too few pages left beside pinned adapters; unpin some"
                 self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
-                order.end_turn(request.account)
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
@@ -183,10 +210,10 @@ class Admission:
 
     def _order(self, step: Step, place: Place) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        late = self._turns.late(self._waiting.accounts, step.now, self._num_steps())
+        self._turns.restart(step.now, self._num_steps())
         may_begin = self._shares.may_begin if place is Place.ACCOUNT else None
         only_firsts, before = place is Place.CALL, step.overdue_before
-        return QueueOrder(self._waiting, self._policy, self._store, before, may_come, only_firsts, late, may_begin)
+        return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
         """True unless a request must wait for its adapter, or for a free adapter place in the step."""

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 
 from ...memory.adapters.adapter import Adapter
@@ -17,93 +20,157 @@ OVERDUE, RESIDENT, COMING = range(3)
 Entry = tuple[int, int, int, Group]
 """Class of a group's head, its queue position, class of the group's adapter, the group."""
 
+Turn = tuple[float, int, str]
+"""Standing of an account, its number in the order in which accounts came, the account."""
+
 
 class Turns:
-    """Times since which accounts wait for a turn: their last one or, if later, when they had nothing waiting.
+    """Accounts that wait, by whose turn it is.
 
-    The policy decides by what accounts were given; a small weight, or a wrong guess of a length, might keep one waiting
-    for long. So one that has waited for `max_turn_seconds` or `max_turn_steps` has the next turn whatever its standing.
+    First come those that have waited too long for one, for `max_turn_seconds` or `max_turn_steps` since their last turn
+    or, if later, since they had nothing waiting: a small weight, or a wrong guess of a length, might keep one waiting
+    for long. Then come the others, those first that stand lowest with the policy, and of these those that came first.
+    A change takes a time that grows with the logarithm of their number, since steps must not pay for who waits.
     """
 
-    def __init__(self, limits: EngineConfig) -> None:
+    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, policy: QueuePolicy) -> None:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
-        self._since: dict[str, tuple[float, int]] = {}
+        self._waiting = waiting
+        self._policy = policy
+        self._since: OrderedDict[str, tuple[float, int]] = OrderedDict()  # who has waited longest first
+        self._heap: list[Turn] = []
+        self._turns: dict[str, Turn] = {}  # of the heap's entries those that hold
+        self._count = itertools.count()
+        self._late_before = (-math.inf, -math.inf)
+        self._passed: list[Turn] = []
+        self._passed_late: list[tuple[str, tuple[float, int]]] = []
+        self.is_late = False
+        """True if the account that `top` returned last has waited too long."""
 
     def take(self, account: str, now: float, step: int) -> None:
         """Note that an account has a turn, or begins to wait for one."""
         self._since[account] = now, step
+        self._since.move_to_end(account)
+        self._bound()
 
-    def late(self, accounts: Collection[str], now: float, step: int) -> dict[str, float]:
-        """Return those of `accounts`, which wait, that have waited too long, and since when."""
-        since = self._since
-        if len(since) > 2 * len(accounts) + 64:
-            since = self._since = {account: since[account] for account in accounts if account in since}
-        before, before_step = now - self._max_seconds, step - self._max_steps
-        late = {}
-        for account in accounts:
-            began, at = since.setdefault(account, (now, step))
-            if began <= before or at <= before_step:
-                late[account] = began
-        return late
+    def note(self, account: str) -> None:
+        """Note that the policy may think better of an account than before."""
+        turn = self._turns.get(account)
+        if turn is not None and self._policy.standing(account) < turn[0]:
+            self._enter(account, turn[1])
+            self._bound()
+
+    def restart(self, now: float, step: int) -> None:
+        """Begin with the first account again. now, step: of the moment, in seconds and steps."""
+        self._late_before = now - self._max_seconds, step - self._max_steps
+        for account, since in reversed(self._passed_late):
+            if account not in self._since:
+                self._since[account] = since
+                self._since.move_to_end(account, last=False)
+        for turn in self._passed:
+            if self._turns.get(turn[2]) is turn:
+                heapq.heappush(self._heap, turn)
+        self._passed_late, self._passed = [], []
+        for account in self._waiting.take_new_accounts():
+            self._since.setdefault(account, (now, step))
+            self._enter(account, next(self._count))
+
+    def top(self) -> str | None:
+        """Return the account whose turn it is; None if all have been passed over."""
+        accounts, since = self._waiting.accounts, self._since
+        while since:
+            account = next(iter(since))
+            if since[account][0] > self._late_before[0] and since[account][1] > self._late_before[1]:
+                break
+            if account in accounts:
+                self.is_late = True
+                return account
+            del since[account]
+        self.is_late = False
+        heap = self._heap
+        while heap:
+            turn = heap[0]
+            account = turn[2]
+            if self._turns.get(account) is not turn:
+                heapq.heappop(heap)
+            elif account not in accounts:
+                heapq.heappop(heap)
+                del self._turns[account]
+            elif self._policy.standing(account) > turn[0]:  # it has been charged since
+                heapq.heappop(heap)
+                self._enter(account, turn[1])
+            else:
+                return account
+        return None
+
+    def pass_over(self) -> None:
+        """Go on to the next account, until `restart`."""
+        if self.is_late:
+            self._passed_late.append(self._since.popitem(last=False))
+        else:
+            self._passed.append(heapq.heappop(self._heap))
+
+    def _enter(self, account: str, number: int) -> None:
+        turn = self._turns[account] = self._policy.standing(account), number, account
+        heapq.heappush(self._heap, turn)
+
+    def _bound(self) -> None:
+        """Forget accounts that wait no more and turns that hold no more, when they are many."""
+        accounts = self._waiting.accounts
+        if max(len(self._since), len(self._heap)) <= 2 * len(accounts) + 64:
+            return
+        self._since = OrderedDict((account, since) for account, since in self._since.items() if account in accounts)
+        self._turns = {account: turn for account, turn in self._turns.items() if account in accounts}
+        passed = {turn[2] for turn in self._passed}
+        self._heap = [turn for account, turn in self._turns.items() if account not in passed]
+        heapq.heapify(self._heap)
 
 
 class QueueOrder:
     """Candidates for admission in one step.
 
-    Whose turn it is comes first: that of an account that has waited too long for one, else of the one that stands
-    lowest with the policy. Within an account, requests whose adapter is resident, or that need none, come first, then
-    those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has taken
-    long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been overtaken for
-    long enough and goes first in its account, whatever its adapter.
+    Whose turn it is comes first. Within an account, requests whose adapter is resident, or that need none, come first,
+    then those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has
+    taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
+    overtaken for long enough and goes first in its account, whatever its adapter.
     """
 
     def __init__(
         self,
         waiting: WaitingQueue,
-        policy: QueuePolicy,
+        turns: Turns,
         store: AdapterStore,
         overdue_before: float,
         may_run: Callable[[Adapter, Request], bool] | None = None,
         only_firsts: bool = False,
-        late: dict[str, float] | None = None,
         may_begin: Callable[[str], bool] | None = None,
     ) -> None:
-        """may_run: filters adapters; called with an adapter and its first waiting request. None: every adapter may.
-        only_firsts: consider only the first answer of each call. late: accounts that have waited too long for a turn,
-        and since when. may_begin: filters accounts; None: every one may.
+        """turns: restarted. may_run: filters adapters; called with an adapter and its first waiting request. None:
+        every adapter may. only_firsts: consider only the first answer of each call. may_begin: filters accounts; None:
+        every one may.
         """
         self._waiting = waiting
-        self._policy = policy
+        self._turns = turns
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
         self.only_firsts = only_firsts
-        self._late = late or {}
         self._may_begin = may_begin
         self._near: set[Adapter | None] | None = None
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
-        accounts = waiting.accounts
-        self._turns = [(*self._turn(account), index, account) for index, account in enumerate(accounts)]
-        heapq.heapify(self._turns)
+        self._account = ""  # of the last candidate
 
     def next(self) -> Request | None:
         """Return the next candidate; the same one until it has left its group, or its group is passed over."""
-        turns = self._turns
-        while turns:
-            *turn, index, account = turns[0]
-            now = self._turn(account)
-            if now > tuple(turn):  # it has been charged since
-                heapq.heapreplace(turns, (*now, index, account))
-                continue
-            if self._may_begin is not None and not self._may_begin(account):
-                heapq.heappop(turns)
-                continue
-            entries = self._entries.get(account)
-            if entries is None:
-                entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
-            if entries:
-                return self._head(entries[0][3])
-            heapq.heappop(turns)
+        while (account := self._turns.top()) is not None:
+            if self._may_begin is None or self._may_begin(account):
+                entries = self._entries.get(account)
+                if entries is None:
+                    entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
+                if entries:
+                    self._account = account
+                    return self._head(entries[0][3])
+            self._turns.pass_over()
         return None
 
     def is_overdue(self) -> bool:
@@ -112,11 +179,7 @@ class QueueOrder:
 
     def is_late(self) -> bool:
         """True if the last candidate's account has waited too long for a turn."""
-        return self._turns[0][3] in self._late
-
-    def end_turn(self, account: str) -> None:
-        """Note that a request of an account has begun, which so has had the turn that it waited for."""
-        self._late.pop(account, None)
+        return self._turns.is_late
 
     def go_on(self) -> None:
         """Go on to the next candidate, after the last one has left its group."""
@@ -132,12 +195,7 @@ class QueueOrder:
         heapq.heappop(self._top())
 
     def _top(self) -> list[Entry]:
-        return self._entries[self._turns[0][3]]
-
-    def _turn(self, account: str) -> tuple[int, float]:
-        """Return a key by which accounts have their turns."""
-        since = self._late.get(account)
-        return (1, self._policy.standing(account)) if since is None else (0, since)
+        return self._entries[self._account]
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return an account's groups that may run, as a heap."""

@@ -321,7 +321,7 @@ class Scheduler:
                 budget = max(1, budget)  # who begins takes another's row, and its token
             admitted = self._admission.admit(self.running, budget, rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
-        self._ahead.read(self.waiting)
+        self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
         return admitted
@@ -358,9 +358,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Free all that a running request holds, and charge its account for what it has computed."""
-        expected = request.charged
-        self._policies.queue.settle(request)
-        self._seats.end(request, expected)
+        self._admission.end(request)
         self._memory.release(request)
 
     # -- a step's result

@@ -54,6 +54,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.accounts: dict[str, dict[Adapter | None, Group]] = {}
+        self._new_accounts: dict[str, None] = {}
 
     def count(self, account: str) -> int:
         """Return the number of an account's waiting requests, without those held back."""
@@ -88,6 +89,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         if request in self:
             _insert(self._group(request).line(request), request)
 
+    def take_new_accounts(self) -> list[str]:
+        """Return the accounts that have had no candidates and have now, in the order in which they came, once."""
+        new, self._new_accounts = self._new_accounts, {}
+        return list(new)
+
     def has_firsts(self) -> bool:
         """True if the first answer of a call is a candidate."""
         return any(group.firsts for groups in self.accounts.values() for group in groups.values())
@@ -100,6 +106,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         groups = self.accounts.get(request.account)
         if groups is None:
             groups = self.accounts[request.account] = {}
+            self._new_accounts[request.account] = None
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
@@ -115,6 +122,7 @@ class WaitingQueue(OrderedDict[Request, None]):
             del groups[request.adapter]
             if not groups:
                 del self.accounts[request.account]
+                self._new_accounts.pop(request.account, None)
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:

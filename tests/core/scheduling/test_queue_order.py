@@ -62,10 +62,17 @@ def request_of(account):
     return request
 
 
+def turns_of(queue, policy=None, **limits):
+    """Turns of those that wait, at second 100 and step 7, since when they do."""
+    turns = Turns(EngineConfig(model=Path("fake"), **limits), queue, policy or TokenCounters())
+    turns.restart(100.0, 7)
+    return turns
+
+
 def order(queue, overdue_before=0.0, policy=None, charge=0):
     """Ids as they are considered when each can be admitted at once."""
     policy = policy or TokenCounters()
-    found, candidates = [], QueueOrder(queue, policy, FakeStore(), overdue_before)
+    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before)
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
         queue.remove(request)
@@ -115,39 +122,57 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     for account, cost in (("a", 1), ("b", 2), ("c", 1000)):
         policy.arrive(account, ())
         policy.charge(request_of(account), cost)
-    candidates = QueueOrder(queue, policy, FakeStore(), 0.0, late={"c": 3.0, "b": 4.0})
+    turns = turns_of(queue, policy)
+    for account, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
+        turns.take(account, since, 7)
+    turns.restart(104.5, 7)
+    candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
+        assert candidates.is_late() == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
-        candidates.end_turn(request.account)
+        turns.take(request.account, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(5.0, 0), (0.0, 50)])
 def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
-    turns = Turns(EngineConfig(model=Path("fake"), max_turn_seconds=5, max_turn_steps=50))
-    for account in "ab":
-        turns.take(account, 100.0, 7)
-    assert turns.late("ab", 100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == {}
-    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"a": 100.0, "b": 100.0}
-    assert turns.late("a", 100.0 + seconds, 7 + steps) == {"a": 100.0}
+    turns = turns_of(waiting(None, None, tenants="ab"), max_turn_seconds=5, max_turn_steps=50)
+
+    def late(now, step):
+        turns.restart(now, step)
+        found = []
+        while (account := turns.top()) is not None and turns.is_late:
+            found.append(account)
+            turns.pass_over()
+        return found
+
+    assert late(100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == []
+    assert late(100.0 + seconds, 7 + steps) == ["a", "b"]
+    assert late(100.0 + seconds, 7 + steps) == ["a", "b"], "who was passed over is looked at again"
     turns.take("a", 100.0 + seconds, 7 + steps)
-    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"b": 100.0}
+    assert late(100.0 + seconds, 7 + steps) == ["b"]
 
 
 def test_turns_forget_accounts_that_wait_no_more():
-    turns = Turns(EngineConfig(model=Path("fake")))
-    for index in range(10_000):
-        turns.take(str(index), float(index), index)
-        turns.late([str(index), "other"], float(index), index)
-    assert turns.late(["0", "other"], 10_000.0, 10_000) == {"other": 0.0}, "it waits since now"
+    queue = waiting(None, tenants=["other"])
+    turns = turns_of(queue)
+    for index in range(2_000):
+        request = request_of(str(index))
+        queue.append(request)
+        turns.take(str(index), 100.0 + index, index)
+        turns.restart(100.0 + index, index)
+        assert turns.top()
+        turns.pass_over()
+        queue.remove(request)
+    assert max(len(each) for each in vars(turns).values() if hasattr(each, "__len__")) < 200
 
 
 def test_a_group_that_cannot_run_is_passed_over_whole():
     queue = waiting(Tier.HOST, None, Tier.HOST)
-    candidates = QueueOrder(queue, TokenCounters(), FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), 0.0)
     assert candidates.next().id == "1"
     candidates.pass_over()
     assert candidates.next().id == "0"

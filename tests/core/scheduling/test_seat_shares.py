@@ -80,6 +80,18 @@ class TestNewcomer:
         assert "new" in rows(house)
         house.drain()
 
+    def test_has_its_adapter_read_though_others_have_sent_more_than_are_looked_at(self):
+        house = House(adapters=["cold"], lookahead=2, max_load_stall_seconds=0)
+        for index in range(12):
+            house.add(f"many {index}", max_tokens=30, tenant="many")
+        for _ in range(3):
+            house.step()
+        house.add("new", "cold", tenant="few")
+        for _ in range(3):
+            house.step()
+        assert "new" in rows(house)
+        house.drain()
+
     def test_gets_as_many_rows_as_anybody_and_no_more(self):
         house = flooded()
         for tenant, index in itertools.product(("a", "b"), range(3)):
