@@ -74,7 +74,15 @@ class EngineConfig(BaseModel):
         default="auto", description="CPU operators: the native decoder where it was built and can run, or torch's"
     )
     host_cache_bytes: int = Field(
-        default=1 << 30, ge=0, description="host memory for adapters that were read from disk, least recently used out"
+        default=1 << 30,
+        ge=0,
+        description="host memory for adapters read from disk and for KV of preempted requests, least recently used out",
+    )
+    preemption: Literal["auto", "swap", "recompute"] = Field(
+        default="auto",
+        description="what becomes of a request's KV when others need its pages: it goes to host memory and comes back, "
+        "or it is computed again; auto: whichever was measured to take less time. It is computed again wherever host "
+        "memory has no room",
     )
     eviction: Literal["cost", "lru"] = Field(
         default="cost",
@@ -116,6 +124,12 @@ class EngineConfig(BaseModel):
         description="how long a tenant, or adapter, may wait for its turn, whatever its weight and others' shares",
     )
     max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
+    mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3"] = Field(
+        default="manual",
+        description="which adapter steps have in their weights, and whose requests they run (CPU only): manual: none "
+        "unless it is merged by hand; fastest: whatever is predicted to compute most tokens a second; dlora-1, 2, 3: "
+        "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3, to compare with",
+    )
     max_load_stall_seconds: float = Field(
         default=0.02,
         ge=0,

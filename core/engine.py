@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,19 +23,22 @@ from ..memory.pages.eviction import EvictionOrder, RestoreCosts
 from ..memory.pages.pool import PageKind, PagePool
 from ..memory.pages.prefix import PrefixCache
 from ..memory.pages.shadow import ShadowPages
+from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.base import Executor, ModelInfo
 from .merging import Merging
+from .modes import Modes, mode_policy
 from .quarantine import Quarantined, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import CannotMerge, RequestOutput, StepPlan, StepResult
+from .requests.types import RequestOutput, StepPlan, StepResult
+from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
-from .scheduling.mode_policy import ModePolicy, ModeState
 from .scheduling.policies import Policies
+from .scheduling.preemption import swaps
 from .scheduling.request_memory import RequestMemory
 from .scheduling.scheduler import Scheduler
 
@@ -79,13 +82,18 @@ class Engine:
         shadow = ShadowPages(self.pool, order)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
+        if executor.swaps is not None:
+            costs.swapped_page = executor.swaps.page_seconds
+        elif config.preemption == "swap":
+            raise ValueError("preemption is 'swap', which this executor can't do; set it to 'auto' or 'recompute'")
+        self.swapped = SwappedKv(executor.swaps, images.budget, executor.layout.page_bytes)
         memory = RequestMemory(
             self.pool, self.store, self.prefix, self.reclaimer, self.block_tokens, config.prefix_cache,
-            config.share_prefix_cache,
+            config.share_prefix_cache, self.swapped, lambda: swaps(config.preemption, costs),
         )  # fmt: skip
         loads = LoadPolicy(self.store, costs, self.block_tokens, config.max_load_stall_seconds)
         self.scheduler = self.scheduler_type(config, self.store, memory, loads, clock, policies)
-        self._mode_policy = None if policies is None else policies.mode
+        self.modes = self._modes(policies)
         self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
@@ -108,6 +116,17 @@ class Engine:
                 strict=config.strict_adapters, seconds=config.adapter_load_seconds,
             )  # fmt: skip
         return engine
+
+    def _modes(self, policies: Policies | None) -> Modes | None:
+        """Return what chooses the modes of steps, None where nobody but `merge` and `unmerge` does."""
+        prices = (policies and policies.prices) or LearnedPrices()
+        policy = (policies and policies.mode) or mode_policy(self.config.mode_policy, prices)
+        if policy is None:
+            return None
+        if self.executor.shadow is None:
+            logger.warning("mode_policy has no effect: this device has no merged mode")
+            return None
+        return Modes(policy, prices, self.merging, self.scheduler, self.config, self._clock)
 
     def add_request(self, request: Request) -> None:
         """Queue a request. Raises InvalidRequest, naming the field, when it can't be served as asked, and Overloaded
@@ -159,28 +178,16 @@ class Engine:
     def begin_step(self) -> StepPlan | None:
         """Plan the next step without running it, for a driver in virtual time."""
         merging = self.merging
-        if self._mode_policy is not None:
-            self._choose_mode(self._mode_policy)
+        if self.modes is not None:
+            self.modes.decide()
         if merging.is_under_way:
             merging.advance(self._decode_seconds)
         plan = self.scheduler.schedule()
         if plan is not None:
             plan.merged = merging.merged
+            if plan.bucket is None and self.modes is not None:
+                plan.merged = self.modes.of_prefill(plan)
         return plan
-
-    def _choose_mode(self, policy: ModePolicy) -> None:
-        merging, scheduler = self.merging, self.scheduler
-        chosen = policy.choose(
-            ModeState(
-                scheduler.count_by_adapter(), len(scheduler.running), merging.merged, merging.shadowed,
-                merging.merge_seconds,
-            )
-        )  # fmt: skip
-        if chosen is None:
-            merging.unmerge()
-        elif chosen is not merging.merged and merging.may_merge(chosen):
-            with suppress(CannotMerge):  # it is served unmerged
-                merging.merge(chosen)
 
     def end_step(self, plan: StepPlan | None) -> list[RequestOutput]:
         """Run the plan of `begin_step`; between the two calls the engine must not be used."""
@@ -193,8 +200,10 @@ class Engine:
                 self._measure_prefill(plan, seconds)
             else:
                 self._decode_seconds = seconds
+                if self.modes is not None and not result.unready:
+                    self.modes.note(plan, seconds)
             outputs += self.scheduler.update(plan, result)
-        elif not outputs and self.scheduler.has_work():
+        elif not outputs and self.scheduler.has_work() and not self.swapped.wait(READ_WAIT_SECONDS):
             self.store.images.wait(READ_WAIT_SECONDS)
         return outputs
 
@@ -213,11 +222,15 @@ class Engine:
             self.check_integrity()
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold."""
-        self.pool.check_integrity([*self.scheduler.holders(), *self.store.holders(), *self.reclaimer.shadow.holders()])
+        """Raise IntegrityError unless the page pool agrees with the pages that requests and adapters hold, and host
+        memory with the KV that waiting requests have there.
+        """
+        holders = self.scheduler, self.store, self.reclaimer.shadow, self.swapped
+        self.pool.check_integrity(itertools.chain.from_iterable(holder.holders() for holder in holders))
+        self.swapped.check_integrity(self.scheduler.kv_images())
 
     def stats(self) -> EngineStats:
-        pool, scheduler, merging = self.pool, self.scheduler, self.merging
+        pool, scheduler, merging, modes = self.pool, self.scheduler, self.merging, self.modes
         reads = self.store.images.counts()
         return EngineStats(
             num_running=len(scheduler.running),
@@ -229,6 +242,13 @@ class Engine:
             num_cached_pages=pool.count(PageKind.CACHED),
             num_steps=scheduler.num_steps,
             num_preemptions=scheduler.num_preemptions,
+            num_swapped=len(self.swapped),
+            swapped_bytes=self.swapped.num_bytes,
+            num_swaps_out=self.swapped.num_out,
+            num_swaps_in=self.swapped.num_in,
+            swapped_bytes_out=self.swapped.num_bytes_out,
+            swapped_bytes_in=self.swapped.num_bytes_in,
+            num_swaps_dropped=self.swapped.num_dropped,
             num_generated_tokens=scheduler.num_generated_tokens,
             num_adapter_hits=self.store.num_hits,
             num_adapter_loads=self.store.num_loads,
@@ -248,6 +268,10 @@ class Engine:
             num_mode_switches=merging.num_switches,
             merge_seconds=merging.merge_seconds,
             longest_merge_pause=merging.longest_pause,
+            predicted_step_seconds=modes.predicted_seconds if modes else 0.0,
+            measured_step_seconds=modes.measured_seconds if modes else 0.0,
+            wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
+            num_steps_leaving_out=modes.num_left_out if modes else 0,
         )
 
     def accounts(self) -> list[AccountStats]:

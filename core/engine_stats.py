@@ -32,6 +32,13 @@ class EngineStats:
     num_reads: int = 0  # adapters being read
     num_failed_reads: int = 0
     num_given_up_reads: int = 0
+    num_swapped: int = 0  # requests with KV in host memory, what is being copied included
+    swapped_bytes: int = 0  # that it takes there
+    num_swaps_out: int = 0
+    num_swaps_in: int = 0
+    swapped_bytes_out: int = 0
+    swapped_bytes_in: int = 0
+    num_swaps_dropped: int = 0  # KV in host memory that came to nothing: lost, in others' way, or cached anyway
     num_shadow_pages: int = 0
     mode: StepMode = StepMode.LORA  # merged, or lora as each step needs it
     merged_adapter: str | None = None
@@ -39,6 +46,11 @@ class EngineStats:
     num_mode_switches: int = 0
     merge_seconds: float = 0.0  # that the latest merge took, all pauses together
     longest_merge_pause: float = 0.0
+    # by a policy of modes: what decode steps were predicted to take, what they took, the sum of the differences
+    predicted_step_seconds: float = 0.0
+    measured_step_seconds: float = 0.0
+    wrong_step_seconds: float = 0.0
+    num_steps_leaving_out: int = 0
     oldest_read_seconds: float = 0.0  # the longest time without progress among reads under way
 
 

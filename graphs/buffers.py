@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from .device import CudaDevice, Upload
@@ -21,7 +22,7 @@ class DecodeViews:
     """One bucket's slices of the static buffers; every row is one token.
 
     token_ids, positions, page, offset: `[bucket]` int64; page_table: `[bucket, max_pages]` int64;
-    kv_lens: `[bucket]` host ints, updated in place by `fill`.
+    kv_lens: `[bucket]` host ints, updated in place by `fill`. tables: the block table of each row, likewise.
     """
 
     token_ids: torch.Tensor
@@ -30,6 +31,7 @@ class DecodeViews:
     offset: torch.Tensor
     page_table: torch.Tensor
     kv_lens: list[int]
+    tables: list[Sequence[int]]
 
 
 class DecodeBuffers:
@@ -50,12 +52,16 @@ class DecodeBuffers:
         self._dummy_page = dummy_page
         self._padding = [[0], [0], [dummy_page], [0]]
         self._vectors = torch.zeros(4, largest, dtype=torch.long)
-        self._columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
+        self.columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
+        self._table = self._page_table.numpy()
         self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
         self.views = {
             size: DecodeViews(
-                *self._vectors[:, :size].unbind(0), page_table=self._page_table[:size], kv_lens=[1] * size
+                *self._vectors[:, :size].unbind(0),
+                page_table=self._page_table[:size],
+                kv_lens=[1] * size,
+                tables=[()] * size,
             )
             for size in sizes
         }
@@ -65,7 +71,7 @@ class DecodeBuffers:
     ) -> DecodeViews:
         """Write a step's rows into `bucket`'s views and make the rest padding. Returns the views."""
         views, block_tokens, used = self.views[bucket], self._block_tokens, len(token_ids)
-        columns = self._columns
+        columns = self.columns
         if used < bucket:
             columns[:, used:bucket] = self._padding
         columns[:, :used] = (
@@ -80,6 +86,7 @@ class DecodeBuffers:
             if previous is not table or copied != len(table):
                 self._fill_row(row, table)
         views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * (bucket - used))]
+        views.tables[:] = [*block_tables, *([()] * (bucket - used))]
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
@@ -91,9 +98,9 @@ class DecodeBuffers:
         used = len(table)
         start = copied if previous is table else 0
         if used > start:
-            self._page_table[row, start:used] = torch.tensor(table[start:], dtype=torch.long)
+            self._table[row, start:used] = table[start:]
         if copied > used:
-            self._page_table[row, used:copied] = self._dummy_page
+            self._table[row, used:copied] = self._dummy_page
         self._filled[row] = (table, used)
 
 
@@ -112,10 +119,14 @@ class DeviceDecodeBuffers:
         self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page)
         values = torch.zeros(_COLUMNS * max(widths.values()), dtype=torch.long, device=device.torch_device)
         self._columns = {size: values[: _COLUMNS * width].view(_COLUMNS, width) for size, width in widths.items()}
+        self._staged = np.zeros(values.numel(), np.int64)
         self._upload = Upload(device, values.numel() * values.itemsize)
         self.views = {
             size: DecodeViews(
-                *self._columns[size][:, :size].unbind(0), page_table=host.page_table, kv_lens=host.kv_lens
+                *self._columns[size][:, :size].unbind(0),
+                page_table=host.page_table,
+                kv_lens=host.kv_lens,
+                tables=host.tables,
             )
             for size, host in self._host.views.items()
         }
@@ -124,9 +135,9 @@ class DeviceDecodeBuffers:
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
         """Write a step's rows into `bucket`'s views, in the device's turn, and make the rest padding."""
-        host = self._host.fill(bucket, token_ids, positions, block_tables)
+        self._host.fill(bucket, token_ids, positions, block_tables)
         target = self._columns[bucket]
-        columns = torch.zeros(target.shape, dtype=torch.long)
-        torch.stack((host.token_ids, host.positions, host.page, host.offset), out=columns[:, :bucket])
-        self._upload(target, columns)
+        staged = self._staged[: target.numel()].reshape(target.shape)
+        staged[:, :bucket] = self._host.columns[:, :bucket]
+        self._upload(target, torch.from_numpy(staged))
         return self.views[bucket]

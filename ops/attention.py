@@ -16,7 +16,13 @@ from torch.nn.functional import scaled_dot_product_attention
 class Attention(Protocol):
     """Interface of attention; see `PagedAttention` for shapes."""
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None: ...
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None: ...
 
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor: ...
 
@@ -38,12 +44,19 @@ class PagedAttention:
         self._decode_mask = torch.empty(0)
         self._decode_tail = torch.empty(0, dtype=torch.long)
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Prepare a step.
 
         qo_indptr: row i has tokens `qo_indptr[i]:qo_indptr[i+1]`, the last of its `kv_lens[i]` tokens.
         page_table: `[rows, max_pages]` int64, in host memory wherever the cache is; entries past a row's pages must be
-        valid page ids (the dummy page).
+        valid page ids (the dummy page). tables: the block tables that page_table was filled from, for implementations
+        that keep what they made of the last step's; they are lists that only ever grow.
         Rows with more than one token come first.
         """
         self._prefills.clear()

@@ -122,7 +122,13 @@ class RaggedAttention:
         self._prefill_tokens = 0
         self._num_tokens = 0
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Prepare a step, as `PagedAttention.plan`; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
         num_prefills = count_prefills(qo_indptr, len(kv_lens))
@@ -182,22 +188,28 @@ class DecodeAttention:
             backend.workspace, torch.empty(DECODE_INT_WORKSPACE_BYTES, dtype=torch.uint8, device=backend.device)
         )
         self._planned = False
+        self._arguments = {  # of every plan
+            "indptr": buffers.host_indptr[: bucket + 1],
+            "last_page_len": buffers.host_last_page_len[:bucket],
+            "head_dim": backend.head_dim,
+            **backend.plan_arguments,
+        }
 
-    def plan(self, qo_indptr: Sequence[int], page_table: torch.Tensor, kv_lens: Sequence[int]) -> None:
+    def plan(
+        self,
+        qo_indptr: Sequence[int],
+        page_table: torch.Tensor,
+        kv_lens: Sequence[int],
+        tables: Sequence[Sequence[int]] | None = None,
+    ) -> None:
         """Prepare a step of exactly the bucket's rows, padding among them; page_table is in host memory."""
         backend, buffers = self._backend, self._backend.buffers
         if len(kv_lens) != self._bucket or qo_indptr[-1] != self._bucket or count_prefills(qo_indptr, len(kv_lens)):
             raise ValueError(f"the bucket has {self._bucket} rows of one token, the step {len(kv_lens)} rows")
         backend.event.synchronize()
-        buffers.write(page_table, kv_lens)
+        buffers.write(page_table, kv_lens, tables=tables)
         buffers.upload()
-        arguments = {
-            "indptr": buffers.host_indptr[: self._bucket + 1],
-            "indices": buffers.indices[: buffers.num_indices],
-            "last_page_len": buffers.host_last_page_len[: self._bucket],
-            "head_dim": backend.head_dim,
-            **backend.plan_arguments,
-        }
+        arguments = {**self._arguments, "indices": buffers.indices[: buffers.num_indices]}
         if self._planned:
             # the same plan without copies, which `upload` has made, and without a Python loop over the rows
             backend.module.decode.fast_decode_plan(self._wrapper, **arguments)

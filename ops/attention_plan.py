@@ -1,8 +1,11 @@
-"""A step's page lists as FlashInfer reads them: written on the host without a loop over pages, sent in one copy."""
+"""A step's page lists as FlashInfer reads them: written on the host without a loop over pages, sent in one copy, and
+kept from step to step where rows only grow.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import is_
 
 import numpy as np
 import torch
@@ -35,6 +38,9 @@ class PlanBuffers:
             view.numpy() for view in (self.host_indptr, self.host_last_page_len, self.on_host[2 * part :])
         )
         self.num_indices = 0
+        self._tables: tuple[Sequence[int], ...] = ()  # of the rows that the list holds, where they are known
+        self._counts = np.zeros(0, np.int64)  # pages of each row
+        self._is_new = False  # True while the device does not have the list
 
     def write(
         self,
@@ -42,30 +48,37 @@ class PlanBuffers:
         kv_lens: Sequence[int],
         num_prefills: int = 0,
         qo_indptr: Sequence[int] = (),
+        tables: Sequence[Sequence[int]] | None = None,
     ) -> int:
         """Write a step's rows into host memory, whose last copy must be done. Returns the prefill rows' page count.
 
-        page_table: `[rows, max_pages]` int64 in host memory. ValueError where a row has no token or too many pages, or
-        the step too many rows.
+        page_table: `[rows, max_pages]` int64 in host memory. tables: the block tables that its rows hold, lists that
+        only ever grow: where they are those of the last step, only new pages are written. ValueError where a row has no
+        token or too many pages, or the step too many rows.
         """
-        rows = len(kv_lens)
+        rows, width = len(kv_lens), page_table.shape[1]
         if page_table.device.type != "cpu":
             raise ValueError(f"page_table is on {page_table.device}; a plan reads it in host memory")
         if rows > self._max_rows:
             raise ValueError(f"the step has {rows} rows, the buffers have room for {self._max_rows}")
-        lens = np.asarray(kv_lens, dtype=np.int64)
-        counts = -(-lens // self._block_tokens)
-        width = page_table.shape[1]
-        if rows and (lens.min() < 1 or counts.max() > width):
-            raise ValueError(f"rows have {lens.min()} to {lens.max()} tokens, a page table row {width} pages")
-        ends = np.cumsum(counts)
-        total = int(ends[-1]) if rows else 0
+        least, most = min(kv_lens, default=1), max(kv_lens, default=1)
+        if least < 1 or most > width * self._block_tokens:
+            raise ValueError(f"rows have {least} to {most} tokens, a page table row {width} pages")
+        last = np.array(kv_lens, dtype=np.int64) - 1
+        counts = last // self._block_tokens
+        self._last[:rows] = last - counts * self._block_tokens + 1
+        counts += 1
+        if tables is not None and self._grow(counts, tables):
+            return 0
+        total = int(counts.sum())
         if total > len(self._indices):
             raise ValueError(f"the step has {total} pages, the buffers have room for {len(self._indices)}")
+        self._tables = () if tables is None else tuple(tables)
+        self._counts, self._is_new = counts, True
+        ends = np.cumsum(counts)
         # page j of row i lies at i · width + j of the table and at ends[i] - counts[i] + j of the list
         places = np.repeat(np.arange(rows) * width - (ends - counts), counts) + np.arange(total)
         self._indices[:total] = page_table.contiguous().view(-1).numpy()[places]
-        self._last[:rows] = lens - (counts - 1) * self._block_tokens
         split = int(ends[num_prefills - 1]) if num_prefills else 0
         self._indptr[0] = 0
         self._indptr[1 : rows - num_prefills + 1] = ends[num_prefills:] - split
@@ -75,7 +88,29 @@ class PlanBuffers:
         self.num_indices = total
         return split
 
+    def _grow(self, counts: np.ndarray, tables: Sequence[Sequence[int]]) -> bool:
+        """Add to the list the pages that rows have got since the last step; False where it was of other rows."""
+        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
+            return False
+        more = counts - self._counts
+        grown = more.nonzero()[0]
+        if not len(grown):
+            return True
+        end, shift = self.num_indices, int(more.sum())
+        if more.min() < 0 or end + shift > len(self._indices):  # a former step's plan, or too many
+            return False
+        self.num_indices += shift
+        for row in grown[::-1].tolist():  # from the last to the first, so that nothing is written over
+            behind, added, had = int(self._indptr[row + 1]), int(more[row]), int(self._counts[row])
+            self._indices[behind + shift : end + shift] = self._indices[behind:end]
+            self._indices[behind + shift - added : behind + shift] = tables[row][had : had + added]
+            end, shift = behind, shift - added
+        np.cumsum(counts, out=self._indptr[1 : len(counts) + 1], dtype=np.int32)
+        self._counts, self._is_new = counts, True
+        return True
+
     def upload(self) -> None:
-        """Start the one copy to the device of what is written."""
-        used = self._first + self.num_indices
+        """Start the one copy to the device of what is written; page lists that are there already are left out."""
+        used = self._first + (self.num_indices if self._is_new else 0)
         self.on_device[:used].copy_(self.on_host[:used], non_blocking=True)
+        self._is_new = False

@@ -14,7 +14,13 @@ SLICE_BYTES = 32 << 20
 _MASK64 = (1 << 64) - 1
 _MOST_INVERSE = 1e300
 _NO_MASS = -700.0  # e^x below that is taken as 0, here and in the native library
-_FIRST_WIDTH, _WIDER = 512, 16  # how many of the largest logits top_p looks at first, and how that grows
+_BLOCK = 128  # masses that are added up before a running sum; vocabularies are often padded to a multiple of it
+
+#: How many of the largest logits top_p looks at first, and how that grows where they are not enough.
+FIRST_WIDTH, WIDER = 512, 16
+
+#: Instead of a token: `sample` was given too small a width.
+UNDECIDED = -2
 
 
 def uniform(seed: int, position: int) -> float:
@@ -83,95 +89,156 @@ class TorchSampling:
 
     def sample(self, logits: torch.Tensor, rows: Sequence[int], chances: Sequence[Chances]) -> list[int]:
         """A token for each of `rows` of the logits; -1 where no logit is above -inf, or one is NaN or +inf."""
-        return sample(_pick(logits, rows), chances).tolist()
+        tokens, left, width = [UNDECIDED] * len(rows), range(len(rows)), FIRST_WIDTH
+        while left:
+            found = sample(pick(logits, [rows[i] for i in left]), [chances[i] for i in left], width).tolist()
+            for i, token in zip(left, found, strict=True):
+                tokens[i] = token
+            left, width = [i for i in left if tokens[i] == UNDECIDED], width * WIDER
+        return tokens
 
     def score(self, logits: torch.Tensor, rows: Sequence[int], tokens: Sequence[int], counts: Sequence[int]) -> Scores:
         """Log-probabilities of a token of each of `rows`, and of as many of the row's most likely tokens."""
-        logits, count = _pick(logits, rows), min(max(counts), logits.shape[1])
-        own = torch.tensor(tokens).to(logits.device, non_blocking=True)
-        step = _slice_rows(logits.shape[1])
-        parts = [_score(*part, count) for part in zip(logits.split(step), own.split(step), strict=True)]
-        found = torch.cat(parts).tolist()  # the only values that are waited for
-        return Scores(
-            [row[0] for row in found],
-            [[int(token) for token in row[1 : 1 + count]] for row in found],
-            [row[1 + count :] for row in found],
-        )
+        own = on_device(torch.tensor(tokens), logits.device)
+        return scores_of(score(pick(logits, rows), own, max(counts)).tolist())
 
 
-def sample(logits: torch.Tensor, chances: Sequence[Chances]) -> torch.Tensor:
+def sample(logits: torch.Tensor, chances: Sequence[Chances], width: int = FIRST_WIDTH) -> torch.Tensor:
     """One token id per row by inverse transform sampling over the kept tokens in vocabulary order; nothing is sorted.
 
-    logits: `[rows, vocab]` float32.
+    logits: `[rows, vocab]` float32. The host waits for nothing on their device.
     temperature 0 is greedy. min_p over the tempered distribution, then top_k, then top_p over what is left,
     renormalised (as vLLM does); of equal logits the first are kept. Vocabulary order, not probability order, so that
     two nearly equal logits can't swap places between batches. Masses are float64, so that an exponential that differs
     in its last bit, as those of other devices do, still gives the same token. -1 where no logit is above -inf, or one
-    is NaN or +inf.
+    is NaN or +inf. UNDECIDED where top_p keeps `width` tokens or more: ask again with WIDER times as many.
     """
     step = _slice_rows(logits.shape[1])
-    parts = [_sample(part, chances[i * step : (i + 1) * step]) for i, part in enumerate(logits.split(step))]
+    parts = [_sample(part, chances[i * step : (i + 1) * step], width) for i, part in enumerate(logits.split(step))]
     return torch.cat(parts)
 
 
-def _sample(logits: torch.Tensor, chances: Sequence[Chances]) -> torch.Tensor:
+def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
+    """`[rows, 1 + 2 · count]` float64: the token's log-probability, the most likely tokens, theirs; see `scores_of`.
+
+    logits: `[rows, vocab]` float32. tokens: `[rows]` int64. The host waits for nothing on their device.
+    """
+    step, count = _slice_rows(logits.shape[1]), min(count, logits.shape[1])
+    return torch.cat([_score(*part, count) for part in zip(logits.split(step), tokens.split(step), strict=True)])
+
+
+def scores_of(rows: Sequence[Sequence[float]]) -> Scores:
+    """What `score` has computed, on the host."""
+    count = len(rows[0]) // 2
+    return Scores(
+        [row[0] for row in rows],
+        [[int(token) for token in row[1 : 1 + count]] for row in rows],
+        [list(row[1 + count :]) for row in rows],
+    )
+
+
+def pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """Some rows of `values`; the same tensor when they are all of them in order, a view when they are the first."""
+    if len(rows) == (rows[-1] + 1 if rows else 0) and list(rows) == list(range(len(rows))):
+        return values[: len(rows)]
+    return values[on_device(torch.tensor(rows, dtype=torch.long), values.device)]
+
+
+def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A host tensor's values on the device, in its turn: the host does not wait, as it does for other ways to get a
+    list there.
+    """
+    return values.to(device, non_blocking=True)
+
+
+def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> torch.Tensor:
     vocab, device = logits.shape[1], logits.device
     most, best = logits.max(-1)
     drawn = [i for i, row in enumerate(chances) if row.temperature]
     if drawn:
-        inverse, u = torch.tensor(
-            [[inverse_temperature(chances[i].temperature) for i in drawn], [chances[i].u for i in drawn]],
-            dtype=torch.float64,
-        ).to(device, non_blocking=True)
-        x = _pick(logits, drawn)
-        scaled = x.double().sub_(_pick(most, drawn).double()[:, None]).mul_(inverse[:, None])
-        scaled.masked_fill_(scaled < _NO_MASS, -torch.inf)
-        cut = [j for j, i in enumerate(drawn) if _cuts(chances[i], vocab)]
-        if cut:
-            kept = _kept(_pick(x, cut), _pick(scaled, cut), [chances[drawn[j]] for j in cut])
-            mass = scaled.exp_()
-            mass[cut] = mass[cut].masked_fill_(~kept, 0.0)
+        wanted = [chances[i] for i in drawn]
+        values = [(inverse_temperature(it.temperature), it.u, it.top_p, it.min_p) for it in wanted]
+        inverse, u, top_p, min_p = on_device(torch.tensor(values, dtype=torch.float64).t(), device)
+        x = pick(logits, drawn)
+        mass = x.double().sub_(pick(most, drawn).double()[:, None]).mul_(inverse[:, None])
+        mass.masked_fill_(mass < _NO_MASS, -torch.inf)
+        enough = None
+        if cut := [j for j, row in enumerate(wanted) if _cuts(row, vocab)]:
+            at = on_device(torch.tensor(cut), device)
+            scaled, limits = mass[at], [wanted[j] for j in cut]
+            kept, enough_of_cut = _kept(pick(x, cut), scaled, limits, top_p[at], min_p[at], width)
+            mass[at] = scaled.masked_fill_(~kept, -torch.inf)
+            enough = torch.ones(len(drawn), dtype=torch.bool, device=device).index_copy_(0, at, enough_of_cut)
+        token = first_above(mass.exp_(), u)
+        if enough is not None:
+            token = torch.where(enough, token, UNDECIDED)
+        if len(drawn) == len(chances):
+            best = token
         else:
-            mass = scaled.exp_()
-        upto = mass.cumsum(-1)
-        token = torch.searchsorted(upto, (u * upto[:, -1])[:, None], right=True)[:, 0].clamp_(max=vocab - 1)
-        best = token if len(drawn) == len(chances) else best.index_copy(0, torch.tensor(drawn, device=device), token)
+            best = best.index_copy(0, on_device(torch.tensor(drawn), device), token)
     return torch.where(most.isfinite(), best, -1)
+
+
+def first_above(mass: torch.Tensor, u: torch.Tensor) -> torch.Tensor:
+    """Each row's first token whose mass `[rows, vocab]` and that of all before it exceed the share u `[rows]` of all.
+
+    By the sums of blocks, then within one: a sum over blocks is spread over a device, a running sum is not.
+    """
+    rows, vocab = mass.shape
+    if tail := -vocab % _BLOCK:
+        mass = torch.nn.functional.pad(mass, (0, tail))
+    mass = mass.view(rows, -1, _BLOCK)
+    upto = mass.sum(-1).cumsum(-1)
+    target = u[:, None] * upto[:, -1:]
+    block = _first_index(upto, target)
+    before = torch.where(block > 0, upto.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    within = mass.gather(1, block[:, :, None].expand(-1, -1, _BLOCK))[:, 0].cumsum(-1)
+    return (block * _BLOCK + _first_index(within, target - before))[:, 0].clamp_(max=vocab - 1)
+
+
+def _first_index(upto: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """Index `[rows, 1]` of the first of rising sums above the target; of the last that adds to them if rounding left
+    none.
+    """
+    last = torch.searchsorted(upto, upto[:, -1:].contiguous())
+    return torch.minimum(torch.searchsorted(upto, target, right=True), last).clamp_(max=upto.shape[1] - 1)
 
 
 def _cuts(row: Chances, vocab: int) -> bool:
     return 0 < row.top_k < vocab or row.top_p < 1.0 or row.min_p > 0.0
 
 
-def _kept(logits: torch.Tensor, scaled: torch.Tensor, chances: list[Chances]) -> torch.Tensor:
-    """Mask `[rows, vocab]` of tokens that may be drawn. scaled: the logits below their largest, tempered, float64."""
+def _kept(
+    logits: torch.Tensor,
+    scaled: torch.Tensor,
+    chances: Sequence[Chances],
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    width: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mask `[rows, vocab]` of tokens that may be drawn, and whether `width` was enough to tell, `[rows]`.
+
+    scaled: the logits below their largest, tempered, float64. top_p, min_p: those of `chances`, on the device.
+    """
     device, vocab = logits.device, logits.shape[1]
-    values = torch.tensor([(row.top_p, row.min_p) for row in chances], dtype=torch.float64)
-    top_p, min_p = values.to(device, non_blocking=True).unbind(1)
     kept = scaled >= min_p.log()[:, None]  # all where it is 0
+    enough = torch.ones(len(chances), dtype=torch.bool, device=device)
     if limited := [i for i, row in enumerate(chances) if 0 < row.top_k < vocab]:
-        part = _pick(logits.masked_fill(~kept, -torch.inf), limited)
-        counts = torch.tensor([chances[i].top_k for i in limited], device=device)
-        largest = part.topk(int(max(chances[i].top_k for i in limited)), sorted=True).values
-        kept[limited] &= _largest(part, largest, counts)
+        at = on_device(torch.tensor(limited), device)
+        counts = [chances[i].top_k for i in limited]
+        part = pick(logits.masked_fill(~kept, -torch.inf), limited)
+        largest = part.topk(max(counts), sorted=True).values
+        kept[at] = kept[at] & _largest(part, largest, on_device(torch.tensor(counts), device))
     if nucleus := [i for i, row in enumerate(chances) if row.top_p < 1.0]:
-        part = _pick(scaled.masked_fill(~kept, -torch.inf), nucleus)
-        target = _pick(top_p, nucleus) * part.exp().sum(-1)
-        width = _FIRST_WIDTH
-        while nucleus:
-            width = min(width, vocab)
-            largest = part.topk(width, sorted=True).values
-            upto = largest.exp().cumsum(-1)
-            counts = 1 + (upto[:, :-1] < target[:, None]).sum(-1)
-            enough = [True] * len(nucleus) if width == vocab else (counts < width).tolist()
-            done = [i for i, good in enumerate(enough) if good]
-            left = [i for i, good in enumerate(enough) if not good]
-            if done:
-                rows = [nucleus[i] for i in done]
-                kept[rows] &= _largest(_pick(part, done), _pick(largest, done), _pick(counts, done))
-            part, target, nucleus = _pick(part, left), _pick(target, left), [nucleus[i] for i in left]
-            width *= _WIDER
-    return kept
+        at, width = on_device(torch.tensor(nucleus), device), min(width, vocab)
+        part = pick(scaled.masked_fill(~kept, -torch.inf), nucleus)
+        target = top_p[at] * part.exp().sum(-1)
+        largest = part.topk(width, sorted=True).values
+        counts = 1 + (largest.exp().cumsum(-1)[:, :-1] < target[:, None]).sum(-1)
+        kept[at] = kept[at] & _largest(part, largest, counts)
+        if width < vocab:
+            enough[at] = counts < width
+    return kept, enough
 
 
 def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -181,7 +248,9 @@ def _largest(values: torch.Tensor, largest: torch.Tensor, counts: torch.Tensor) 
     """
     least = largest.gather(-1, counts[:, None] - 1)
     above, same = values > least, values == least
-    return above | (same & (same.cumsum(-1) <= counts[:, None] - above.sum(-1, keepdim=True)))
+    equal = counts - above.sum(-1)  # at least one
+    last = first_above(same.double(), (equal - 0.5) / same.sum(-1))
+    return above | (same & (torch.arange(values.shape[1], device=values.device) <= last[:, None]))
 
 
 def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tensor:
@@ -199,13 +268,6 @@ def _score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tens
     ids.clamp_(max=vocab - 1)  # of rows that hold a NaN
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return torch.cat((own, ids.gather(-1, order).double(), values.double() - norm), -1)
-
-
-def _pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """Some rows of `values`; the same tensor when they are all of them in order, a view when they are the first."""
-    if len(rows) == (rows[-1] + 1 if rows else 0) and list(rows) == list(range(len(rows))):
-        return values[: len(rows)]
-    return values[torch.tensor(rows, dtype=torch.long).to(values.device, non_blocking=True)]
 
 
 def _slice_rows(vocab: int) -> int:

@@ -74,6 +74,7 @@ class SgmvTables:
         self._records = _Records(slots, layers, max_pages, device, make_copy)
         self._copies = [make_copy(tiles.numel() * tiles.itemsize) for tiles in self.tiles_of_pass]
         self._slots: dict[AdapterRows, int] = {}  # the least recently used first
+        self._planned: tuple[Segments | None, tuple[int, int], int] = None, (0, 0), 0  # last, its key, its tiles
         self._tiles: list[list[tuple[int, int, int]]] = [[] for _ in self._copies]  # as they are in `tiles`
 
     @staticmethod
@@ -85,8 +86,13 @@ class SgmvTables:
         pass with the most has; `passes` is how many passes there are.
 
         Tiles beyond them say that there is nothing to do, so a launch over any number of tiles from here on is right,
-        and so is one more pass.
+        and so is one more pass. The segments of the last step, which most steps have, are written already; adding to
+        them makes them others.
         """
+        key = len(segments.rows), tile_tokens
+        if segments is self._planned[0] and key == self._planned[1]:
+            return self._planned[2]
+        self._planned = None, key, 0  # until all is written
         passes = 1 + max(segments.level, default=-1)
         if passes > len(self.tiles):
             raise TablesFull(f"a token has {passes} entries on one module, the tables have room for {len(self.tiles)}")
@@ -107,6 +113,7 @@ class SgmvTables:
                 table = torch.from_numpy(np.array(tiles + [(0, 0, -1)] * idle, dtype=np.int32))
                 self._copies[index](self.tiles_of_pass[index][: len(table)], table)
         self._tiles, self.passes = planned, passes
+        self._planned = segments, key, count
         return count
 
     def _assign(self, used: Sequence[AdapterRows]) -> None:

@@ -28,8 +28,8 @@ from .settings import AdapterName, Settings
 from .worker import EngineWorker
 
 if TYPE_CHECKING:
+    from ..core.engine import Engine
     from ..memory.adapters.adapter import Adapter
-    from ..memory.adapters.store import AdapterStore
 
 log = logging.getLogger(__name__)
 
@@ -135,11 +135,16 @@ class _Seen:
     pages: int
     references: int
     pinned: bool
+    credit: float | None
 
     @classmethod
-    def of(cls, store: AdapterStore, adapter: Adapter) -> _Seen:
+    def of(cls, engine: Engine, adapter: Adapter) -> _Seen:
+        store = engine.store
         pinned = store.is_pinned(adapter)
-        return cls(adapter, store.tier(adapter).value, len(adapter.pages), adapter.references - pinned, pinned)
+        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        return cls(
+            adapter, store.tier(adapter).value, len(adapter.pages), adapter.references - pinned, pinned, credit
+        )  # fmt: skip
 
     def body(self, request: Request) -> dict[str, Any]:
         manifest = self.adapter.manifest
@@ -152,6 +157,7 @@ class _Seen:
             "pages": self.pages,
             "references": self.references,
             "pinned": self.pinned,
+            "credit": self.credit,
             "path": shown_path(manifest.path, request),
             "content_hash": manifest.content_hash,
             "no_effect": manifest.no_effect,
@@ -171,22 +177,31 @@ class AdapterApi:
     # --- our own ---
 
     async def list_all(self, request: Request) -> Response:
-        seen, quarantined = await self._call(
+        seen, quarantined, stats = await self._call(
             lambda engine: (
-                [_Seen.of(engine.store, engine.store.get(name)) for name in engine.store.names()],
+                [_Seen.of(engine, engine.store.get(name)) for name in engine.store.names()],
                 list(engine.quarantine.values()),
+                engine.stats(),
             )
         )
+        weights = {
+            "mode_policy": self._settings.mode_policy,
+            "mode": stats.mode.value,
+            "merged_adapter": stats.merged_adapter,
+            "merges": stats.num_merges,
+            "switches": stats.num_mode_switches,
+        }
         hide = request.app.state.private_paths.hide
         broken = [
             {"name": one.name, "path": shown_path(one.path, request), "reason": hide(one.reason)} for one in quarantined
         ]
-        return JSONResponse({"object": "list", "data": [one.body(request) for one in seen], "quarantined": broken})
+        data = [one.body(request) for one in seen]
+        return JSONResponse({"object": "list", "data": data, "quarantined": broken, "weights": weights})
 
     async def show(self, request: Request) -> Response:
         name = request.path_params["name"]
         try:
-            seen = await self._call(lambda engine: _Seen.of(engine.store, engine.store.get(name)))
+            seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
         except UnknownAdapter:
             raise _unknown(name, None) from None
         return JSONResponse(seen.body(request))
@@ -214,7 +229,7 @@ class AdapterApi:
                 await self._pin(name)
             else:
                 await self._call(lambda engine: engine.unpin_adapter(name))
-            seen = await self._call(lambda engine: _Seen.of(engine.store, engine.store.get(name)))
+            seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
         except UnknownAdapter:
             raise _unknown(name, None) from None
         return JSONResponse(seen.body(request))
@@ -267,7 +282,7 @@ class AdapterApi:
             raise ApiError(504, str(error), code="load_timed_out") from None
         except (PoolFull, NoThreadLeft) as error:
             raise ApiError(503, f"{error}; try again later", code="loads_busy") from None
-        return await self._call(lambda engine: _Seen.of(engine.store, adapter)), replaced
+        return await self._call(lambda engine: _Seen.of(engine, adapter)), replaced
 
     async def _pin(self, name: str) -> None:
         """Pin an adapter once it has been read."""

@@ -107,6 +107,12 @@ def _demo_flags(parser: argparse.ArgumentParser) -> None:
         "--inputs", type=_positive, metavar="N", help="inputs per adapter (default: 10, of other models 3)"
     )
     parser.add_argument(
+        "--skew",
+        action="store_true",
+        help="show how steps take an adapter into their weights that is asked for more and more; half a minute; the "
+        "mode policy is fastest, unless another one is chosen",
+    )
+    parser.add_argument(
         "--check",
         type=_positive,
         metavar="N",
@@ -121,9 +127,14 @@ def _demo(arguments: argparse.Namespace) -> int:
     settings = settings.model_copy(update=unguarded)  # its server is for itself, on a loopback port
     if arguments.check is not None and not settings.is_builtin:
         raise UsageError("chorus demo: error: --check needs the built-in model, which has known answers")
+    if arguments.skew:
+        if arguments.check is not None:
+            raise UsageError("chorus demo: error: --check and --skew can't be combined; leave one out")
+        if settings.mode_policy == "manual":
+            settings = settings.model_copy(update={"mode_policy": "fastest"})
     from .demo.run import run_demo
 
-    return run_demo(settings, inputs=arguments.inputs, check=arguments.check)
+    return run_demo(settings, inputs=arguments.inputs, check=arguments.check, skew=arguments.skew)
 
 
 # --- generate ---

@@ -43,18 +43,23 @@ _SHOWN = (Tier.DEVICE, Tier.LOADING, Tier.HOST)
 
 @dataclass(frozen=True, slots=True)
 class AdapterView:
-    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown."""
+    """An adapter that is not only on disk. load_seconds: how long its latest load took; None while unknown.
+
+    credit: for having given way to others; None where the policy of modes keeps none.
+    """
 
     name: str
     tier: Tier
     rank: int
     pinned: bool
     load_seconds: float | None
+    credit: float | None
 
     @classmethod
     def of(cls, engine: Engine, name: str, tier: Tier) -> AdapterView:
         adapter = engine.store.get(name)
-        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds)
+        credit = None if engine.modes is None else engine.modes.credit(adapter)
+        return cls(name, tier, adapter.rank, engine.store.is_pinned(adapter), adapter.load_seconds, credit)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +123,13 @@ _STATS = (
     (GaugeMetricFamily, "num_pages", "arena_pages", "", "Pages of the arena in all"),
     (CounterMetricFamily, "num_steps", "steps", "", "Engine steps"),
     (CounterMetricFamily, "num_preemptions", "preemptions", "num_preemptions", "Requests put back to make room"),
+    (GaugeMetricFamily, "num_swapped", "swapped_requests", "", "Preempted requests with KV in host memory"),
+    (GaugeMetricFamily, "swapped_bytes", "swapped_bytes", "", "Host memory that their KV takes"),
+    (CounterMetricFamily, "num_swaps_out", "swaps_out", "", "Preemptions that copied KV to host memory"),
+    (CounterMetricFamily, "num_swaps_in", "swaps_in", "", "Copies of such KV back"),
+    (CounterMetricFamily, "swapped_bytes_out", "swapped_out_bytes", "", "Bytes of KV copied to host memory"),
+    (CounterMetricFamily, "swapped_bytes_in", "swapped_in_bytes", "", "Bytes of KV copied back"),
+    (CounterMetricFamily, "num_swaps_dropped", "swaps_dropped", "", "KV in host memory that was not used"),
     (CounterMetricFamily, "num_adapter_hits", "adapter_hits", "", "Admissions that found their adapter"),
     (CounterMetricFamily, "num_adapter_loads", "adapter_loads", "", "Adapters brought to the device"),
     (CounterMetricFamily, "num_streamed_loads", "adapter_streamed_loads", "",
@@ -134,6 +146,12 @@ _STATS = (
     (GaugeMetricFamily, "merge_seconds", "merge_seconds", "", "What the latest merge took, over all of its steps"),
     (GaugeMetricFamily, "longest_merge_pause", "merge_longest_pause_seconds", "",
      "The longest that a step was kept waiting for merging"),
+    (CounterMetricFamily, "predicted_step_seconds", "mode_predicted_seconds", "",
+     "What the mode policy predicted for decode steps"),
+    (CounterMetricFamily, "measured_step_seconds", "mode_measured_seconds", "", "What these steps took"),
+    (CounterMetricFamily, "wrong_step_seconds", "mode_wrong_seconds", "", "By how much the two differ, step by step"),
+    (CounterMetricFamily, "num_steps_leaving_out", "mode_steps_leaving_out", "",
+     "Steps in which the mode policy left requests out"),
     (CounterMetricFamily, "num_prefix_query_tokens", "prefix_query_tokens", "prefix_cache_queries",
      "Tokens looked up in the prefix cache"),
     (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
@@ -317,6 +335,7 @@ def _adapters(view: EngineView) -> Iterator[Metric]:
         ("rank", "Rank of an adapter that is not only on disk", [one.rank for one in view.adapters]),
         ("pinned", "1 if it is kept resident", [int(one.pinned) for one in view.adapters]),
         ("load_seconds", "How long its latest load from host memory took", [one.load_seconds for one in view.adapters]),
+        ("credit", "What it has for giving way to merged adapters", [one.credit for one in view.adapters]),
     ):
         yield _with(
             GaugeMetricFamily(f"chorus_adapter_{name}", text, labels=("adapter",)),

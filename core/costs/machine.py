@@ -44,7 +44,7 @@ class TimedExecutor:
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
-        self.shadow = inner.shadow
+        self.shadow, self.swaps = inner.shadow, inner.swaps
         self.seconds = 0.0
 
     def execute(self, plan: StepPlan) -> StepResult:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..requests.types import BASE_SLOT, StepPlan
 from .models import Kernel, StepCost
 
 if TYPE_CHECKING:
-    from ..requests.types import StepPlan
+    from ...memory.adapters.adapter import Adapter
 
 
 @dataclass(slots=True)
@@ -34,6 +35,8 @@ class StepWork:
 
     @classmethod
     def of(cls, plan: StepPlan, kernel: Kernel) -> StepWork:
+        if plan.merged is not None:
+            return cls._of_merged(plan, plan.merged, kernel)
         rows, tokens = plan.rows, plan.num_tokens
         ranks = [adapter.rank for adapter in plan.adapters]
         adapter_ranks = sum(ranks)
@@ -64,6 +67,20 @@ class StepWork:
             tokens, len(rows), kv_tokens, longest, kernel.rank_work(using, row_ranks, largest),
             kernel.rank_work(using + more_using, token_ranks, largest), adapter_ranks, pairs, True,
         )  # fmt: skip
+
+    @classmethod
+    def _of_merged(cls, plan: StepPlan, merged: Adapter, kernel: Kernel) -> StepWork:
+        """Count the rows of the merged adapter as the base model's; the others take its part away and add their own."""
+        slot = plan.adapters.index(merged) if merged in plan.adapters else None
+        others = [each for index, each in enumerate(plan.adapters) if index != slot]
+        places = {plan.adapters.index(each): place for place, each in enumerate(others)}
+        rows = [replace(row, slot=places.get(row.slot, BASE_SLOT)) for row in plan.rows]
+        work = cls.of(StepPlan(plan.step_id, rows, others, plan.bucket), kernel)
+        if apart := [len(row.tokens) for row in plan.rows if row.slot != slot]:
+            work.row_ranks += len(apart) * merged.rank
+            work.token_ranks += sum(apart) * merged.rank
+            work.adapter_ranks += merged.rank
+        return work
 
     def seconds(self, cost: StepCost) -> float:
         """Of the executor; the engine's overhead comes on top."""

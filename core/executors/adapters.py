@@ -44,7 +44,7 @@ class ModelAdapters:
         self._config = config
         self._page = arena.layout
         self._dtype = dtype
-        self._dma = open_dma(arena.pages, pinned_bytes, failure=failure)
+        self.dma = open_dma(arena.pages, pinned_bytes, failure=failure)
         self._open_rows = open_rows if native_reader.available(dtype) else None
         self._layouts: WeakValueDictionary[Hashable, AdapterLayout] = WeakValueDictionary()
 
@@ -63,19 +63,19 @@ class ModelAdapters:
         return found
 
     def read(self, manifest: AdapterManifest, layout: AdapterLayout, image: HostImage) -> None:
-        dims, page_elems, buffers = self._config.module_dims, self._page.page_elems, self._dma.buffers
+        dims, page_elems, buffers = self._config.module_dims, self._page.page_elems, self.dma.buffers
         read_image(manifest, layout, dims, page_elems, self._dtype, image, buffers, self._open_rows)
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> Transfer | None:
         with self._scope():
-            transfer = self._dma.copies.start(image, layout, pages)
+            transfer = self.dma.copies.start(image, layout, pages)
             return None if transfer.is_done() else transfer
 
     def save(self, layout: AdapterLayout, pages: list[int]) -> HostImage:
         with self._scope():
             image = HostImage()
-            image.data = self._dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
-            self._dma.copies.copy_out(pages, image.data)
+            image.data = self.dma.buffers.take((len(pages), self._page.page_elems), self._dtype)
+            self.dma.copies.copy_out(pages, image.data)
             image.publish(layout.num_layers)
             return image
 
@@ -110,11 +110,11 @@ class CudaAdapters(ModelAdapters):
 
     def advance(self) -> None:
         """Issue the next copies, and release images whose copies are complete."""
-        self._dma.copies.advance()
+        self.dma.copies.advance()
 
     def close(self) -> None:
         """Wait until nothing is being copied."""
-        self._dma.copies.close()
+        self.dma.copies.close()
 
 
 def open_rows(fd: int, jobs: RowJobs, out_elems: int, dtype: torch.dtype) -> native_reader.FileRows:

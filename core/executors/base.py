@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
 from ...memory.pages.layout import PageLayout
+from ...memory.transfers.swapped_kv import SwapBackend
 from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..model.config import ModelConfig, UnsupportedModel
@@ -81,6 +82,11 @@ class Executor(Protocol):
     @property
     def shadow(self) -> ShadowBackend | None:
         """None where no adapter can be merged."""
+        ...
+
+    @property
+    def swaps(self) -> SwapBackend | None:
+        """None where KV of preempted requests can't be kept."""
         ...
 
     def execute(self, plan: StepPlan) -> StepResult:

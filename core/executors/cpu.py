@@ -29,6 +29,7 @@ from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
 from .base import ModelExecutor
 from .host_memory import default_arena_bytes
+from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class CpuExecutor(ModelExecutor):
         self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self.arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = ModelAdapters(self.config, self.arena, dtype)
+        self.swaps = PageSwaps(self.arena, self.adapters.dma)
         native = _use_native(config, self.config, dtype)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -11,17 +12,16 @@ from ...graphs.device import CudaDevice
 from ...graphs.runner import CapturedStep
 from ...memory.pages.arena import Arena
 from ...ops.attention_backend import choose_attention
-from ...ops.sampling import TorchSampling
 from ..config import EngineConfig
 from ..model.decoder import DecoderModel
 from ..model.nvtx_spans import span
-from ..model.sampler import draw, needs_logits, score_prompts
 from ..model.weights import open_weights
 from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor, watched
 from .cuda_steps import CudaSteps
+from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ class CudaExecutor(ModelExecutor):
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
         super().__init__(config)
         self._config = config
-        self._sampling = TorchSampling()
         self._device = CudaDevice(_index(config.device)) if device is None else device
         with self._device.scope():
             free, _ = self._device.memory()
@@ -48,6 +47,7 @@ class CudaExecutor(ModelExecutor):
             self.adapters = CudaAdapters(
                 self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_cache_bytes
             )
+            self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
@@ -62,13 +62,10 @@ class CudaExecutor(ModelExecutor):
             self.adapters.advance()
             rows, steps = plan.rows, self.steps
             if plan.bucket is None:
-                logits, likeliest = steps.ragged(rows, plan.adapters)
+                logits, chosen = steps.ragged(rows, plan.adapters)
             else:
-                logits, likeliest = steps.decode(plan.bucket, rows, plan.adapters)
-            asking = {index: index for index, row in enumerate(rows) if needs_logits(row)}
-            result = draw(rows, likeliest, logits, asking, self._sampling, self.model.eos_token_ids)
-            if any(row.scores_prompt for row in rows):
-                score_prompts(rows, steps.score_logits, self._sampling, self.model.vocab_size, result)
+                logits, chosen = steps.decode(plan.bucket, rows, plan.adapters)
+            result = steps.draw(rows, logits, chosen)
             if plan.adapters:
                 steps.lora.retract_late(rows, result)
             return result
@@ -78,7 +75,7 @@ class CudaExecutor(ModelExecutor):
         self._device.synchronize()
         self.adapters.close()
         self.steps.close()
-        del self.steps, self.arena, self.adapters
+        del self.steps, self.arena, self.adapters, self.swaps
         self._device.release()
 
     def _load(self) -> CudaSteps:

@@ -23,7 +23,7 @@ from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
-from ..model.sampler import draw, score_prompts
+from ..model.sampler import draw, draw_on_device, needs_logits, score_prompts
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
@@ -33,8 +33,9 @@ logger = logging.getLogger(__name__)
 #: The modes that steps are captured in.
 _MODES = (StepMode.BASE, StepMode.LORA)
 
-#: A step's logits, a row for each of its rows or more, and each row's most likely token, -1 where that can't be told.
-Outputs = tuple[torch.Tensor, list[int]]
+#: A step's logits, a row for each of its rows or more, and of each `[2, rows]` int64 the most likely token and 1 if it
+#: can be told; on the device, where both may still be under way.
+Outputs = tuple[torch.Tensor, torch.Tensor]
 
 
 class CudaSteps:
@@ -83,6 +84,7 @@ class CudaSteps:
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
+        self._sampling = TorchSampling()
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
 
     def use_arena(self, arena: Arena) -> None:
@@ -108,7 +110,7 @@ class CudaSteps:
         logits, chosen = self._outputs(len(rows))
         self.decoder.forward(batch, logits)
         _pick(logits, chosen)
-        return logits, self._fetch(chosen)
+        return logits, chosen
 
     def decode(self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are."""
@@ -122,22 +124,26 @@ class CudaSteps:
             self.graphs.replay(bucket, mode)
         else:
             self._step(bucket, launches)()
-        logits, chosen = self._outputs(bucket)
-        return logits, self._fetch(chosen)
+        return self._outputs(bucket)
 
-    def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits of some of the last ragged step's score tokens."""
-        return self.decoder.score_logits(begin, end)
-
-    def _fetch(self, chosen: torch.Tensor) -> list[int]:
-        tokens, healthy = self._download(chosen).tolist()
-        return [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
+    def draw(self, rows: Sequence[ScheduledRow], logits: torch.Tensor, chosen: torch.Tensor) -> StepResult:
+        """Draw the tokens of the last step's rows, and score what they ask for; waits for the step."""
+        eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
+        if any(map(needs_logits, rows)):
+            result = draw_on_device(rows, chosen, logits, eos)
+        else:
+            tokens, healthy = self._download(chosen).tolist()
+            likeliest = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
+            result = draw(rows, likeliest, None, {}, self._sampling, eos)
+        if any(row.scores_prompt for row in rows):
+            score_prompts(rows, self.decoder.score_logits, self._sampling, vocab, result)
+        return result
 
     def _fill(self, bucket: int, rows: list[ScheduledRow]) -> None:
         views = self._buffers.fill(
             bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
         )
-        self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens)
+        self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 
     def _step(self, bucket: int, lora: LoraLaunches | None) -> Callable[[], None]:
         """A bucket's step, from static buffers to static buffers."""
@@ -218,10 +224,7 @@ class CudaSteps:
         for length in lengths + decoding:
             tokens, pages = [0] * length, [PagePool.DUMMY] * self._layout.pages_for_tokens(length)
             rows.append(ScheduledRow(str(len(rows)), BASE_SLOT, tokens, 0, pages, params, 0, True, tokens, length))
-        logits, _ = self.ragged(rows, ())
-        sampling, result = TorchSampling(), StepResult()
-        draw(rows, [0] * len(rows), logits, {index: index for index in range(len(rows))}, sampling, ())
-        score_prompts(rows, self.score_logits, sampling, vocab, result)
+        self.draw(rows, *self.ragged(rows, ()))
 
     def close(self) -> None:
         """Free the graphs and their memory."""

@@ -4,12 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 
-from ...ops.sampling import Chances, Scores, score_rows, uniform
+from ...ops.sampling import (
+    FIRST_WIDTH,
+    UNDECIDED,
+    WIDER,
+    Chances,
+    Scores,
+    on_device,
+    pick,
+    sample,
+    score,
+    score_rows,
+    scores_of,
+    uniform,
+)
 from ..requests.logit_edits import edited
 from ..requests.sampling_params import SamplingParams
 from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
@@ -67,30 +80,90 @@ def draw(
     them, and which. The others have their token already, the likeliest or a drawn one, and cost nothing here; so have
     those in `chosen`, whose logits are only scored.
     """
-    result = StepResult()
-    drawn: list[tuple[int, ScheduledRow]] = []
-    left: list[tuple[int, ScheduledRow]] = []
-    for index, (row, token) in enumerate(zip(rows, likeliest, strict=False)):
-        if not row.samples:
-            continue
-        if token < 0:
-            result.errors[row.request_id] = NOT_FINITE
-            continue
-        result.tokens[row.request_id] = token
-        if index in at:
-            drawn.append((at[index], row))
-            if index not in chosen and (row.params.temperature or _reshapes_logits(row.params)):
-                left.append(drawn[-1])
-    if logits is None or not drawn:  # without logits, `at` is empty
+    if logits is None:
+        return _Asked(rows, ()).result(likeliest, likeliest, None)
+    asked = _Asked(rows, at, chosen)
+    tokens, scores = list(likeliest), None
+    if asked.drawn:
+        with asked.edits(logits, at, eos_token_ids):
+            drawn = sampling.sample(logits, [at[index] for index in asked.drawn], asked.chances)
+        for index, token in zip(asked.drawn, drawn, strict=True):
+            tokens[index] = token
+    if asked.scored:
+        own = [max(0, tokens[index]) for index in asked.scored]
+        scores = sampling.score(logits, [at[index] for index in asked.scored], own, asked.counts)
+    return asked.result(likeliest, tokens, scores)
+
+
+def draw_on_device(
+    rows: Sequence[ScheduledRow], chosen: torch.Tensor, logits: torch.Tensor, eos_token_ids: Collection[int]
+) -> StepResult:
+    """Draw as `draw` does, with everything given to the logits' device before the host waits for it, once.
+
+    chosen: `[2, …]` int64 on the device, of each row its most likely token, and 1 if it can be told. logits:
+    `[…, vocab]` float32; the first are the rows' own.
+    """
+    at = {index: index for index, row in enumerate(rows) if needs_logits(row)}
+    asked, width, count = _Asked(rows, at), FIRST_WIDTH, chosen.shape[1]
+    while True:
+        tokens = chosen[0]
+        if asked.drawn:
+            with asked.edits(logits, at, eos_token_ids):
+                drawn = sample(pick(logits, asked.drawn), asked.chances, width)
+            tokens = tokens.index_copy(0, on_device(torch.tensor(asked.drawn), logits.device), drawn)
+        parts = [*chosen.double(), tokens.double()]
+        if asked.scored:
+            own = pick(tokens, asked.scored).clamp(min=0)
+            parts.append(score(pick(logits, asked.scored), own, max(asked.counts)).flatten())
+        values = torch.cat(parts).tolist()  # the one wait
+        likeliest, can_tell, tokens = (values[part * count :][:count] for part in range(3))
+        if UNDECIDED not in tokens:
+            break
+        width *= WIDER
+    likeliest = [int(token) if good else -1 for token, good in zip(likeliest, can_tell, strict=True)]
+    flat, scores = values[3 * count :], None
+    if asked.scored:
+        each = len(flat) // len(asked.scored)
+        scores = scores_of([flat[begin : begin + each] for begin in range(0, len(flat), each)])
+    return asked.result(likeliest, [int(token) for token in tokens], scores)
+
+
+class _Asked:
+    """Rows of a step, by index, that draw a token from their logits, and rows whose token is scored.
+
+    at: indices of the rows that have logits. chosen: of those whose token is there already.
+    """
+
+    def __init__(self, rows: Sequence[ScheduledRow], at: Collection[int], chosen: Collection[int] = ()) -> None:
+        self._rows = rows
+        params = {index: rows[index].params for index in at if rows[index].samples}
+        self.drawn = [i for i, it in params.items() if i not in chosen and (it.temperature or _reshapes_logits(it))]
+        self.chances = [_chances(rows[index]) for index in self.drawn]
+        self.scored = [index for index, it in params.items() if it.logprobs is not None]
+        self.counts = [params[index].logprobs or 0 for index in self.scored]
+
+    def edits(
+        self, logits: torch.Tensor, at: Mapping[int, int], eos_token_ids: Collection[int]
+    ) -> AbstractContextManager[None]:
+        """Context in which the logits are changed as the drawing rows ask."""
+        reshaped = [(at[i], self._rows[i]) for i in self.drawn if _reshapes_logits(self._rows[i].params)]
+        return edited(logits, reshaped, eos_token_ids) if reshaped else nullcontext()
+
+    def result(self, likeliest: Sequence[int], tokens: Sequence[int], scores: Scores | None) -> StepResult:
+        """Return the step's result. likeliest, tokens: of every row, -1 where there is none."""
+        result = StepResult()
+        for row, best, token in zip(self._rows, likeliest, tokens, strict=False):
+            if not row.samples:
+                continue
+            if best < 0 or token < 0:
+                result.errors[row.request_id] = NOT_FINITE if best < 0 else ALL_BANNED
+            else:
+                result.tokens[row.request_id] = token
+        if scores is not None:
+            found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
+            names = [self._rows[index].request_id for index in self.scored]
+            result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result
-    _choose(left, logits, sampling, eos_token_ids, result)
-    scored = [it for it in drawn if it[1].params.logprobs is not None and it[1].request_id in result.tokens]
-    if scored:
-        tokens = [result.tokens[row.request_id] for _, row in scored]
-        counts = [row.params.logprobs or 0 for _, row in scored]
-        found = _logprobs(sampling.score(logits, [place for place, _ in scored], tokens, counts), tokens, counts)
-        result.logprobs = {row.request_id: it for (_, row), it in zip(scored, found, strict=True)}
-    return result
 
 
 def score_prompts(
@@ -128,29 +201,6 @@ def score_prompts(
 def following_tokens(row: ScheduledRow) -> list[int]:
     """The prompt tokens that follow each of the row's first ones: those that its prompt scores are of."""
     return row.token_ids[row.start + 1 : min(row.kv_len + 1, row.num_prompt_tokens)]
-
-
-def _choose(
-    drawn: Sequence[tuple[int, ScheduledRow]],
-    logits: torch.Tensor,
-    sampling: Sampling,
-    eos_token_ids: Collection[int],
-    result: StepResult,
-) -> None:
-    """Draw tokens of rows that are not simply greedy into the result."""
-    if not drawn:
-        return
-    places = [place for place, _ in drawn]
-    chances = [_chances(row) for _, row in drawn]
-    reshaped = [it for it in drawn if _reshapes_logits(it[1].params)]
-    with edited(logits, reshaped, eos_token_ids) if reshaped else nullcontext():
-        tokens = sampling.sample(logits, places, chances)
-    for (_, row), token in zip(drawn, tokens, strict=True):
-        if token >= 0:
-            result.tokens[row.request_id] = token
-        else:
-            del result.tokens[row.request_id]
-            result.errors[row.request_id] = ALL_BANNED
 
 
 def _chances(row: ScheduledRow) -> Chances:

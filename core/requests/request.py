@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from ...memory.adapters.adapter import Adapter
     from ...memory.pages.block_table import BlockTable
     from ...memory.pages.prefix import Block
+    from ...memory.transfers.swapped_kv import KvImage
+    from ...memory.transfers.transfer import Transfer
     from .types import ScheduledRow
 
 
@@ -20,10 +22,10 @@ class RequestState(StrEnum):
     """A request's place in its life cycle."""
 
     WAITING = "waiting"  # in the queue, and has not begun
-    LOADING = "loading"  # running while its adapter is still being loaded
+    LOADING = "loading"  # running while its adapter is still being loaded, or its KV comes back from host memory
     RUNNING = "running"
     LATE = "late"  # back in the queue, without pages, until its adapter, which did not arrive in time, is complete
-    SWAPPED = "swapped"  # back in the queue after preemption; it restarts from what is still cached
+    SWAPPED = "swapped"  # back in the queue after preemption; it goes on from host memory, or from what is still cached
     DONE = "done"
 
 
@@ -63,6 +65,8 @@ class Request:
     adapter: Adapter | None = None
     block_table: BlockTable = field(init=False)  # while it runs
     room: int = 0  # tokens that its pages can hold
+    kv_image: KvImage | None = None  # its KV in host memory, until that is back
+    coming: Transfer | None = None  # what brings that into its pages; it computes nothing until then
     row: ScheduledRow | None = None  # its row of decode steps, reused from step to step; None before those
     max_length: int = 0  # tokens, prompt included, at which it ends; set by the engine
     end_ids: frozenset[int] = frozenset()  # tokens that end it earlier

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from itertools import chain, islice, zip_longest
@@ -69,6 +69,7 @@ class Admission:
         self._seats = self._limits.max_num_seqs
         self._turns = Turns(self._limits, self._waiting, self._policy)
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
+        self.only: Collection[Adapter | None] | None = None  # whose requests alone may begin; None: everybody's
         self._doubt_until = 0.0
 
     def arrive(self, account: str) -> None:
@@ -113,13 +114,21 @@ class Admission:
         if self.late:
             self.late = {adapter for adapter in self.late if adapter.requests and not _is_read(self._store, adapter)}
 
+    def has_late_turn(self) -> bool:
+        """True if an account has waited too long for its turn."""
+        if len(self._waiting.accounts) < 2:
+            return False
+        self._turns.restart(self._clock(), self._num_steps())
+        return self._turns.top() is not None and self._turns.is_late
+
     def note_late(self, adapter: Adapter) -> None:
         """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
         self.late.add(adapter)
         self._doubt_until = self._clock() + DOUBT_SECONDS
 
     def admit(self, running: Running, budget: int, rows: int) -> dict[Request, int]:
-        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes.
+        """Move waiting requests to `running`, in queue order; returns how many tokens of `budget` each computes: none
+        while its KV comes back from host memory.
 
         rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
@@ -131,7 +140,7 @@ class Admission:
         admitted: dict[Request, int] = {}
         if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
-        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until)
+        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
         order = self._order(step, place)
         while (request := order.next()) is not None and budget > 0:
             now = self._place(running, rows + len(admitted))
@@ -147,10 +156,11 @@ class Admission:
                 order.pass_over()
                 continue
             blocks = self._memory.match(request)
-            missing = request.num_tokens - len(blocks) * self._memory.block_tokens
+            kept = self._memory.kept_tokens(request, blocks)
+            missing = request.num_tokens - kept
             if missing > budget and not limits.chunked_prefill:
                 break
-            if self._prefills.wait(request, len(blocks)):
+            if self._prefills.wait(request, kept):
                 order.go_on()
                 continue
             has_room = self._has_room(request, blocks, step)
@@ -158,6 +168,8 @@ class Admission:
                 continue
             is_crowded = self._shares.is_crowded()
             if (not has_room or is_crowded) and self._make_way(request, step, order):
+                if self._memory.swapped.frees_pages:
+                    break  # the pages are there once they have been copied
                 continue
             if is_crowded:
                 break
@@ -169,6 +181,7 @@ class Admission:
                 message = "the arena has too few pages left beside pinned adapters; unpin some"
                 self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
+                count = 0 if request.coming is not None else count
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
@@ -255,8 +268,8 @@ class Admission:
             self._fail(request, *load_error(request, error))
             return False
         is_loading = request.adapter is not None and request.adapter.transfer is not None
-        request.state = RequestState.LOADING if is_loading else RequestState.RUNNING
-        request.began_at = request.num_computed_tokens
+        request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
+        request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
@@ -268,7 +281,8 @@ class Step:
     """One step's admission: the running requests, and the adapters that may join them.
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
-    growth: pages that `running` is expected to grow by; None until they are counted.
+    _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
+    they are counted.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -280,6 +294,7 @@ class Step:
     _late: set[Adapter]
     now: float
     _doubt_until: float
+    _only: Collection[Adapter | None] | None = None
     growth: int | None = None
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
@@ -297,10 +312,14 @@ class Step:
     @property
     def is_limited(self) -> bool:
         """True if not every adapter may join."""
-        return self._most_adapters is not None or self._doubts or bool(self._late)
+        return self._most_adapters is not None or self._doubts or bool(self._late) or self._only is not None
 
-    def may_come(self, adapter: Adapter, head: Request) -> bool:
-        """True if an adapter may join the step; `head` is the first request that waits for it."""
+    def may_come(self, adapter: Adapter | None, head: Request) -> bool:
+        """True if an adapter, or the base model, may join the step; `head` is the first request that waits for it."""
+        if self._only is not None and adapter not in self._only:
+            return False
+        if adapter is None:
+            return True
         if self.is_barred(adapter):
             if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
                 self.reserve(head)
@@ -346,9 +365,9 @@ class SharedPrefills:
     _leaders: dict[object, Request] = field(default_factory=dict)
     _followers: dict[Request, list[Request]] = field(default_factory=dict)
 
-    def wait(self, request: Request, num_blocks: int) -> bool:
-        """Hold a request back if another is computing its prompt; `num_blocks` of it are cached already."""
-        if not self._leaders or self._shareable(request) <= num_blocks * self._memory.block_tokens:
+    def wait(self, request: Request, num_tokens: int) -> bool:
+        """Hold a request back if another is computing its prompt; the KV of `num_tokens` of it is there already."""
+        if not self._leaders or self._shareable(request) <= num_tokens:
             return False
         leader = self._leaders.get(self._key(request))
         if leader is None or not self._leads(leader) or not _same_prompt(leader, request):

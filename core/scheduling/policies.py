@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from ..requests.request import Request
-from .mode_policy import ModePolicy
+from .mode_policy import ModePolicy, ModePrices
 
 
 class QueuePolicy(Protocol):
@@ -130,13 +130,14 @@ class MostServed(VictimPolicy):
 
 @dataclass(frozen=True, slots=True)
 class Policies:
-    """One of each. victim: by default `MostServed` of the queue's accounts. mode: None leaves it to `Engine.merge` and
-    `unmerge`, and is unmerged until then.
+    """One of each. victim: by default `MostServed` of the queue's accounts. mode: by default that of the configuration.
+    prices: what it compares modes by; by default they are learned.
     """
 
     queue: QueuePolicy = field(default_factory=TokenCounters)
     victim: VictimPolicy = field(default=None)  # pyright: ignore[reportAssignmentType] - see below
     mode: ModePolicy | None = None
+    prices: ModePrices | None = None
 
     def __post_init__(self) -> None:
         if self.victim is None:

@@ -141,13 +141,13 @@ class QueueOrder:
         turns: Turns,
         store: AdapterStore,
         overdue_before: float,
-        may_run: Callable[[Adapter, Request], bool] | None = None,
+        may_run: Callable[[Adapter | None, Request], bool] | None = None,
         only_firsts: bool = False,
         may_begin: Callable[[str], bool] | None = None,
     ) -> None:
-        """turns: restarted. may_run: filters adapters; called with an adapter and its first waiting request. None:
-        every adapter may. only_firsts: consider only the first answer of each call. may_begin: filters accounts; None:
-        every one may.
+        """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and its
+        first waiting request. None: every adapter may. only_firsts: consider only the first answer of each call.
+        may_begin: filters accounts; None: every one may.
         """
         self._waiting = waiting
         self._turns = turns
@@ -217,7 +217,7 @@ class QueueOrder:
             if only_firsts and not group.firsts:
                 continue
             head = self._head(group)
-            if self._may_run is None or adapter is None or self._may_run(adapter, head):
+            if self._may_run is None or self._may_run(adapter, head):
                 entries.append(self._entry(kind, head, group))
         heapq.heapify(entries)
         return entries

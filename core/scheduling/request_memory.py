@@ -1,8 +1,10 @@
-"""Memory of running requests: their pages, cached prefixes and adapter pins."""
+"""Memory of requests: pages, cached prefixes and adapter pins while they run, KV in host memory while they wait."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.reclaimer import Reclaimer
@@ -10,14 +12,19 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.pages.block_table import BlockTable
 from ...memory.pages.pool import PageKind, PagePool
 from ...memory.pages.prefix import BASE_VERSION, Block, PrefixCache
+from ...memory.transfers.swapped_kv import KvImage, SwappedKv
+from ...memory.transfers.transfer import ExecutorLost
 from ..requests.request import Request
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class RequestMemory:
     """Allocates and frees pages, prefix blocks and adapter pins for requests; it decides nothing about their order.
 
-    share_prefix_cache: also between tenants.
+    share_prefix_cache: also between tenants. may_swap: whether KV of requests that are preempted is to be kept in host
+    memory. arriving: requests whose KV is coming back.
     """
 
     _pool: PagePool
@@ -27,6 +34,9 @@ class RequestMemory:
     block_tokens: int
     use_prefix_cache: bool
     share_prefix_cache: bool
+    swapped: SwappedKv
+    may_swap: Callable[[], bool]
+    arriving: list[Request] = field(default_factory=list)
 
     @property
     def num_available_pages(self) -> int:
@@ -82,7 +92,88 @@ class RequestMemory:
         request.num_known_blocks = len(blocks)
         request.last_block = blocks[-1] if blocks else None
         request.caching = self.use_prefix_cache
-        self.grow(request, request.num_computed_tokens + count)
+        image, kept = request.kv_image, self.kept_tokens(request, blocks)
+        if image is not None and kept > request.num_computed_tokens:
+            self.grow(request, kept)
+            self._restore(request, image, len(blocks))
+        elif image is not None:
+            self._drop_image(request, image)
+        if request.coming is None:
+            self.grow(request, request.num_computed_tokens + count)
+
+    def kept_tokens(self, request: Request, blocks: list[Block]) -> int:
+        """Return the tokens whose KV a request has when it starts: in `blocks`, its cached prefix, or on the host."""
+        cached, image = len(blocks) * self.block_tokens, request.kv_image
+        if image is None or image.is_dropped or len(blocks) < image.blocks.start:
+            return cached
+        return max(cached, image.num_tokens)
+
+    def save(self, request: Request) -> bool:
+        """Begin to copy the KV of a request that is about to be released to host memory; False if it is given up.
+
+        Blocks that others use stay where they are, and are looked for in the prefix cache when the request comes back.
+        """
+        if request.coming is not None:
+            return True
+        num_tokens, pages = request.num_computed_tokens, request.block_table.pages
+        if not num_tokens or not self.may_swap():
+            return False
+        first, last = 0, -(-num_tokens // self.block_tokens)
+        if self.use_prefix_cache and request.params.prompt_logprobs is None:
+            leaving = self.swapped.leaving()
+            while first < request.num_known_blocks and self._pool.references(pages[first]) > 1 + leaving[pages[first]]:
+                first += 1
+        try:
+            request.kv_image = self.swapped.save(request.block_table, range(first, last), num_tokens)
+        except ExecutorLost:
+            raise
+        except Exception:
+            logger.exception("the KV of request %s could not be copied to host memory", request.id)
+        return request.kv_image is not None
+
+    def settle(self) -> list[Request]:
+        """End the copies that have ended; returns the requests whose KV will never come: they are to be sent back."""
+        done, failed = self.swapped.settle()
+        lost = []
+        for request in list(self.arriving):
+            if request.coming in done:
+                request.coming = request.kv_image = None
+                self.arriving.remove(request)
+            elif request.coming in failed:
+                lost.append(request)
+        for request in lost:
+            assert request.kv_image is not None
+            self.swapped.drop(request.kv_image)
+        return lost
+
+    def forget_image(self, request: Request) -> None:
+        """Give up the KV that a request that has ended has in host memory."""
+        if request.kv_image is not None:
+            self.swapped.forget(request.kv_image)
+            request.kv_image = None
+
+    def _restore(self, request: Request, image: KvImage, num_blocks: int) -> None:
+        """Copy a request's image into its pages behind its cached prefix; without it, if that can't be."""
+        pages = request.block_table.pages[num_blocks : image.blocks.stop]
+        try:
+            request.coming = self.swapped.restore(image, pages, num_blocks - image.blocks.start)
+        except ExecutorLost:
+            raise
+        except Exception:
+            logger.exception("the KV of request %s could not be copied back", request.id)
+            self._drop_image(request, image)
+            return
+        request.num_computed_tokens = image.num_tokens
+        if request.coming is None:
+            request.kv_image = None
+        else:
+            self.arriving.append(request)
+
+    def _drop_image(self, request: Request, image: KvImage) -> None:
+        """The request goes on without its image, and scores its prompt anew."""
+        self.swapped.drop(image)
+        request.kv_image = None
+        request.prompt_logprobs.clear()
 
     def make_spare_room(self, num_pages: int, wanted: int) -> bool:
         """Free `num_pages` if at least `wanted` more could still be freed; False, and nothing done, if not."""
@@ -129,6 +220,11 @@ class RequestMemory:
 
     def release(self, request: Request) -> None:
         """Free the request's pages and its adapter's pin."""
+        if request.coming is not None:
+            assert request.kv_image is not None
+            self.arriving.remove(request)
+            self.swapped.cancel(request.kv_image, request.block_table)
+            request.coming = None
         request.block_table.free()
         del request.block_table
         request.last_block = request.row = None

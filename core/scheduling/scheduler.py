@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import chain, islice
 
 from ...graphs.runner import DecodeBuckets
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
 from ...memory.files.error import LoadFailure
 from ...memory.pages.pool import PageKind
+from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
 from ..engine_stats import AccountStats
 from ..requests.request import Request, RequestState
@@ -111,13 +113,32 @@ class Scheduler:
             self._end(request, error, failure)
         return len(users)
 
+    @property
+    def only(self) -> Collection[Adapter | None] | None:
+        """Adapters, or the base model, whose requests alone run; the others' keep what they hold. None: all.
+
+        Should none of these be able to run, all may.
+        """
+        return self._admission.only
+
+    @only.setter
+    def only(self, adapters: Collection[Adapter | None] | None) -> None:
+        self._admission.only = adapters
+
+    def has_late_turn(self) -> bool:
+        """True if an account has waited too long for its turn."""
+        return self._admission.has_late_turn()
+
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
+        if self._memory.swapped.is_under_way:
+            self._settle_swaps()
         if self._loading or self._store.loads.under_way:
             self._settle_loads()
         if self.waiting or self._admission.late:
             self._admission.settle()
-        sharing = self._choose_sharing()
+        only = self._admission.only
+        sharing = self._choose_sharing(only)
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         cut: list[Request] = []
@@ -127,9 +148,10 @@ class Scheduler:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
             before = self.num_preemptions
-            self._seats.begin_step(self.running if sharing is None else sharing)
+            self._seats.begin_step(self.running if sharing is None else sharing, only)
             admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
-            if rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before:
+            full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
+            if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
                 counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
                 all_decode = False
             if cut and not preempted:
@@ -140,7 +162,11 @@ class Scheduler:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
         groups = self.running.by_adapter() if all_decode else group_by_adapter(counts)
         if not groups:
-            return None
+            if only is None:
+                return None
+            self._shares.forget()
+            self._admission.only = None
+            return Scheduler.schedule(self)  # not a subclass's: it has had its part in this step
         plan = plan_step(self.num_steps + 1, groups, counts, self._buckets)
         self.running.plan = plan if all_decode and not counts else None
         if plan.bucket is None and any(request.row is None and not request.call for request in counts):
@@ -164,12 +190,12 @@ class Scheduler:
             self._send_back_late(plan, result)
         return outputs
 
-    def count_by_adapter(self) -> Counter[Adapter | None]:
-        """Return the numbers of waiting and running requests; None: of the base model."""
-        counts = Counter(request.adapter for request in self.running)
-        for request in self.waiting:
-            counts[request.adapter] += 1
-        return counts
+    def count_by_adapter(self, most: int | None = None) -> Counter[Adapter | None]:
+        """Return the numbers of running and waiting requests, of the first `most` in this order.
+
+        None: of the base model.
+        """
+        return Counter([request.adapter for request in islice(chain(self.running, self.waiting), most)])
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""
@@ -181,6 +207,10 @@ class Scheduler:
         for request in self._requests.values():
             if request.is_running:
                 yield PageKind.KV, request.block_table.pages
+
+    def kv_images(self) -> Iterator[KvImage]:
+        """Yield the KV that requests have in host memory, for `SwappedKv.check_integrity`."""
+        return (request.kv_image for request in self._requests.values() if request.kv_image is not None)
 
     def accounts(self) -> list[AccountStats]:
         """Return the accounts with requests in progress, those with most of them first."""
@@ -200,11 +230,17 @@ class Scheduler:
         still = []
         for request in self._loading:
             if request.state is RequestState.LOADING:
-                if request.adapter is None or request.adapter.transfer is None:
+                is_loading = request.adapter is not None and request.adapter.transfer is not None
+                if not is_loading and request.coming is None:
                     request.state = RequestState.RUNNING
                 else:
                     still.append(request)
         self._loading = still
+
+    def _settle_swaps(self) -> None:
+        """Let the requests go on whose KV is back; those whose KV is lost compute it again."""
+        for request in self._memory.settle():
+            self._send_back(request, RequestState.SWAPPED)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
@@ -212,18 +248,26 @@ class Scheduler:
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
 
-    def _choose_sharing(self) -> list[Request] | None:
-        """Return the running requests that share the next step, None for all of them."""
+    def _choose_sharing(self, only: Collection[Adapter | None] | None) -> list[Request] | None:
+        """Return the running requests that share the next step, None for all of them.
+
+        only: adapters whose requests may; None: all. A request whose KV is coming back has nothing to compute yet.
+        """
         running = self.running
-        sharing = self._shares.choose(running, self.waiting) if running.calls else running.dealt
-        if len(running if sharing is None else sharing) <= self._limits.max_num_seqs:
-            return sharing
-        running.dealt = self._seats.deal(running if sharing is None else sharing)
+        sharing = self._shares.choose(running, self.waiting) if running.calls else None
+        if only is not None:
+            sharing = [request for request in (running if sharing is None else sharing) if request.adapter in only]
+        if self._memory.arriving:
+            sharing = [request for request in (running if sharing is None else sharing) if request.coming is None]
+        if sharing is not None:
+            return sharing if len(sharing) <= self._limits.max_num_seqs else self._seats.deal(sharing)
+        if len(running) > self._limits.max_num_seqs and running.dealt is None:
+            running.dealt = self._seats.deal(running)
         return running.dealt
 
     def _yield_rows(self, counts: dict[Request, int], admitted: Mapping[Request, int]) -> dict[Request, int]:
         """Return the token counts of those that keep their row beside the requests that were admitted."""
-        taking = [request for request in self.running if request in counts or request in admitted]
+        taking = [r for r in self.running if (r in counts or r in admitted) and r.coming is None]
         return {r: counts[r] for r in self._seats.deal(taking, admitted) if r not in admitted}
 
     def _grow_decodes(self) -> bool:
@@ -232,7 +276,7 @@ class Scheduler:
         False, and nothing done, if any must prefill, or if tokens or pages run short.
         """
         running = self.running
-        if len(running) > self._max_tokens:
+        if len(running) > self._max_tokens or self._memory.arriving:
             return False
         if running.plan is None and not self._all_decode():
             return False
@@ -272,6 +316,8 @@ class Scheduler:
                 if self._store.give_up_loads():
                     continue
                 preempted = True
+                if self._memory.swapped.frees_pages:
+                    break  # it sits out until they have been copied
                 victim = self._policies.victim.choose(running)
                 self.preempt(victim)
                 budget += chosen.pop(victim, 0)
@@ -313,10 +359,12 @@ class Scheduler:
                 budget -= more
 
     def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
-        """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
+        """Admit waiting requests and prefetch the adapters of those behind them; returns the token counts of those
+        admitted that compute something.
+        """
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
-        if not preempted:
+        if not preempted and not self._memory.swapped.frees_pages:
             if rows == self._limits.max_num_seqs:
                 budget = max(1, budget)  # who begins takes another's row, and its token
             admitted = self._admission.admit(self.running, budget, rows)
@@ -324,10 +372,10 @@ class Scheduler:
         self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
-        return admitted
+        return {request: count for request, count in admitted.items() if count}
 
     def preempt(self, request: Request) -> None:
-        """Preempt a running request; it recomputes the KV of its prompt and output when it runs again.
+        """Preempt a running request; its KV comes back from host memory, or is computed again, when it runs again.
 
         Sampling depends on (seed, position) only, so the tokens it has already returned stay valid.
         """
@@ -335,12 +383,15 @@ class Scheduler:
         self.num_preemptions += 1
 
     def _send_back(self, request: Request, state: RequestState) -> None:
-        """Free all that a running request holds and put it at the head of the queue."""
+        """Free all that a running request holds, which may keep its KV in host memory, and put it at the head of the
+        queue.
+        """
         self.running.remove(request)
+        if not self._memory.save(request):
+            request.prompt_logprobs.clear()
         self._give_back(request)
         request.state = state
         request.num_computed_tokens = 0
-        request.prompt_logprobs.clear()
         self._admission.arrive(request.account)
         self.waiting.append_first(request)
 
@@ -429,6 +480,7 @@ class Scheduler:
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.id]
+        self._memory.forget_image(request)
         if request.adapter is not None:
             self._store.let_go(request.adapter)
 

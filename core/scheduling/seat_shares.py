@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 
+from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
 from .running import Running
 
@@ -32,6 +33,7 @@ class SeatShares:
         self._held: dict[str, float] = {}  # cost of running requests, by account
         self._ended: dict[str, tuple[float, float]] = {}  # cost of those that ended, and as of when
         self._taking: Sequence[Request] = running  # those that have rows of the step being decided
+        self._only: Collection[Adapter | None] | None = None  # whose requests alone may have; None: everybody's
         self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
 
@@ -42,6 +44,8 @@ class SeatShares:
         account = request.account
         self._held[account] = self._held.get(account, 0.0) + request.charged
         self._begun.add(request)
+        if request.coming is not None:  # it has nothing to compute yet
+            return
         self._rows[account] = self._rows.get(account, 0) + 1
         if sum(self._rows.values()) > self._max_rows:
             self._rows[self._giver(self._rows)] -= 1
@@ -91,9 +95,12 @@ class SeatShares:
                 rows[account] = 0
         return [request for request in requests if request not in sits_out]
 
-    def begin_step(self, taking: Sequence[Request]) -> None:
-        """Take note of a step before requests are admitted to it. taking: the running requests that have rows of it."""
-        self._taking, self._begun = taking, set()
+    def begin_step(self, taking: Sequence[Request], only: Collection[Adapter | None] | None = None) -> None:
+        """Take note of a step before requests are admitted to it.
+
+        taking: the running requests that have rows of it. only: adapters whose requests alone may; None: all.
+        """
+        self._taking, self._begun, self._only = taking, set(), only
         everybody = len(taking) == len(self._running)
         accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
         self._rows = dict(accounts)
@@ -110,7 +117,7 @@ class SeatShares:
     def may_begin(self, account: str) -> bool:
         """True if an account may begin a request though every seat is taken: another can give it a row."""
         own, accounts = self._rows.get(account, 0), self._running.accounts
-        if not accounts:
+        if not self._rows:  # nobody runs, or none of them can yet
             return False
         if own < accounts.get(account, 0):  # some of its own sit out
             return False
@@ -124,16 +131,23 @@ class SeatShares:
         return len(self._running) >= self._most_running
 
     def sitting_out(self, account: str) -> Request | None:
-        """Return the newest request of another account that has no row of the step, None where all have one."""
+        """Return the newest request of another account that sits out the step for others; None where there is none.
+
+        Not one whose KV is coming back, or who may not run now: these keep what they have.
+        """
         if len(self._taking) >= len(self._running):
             return None
-        taking = self._begun.union(self._taking)
-        out = (r for r in reversed(self._running) if r not in taking and r.account != account)
-        return next(out, None)
+        taking, only = self._begun.union(self._taking), self._only
+        for request in reversed(self._running):
+            may_run = request.coming is None and (only is None or request.adapter in only)
+            if may_run and request not in taking and request.account != account:
+                return request
+        return None
 
     def earlier(self) -> list[Request]:
-        """Return the running requests that began before the step."""
-        return [request for request in self._running if request not in self._begun]
+        """Return the running requests that had a row of the step before requests were admitted to it."""
+        had = set(self._taking).difference(self._begun)
+        return [request for request in self._running if request in had]
 
     def free_row(self, request: Request) -> None:
         """Note that a request that has a row of the step is sent back to the queue."""

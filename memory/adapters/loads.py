@@ -74,7 +74,7 @@ class AdapterLoads:
                 size = self._size(adapter)
                 num_bytes += size
                 if num_bytes > size and not self._images.is_requested(adapter):  # all others have their room already
-                    has_room = num_bytes <= self._images.capacity_bytes and self._images.has_room(size)
+                    has_room = num_bytes <= self._images.budget.capacity_bytes and self._images.has_room(size)
                     if not has_room:
                         return
                 self.request(adapter)

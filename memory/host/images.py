@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..files.error import AdapterFormatError
+from .budget import HostBudget
 from .image import HostImage, ReadGivenUp
 from .reads import InlineReads, Reads, ReadStalled, ReadWatch, ThreadReads
 
@@ -64,6 +65,8 @@ class HostImages(Generic[Key]):
     A read that brings nothing for `stall_seconds`, and somewhat longer for large layers, is given up: its image fails
     at once, and its thread is left to itself until it returns. Its memory counts until then, and the key is not read
     again before.
+
+    budget: who else keeps something in this memory has joined it.
     """
 
     def __init__(
@@ -73,7 +76,8 @@ class HostImages(Generic[Key]):
         clock: Callable[[], float] = time.monotonic,
         stall_seconds: float = 30.0,
     ) -> None:
-        self.capacity_bytes = capacity_bytes
+        self.budget = HostBudget(capacity_bytes)
+        self.budget.join(self)
         self.num_bytes = 0
         self.reads = reads
         self._clock = clock
@@ -110,7 +114,7 @@ class HostImages(Generic[Key]):
             image.fail(ReadStalled(f"{label}: an earlier read of it still hangs; see to the disk that it is on"))
             self._add(key, _Entry(_ended(), 0, image, label, may_drop))
             return
-        self._shrink(self.capacity_bytes - num_bytes)
+        self.budget.make_room(num_bytes)
         image.follow(self.reads.wake)  # with a first layer, requests may begin
 
         def run() -> None:
@@ -139,20 +143,30 @@ class HostImages(Generic[Key]):
     def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
         """Keep an image that somebody else has made, in place of what there is under the key."""
         self.drop(key)
-        self._shrink(self.capacity_bytes - num_bytes)
+        self.budget.make_room(num_bytes)
         self._add(key, _Entry(_ended(), num_bytes, image, "", may_drop))
 
     def has_room(self, num_bytes: int) -> bool:
-        """True if so many more bytes fit beside what may not be dropped."""
-        excess = self.num_bytes + num_bytes - self.capacity_bytes
-        if excess <= 0:
-            return True
+        """True if so many more bytes fit beside images that may not be dropped, and what others keep."""
+        excess = self.budget.excess(num_bytes)
+        return excess <= 0 or self.can_spare(excess)
+
+    def can_spare(self, num_bytes: int) -> bool:
+        """True if images of at least so many bytes may be dropped."""
         for entry in self._entries.values():  # those that were used least recently come first, and are mostly loose
             if _is_loose(entry):
-                excess -= entry.num_bytes
-                if excess <= 0:
+                num_bytes -= entry.num_bytes
+                if num_bytes <= 0:
                     return True
         return False
+
+    def spare(self, num_bytes: int) -> None:
+        """Drop the least recently used images that may be, until so many bytes are free or there are no more."""
+        left = self.num_bytes - num_bytes
+        for key in [key for key, entry in self._entries.items() if _is_loose(entry)]:
+            if self.num_bytes <= left:
+                return
+            self.drop(key)
 
     def is_requested(self, key: Key) -> bool:
         return key in self._entries
@@ -335,15 +349,6 @@ class HostImages(Generic[Key]):
             # As text: who keeps a log record with a traceback keeps all that its frames refer to.
             logger.error("%s could not be read\n%s", label, "".join(traceback.format_exception(error)))
         image.fail(error)
-
-    def _shrink(self, capacity: int) -> None:
-        """Drop the least recently used images that may be until at most `capacity` bytes are left."""
-        if self.num_bytes <= capacity:
-            return
-        for key in [key for key, entry in self._entries.items() if _is_loose(entry)]:
-            if self.num_bytes <= capacity:
-                return
-            self.drop(key)
 
 
 def _is_loose(entry: _Entry) -> bool:

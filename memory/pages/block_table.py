@@ -30,6 +30,11 @@ class BlockTable:
         """Grow by `count` pages. OutOfPages, and nothing changed, when the pool can't."""
         self.pages += self._pool.allocate(count, PageKind.KV)
 
+    def hand_over(self) -> BlockTable:
+        """Return another table that has the pages from now on; this one has none."""
+        pages, self.pages = self.pages, []
+        return BlockTable(self._pool, self._prefix, self._block_tokens, pages)
+
     def free(self) -> None:
         """Give back every page; those of known blocks stay cached until they are wanted."""
         pages, self.pages = self.pages, []

@@ -21,6 +21,7 @@ class RestoreCosts:
     prefix_page: float = 1e-2
     host_adapter_page: float = 1e-4
     disk_adapter_page: float = 1e-3
+    swapped_page: float = 2e-4  # out to host memory and back
 
     def observe(self, name: str, seconds_per_page: float) -> None:
         """Move a cost a fifth of the way to a new measurement."""

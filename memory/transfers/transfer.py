@@ -61,6 +61,13 @@ class CopyEngine(Protocol):
         """Copy whole pages to the host, complete when this returns. image: `[len(pages), page_elems]`."""
         ...
 
+    def copy_pages(self, image: torch.Tensor, pages: Sequence[int], *, to_device: bool) -> Transfer:
+        """Begin to move whole pages, such as a swapped-out request's KV, into the arena or out of it.
+
+        image: `[len(pages), page_elems]` on the host. Copies begin after whatever compute was launched so far.
+        """
+        ...
+
     def advance(self) -> None:
         """Begin the copies that can begin, and let go of transfers that ended; to be called once a step."""
         ...

@@ -199,7 +199,7 @@ class CheckedExecutor:
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
         self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
         self.num_pages = config.num_pages
-        self.shadow = None
+        self.shadow = self.swaps = None
         self.adapters = adapters
         self.violations: list[Violation] = []
         self.raises_for: set[str] = set()

@@ -7,13 +7,14 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
-from ...core.requests.types import FinishReason, RequestOutput
+from ...core.requests.types import CannotMerge, FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.files.error import AdapterFormatError
@@ -47,6 +48,7 @@ class EngineLife:
             actions = [
                 *[self._ask] * asks, *[self._step] * steps, self._abort, self._load, self._load, self._unload,
                 self._pin, self._unpin, self._wait, self._break, self._fault, self._reclaim, self._preempt, self._move,
+                self._merge, self._unmerge,
             ]  # fmt: skip
             for _ in self._span():
                 self.rng.choice(actions)()
@@ -154,6 +156,15 @@ class EngineLife:
         if len(scheduler.running):
             scheduler.preempt(self.rng.choice(list(scheduler.running)))
 
+    def _merge(self) -> None:
+        if self.current:
+            with suppress(CannotMerge):
+                self.engine.merge(self.rng.choice(sorted(self.current)))
+
+    def _unmerge(self) -> None:
+        if self.rng.random() < 0.3:
+            self.engine.unmerge()
+
     def _reclaim(self) -> None:
         if self.rng.random() < 0.3:
             self.engine.reclaim_idle()
@@ -169,6 +180,7 @@ class EngineLife:
             self._take(output)
         stats = self.engine.stats()
         self.reached["steps"] += plan is not None
+        self.reached["merged steps"] += plan is not None and plan.merged is not None
         self.reached["preempted"] += stats.num_preemptions > self._num_preemptions
         self.reached["reads given up"] += stats.num_given_up_reads > self._num_given_up
         self._num_preemptions, self._num_given_up = stats.num_preemptions, stats.num_given_up_reads
@@ -187,6 +199,11 @@ class EngineLife:
         self.engine.check_integrity()
         stats = self.engine.stats()
         promise(stats.num_free_pages == stats.num_pages, f"pages were lost: {stats}")
+        promise(stats.num_swapped == stats.swapped_bytes == 0, f"host memory was lost: {stats}")
+        self.reached["merges"] += stats.num_merges
+        self.reached["swaps out"] += stats.num_swaps_out
+        self.reached["swaps in"] += stats.num_swaps_in
+        self.reached["swaps dropped"] += stats.num_swaps_dropped
 
     def _remove_adapters(self) -> None:
         for name in list(self.current):
@@ -200,6 +217,11 @@ class EngineLife:
         self.engine.check_integrity()
         store = self.engine.store
         held = {adapter: (pins := int(store.is_pinned(adapter)), pins) for adapter in self.current.values()}
+        merging = self.engine.merging
+        merged = merging.shadowed if merging.is_under_way else merging.merged
+        if merged is not None:
+            references, requests = held.get(merged, (0, 0))
+            held[merged] = references, requests + 1
         for asked in self.active.values():
             request, adapter = asked.request, asked.adapter
             if request.state in (RequestState.LATE, RequestState.SWAPPED):

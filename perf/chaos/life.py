@@ -1,8 +1,9 @@
 """Random life of the real engine on the CPU: `python -m chorus.perf.chaos.life --answers 30000 --seed 1`.
 
 The built-in model and its adapters, one engine after another under options drawn from all there are, with a small
-arena, tenants and salts, all that a request may ask, aborts, reloads, removals, pins, preemption, moves of requests,
-steps that fail and reads that come late, in pieces, fail or hang. The books are checked after every step. Every answer
+arena, tenants and salts, all that a request may ask, aborts, reloads, removals, pins, merges, preemption, KV that is
+swapped at once or late or is lost on its way, moves of requests, steps that fail and reads that come late, in pieces,
+fail or hang. The books are checked after every step. Every answer
 must be the one that a request gets alone in a calm engine, with its log-probabilities.
 
     python -m chorus.perf.chaos.life --answers 30000 --seed 1 --log life.log
@@ -34,6 +35,7 @@ from ...server.demo.skills import BASE, SKILLS, prompt, sample_inputs
 from ..report.command import conclude, parser
 from .asked import Asked, Told, Violation, promise
 from .engine_life import Campaign, EngineLife, Lived, lived
+from .late_swaps import LateSwaps
 from .slow_reads import hold_up
 
 MAX_TOKENS = 24
@@ -116,6 +118,9 @@ class Life(EngineLife):
         self.executor = self.engine.executor = Faulty(self.engine.executor)  # type: ignore[assignment]
         self._draw = random.Random(self.rng.random())  # for the threads that read
         hold_up(self.engine, self._begin_read)
+        swapped = self.engine.swapped
+        if swapped.backend is not None and self.rng.random() < 0.5:
+            swapped.backend = LateSwaps(swapped.backend, random.Random(self.rng.random()))
         for name in self.names:
             self._register(name, self._directory(name))
 
@@ -131,6 +136,7 @@ class Life(EngineLife):
             max_adapters_per_step=rng.choice([None, None, 1, 3]), max_overtake_seconds=rng.choice([0.0, 0.01, 1.0]),
             max_load_stall_seconds=rng.choice([0.0, 0.002, 0.02]), max_waiting=rng.choice([None, 8, 64]),
             cpu_kernels=rng.choice(["auto", "auto", "auto", "torch"]), seed=rng.randrange(1 << 30),
+            preemption=rng.choice(["auto", "swap", "recompute"]),
         )  # fmt: skip
 
     def _span(self) -> Iterator[None]:
@@ -195,7 +201,7 @@ class Life(EngineLife):
 
     def _drain(self) -> None:
         for _ in range(100_000):
-            if not self.engine.has_work():
+            if not self.engine.has_work() and not self.engine.swapped.is_under_way:
                 break
             self._step()
             self._check_books()

@@ -42,7 +42,7 @@ _PROMPT_TOKENS = 128
 class Bench:
     """An engine with the workload's adapters, all of them resident."""
 
-    def __init__(self, workload: Workload, directory: Path) -> None:
+    def __init__(self, workload: Workload, directory: Path, mode_policy: str = "manual") -> None:
         model = random_model.checkpoint(workload, directory)
         adapters = random_model.adapters(workload, directory)
         shape, names = workload.geometry, list(adapters)
@@ -51,7 +51,7 @@ class Bench:
         self.engine = Engine.from_config(
             EngineConfig(
                 model=model, max_num_seqs=workload.requests, prefix_cache=False, threads=workload.threads, seed=0,
-                memory_bytes=2 * workload.itemsize * (shadow + lora + kv),
+                memory_bytes=2 * workload.itemsize * (shadow + lora + kv), mode_policy=mode_policy,
             )
         )  # fmt: skip
         self._workload = workload

@@ -128,7 +128,7 @@ class FakeExecutor:
         self.layout = PageLayout(_LAYERS, kv_heads=2, head_dim=64, block_tokens=16, itemsize=2)
         self.num_pages = num_pages
         self.adapters = WeightlessAdapters(_DIMS, self.layout)
-        self.shadow = None
+        self.shadow = self.swaps = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         return StepResult(tokens={row.request_id: 1 for row in plan.rows if row.samples})

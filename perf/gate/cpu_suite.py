@@ -23,6 +23,7 @@ from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
 from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
+from ..gpu.host_time import host_times
 from ..report.command import conclude, parser
 from ..report.table import Table
 
@@ -34,6 +35,7 @@ WORKLOAD = Workload(
 
 _LOAD = Load(running=64, waiting=200, adapters=200)
 _POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
+_GPU_ROWS, _GPU_TOKENS, _GPU_STEPS = 32, 32, 40
 _LOOP = 20_000
 _GEMMS = 40
 _TRIES = 3
@@ -62,8 +64,8 @@ def measure(rounds: int) -> dict[str, Any]:
         contender = Contender()
         opened = contender.open(Job(WORKLOAD, str(model), adapters, True, {}).to_json())
         try:
-            _round(contender)  # the first is slower: caches are cold and nothing is compiled
-            found = [_round(contender) for _ in range(rounds)]
+            _round(contender, Path(directory))  # the first is slower: caches are cold and nothing is compiled
+            found = [_round(contender, Path(directory)) for _ in range(rounds)]
         finally:
             contender.close()
     return {
@@ -76,7 +78,7 @@ def measure(rounds: int) -> dict[str, Any]:
     }
 
 
-def _round(contender: Contender) -> dict[str, float]:
+def _round(contender: Contender, work_dir: Path) -> dict[str, float]:
     """One value of each metric."""
     base, mixed = _stages(contender, "base"), _stages(contender, "mixed")
     loop = _fastest(_loop)
@@ -88,6 +90,16 @@ def _round(contender: Contender) -> dict[str, float]:
         "around mixed step / loop": sum(mixed[stage] for stage in _AROUND) * 1e-6 / loop,
         "schedule / loop": schedule_times(_LOAD, 8, time.process_time, min)["slowest"] / loop,
         "memory / loop": _fastest(_memory) / loop,
+        **{f"{name} / loop": seconds / loop for name, seconds in gpu_host_seconds(work_dir).items()},
+    }
+
+
+def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
+    """Processor time of what the host does in a decode step on a GPU."""
+    cases = {"GPU base step": False, "GPU LoRA step": True}
+    return {
+        name: host_times(_GPU_ROWS, _GPU_TOKENS, lora, _GPU_STEPS, work_dir, time.process_time)["execute"] * 1e-6
+        for name, lora in cases.items()
     }
 
 

@@ -31,8 +31,10 @@ class VirtualClock:
 class SimAdapters:
     """The adapters that exist, by name: their rank and size. One catalogue serves any number of simulated replicas."""
 
-    def __init__(self, page: PageLayout) -> None:
+    def __init__(self, page: PageLayout, targets: tuple[str, ...] = MODULES) -> None:
+        """targets: projections that they change, in every layer."""
         self._page = page
+        self._targets = targets
         self._known: dict[str, tuple[AdapterManifest, AdapterLayout, int]] = {}
         self._shapes: dict[tuple[int, int], tuple[tuple[AdapterPart, ...], AdapterLayout]] = {}
 
@@ -46,7 +48,7 @@ class SimAdapters:
         """Make an adapter known; register the path that is returned. num_bytes: of its image on device and host."""
         shape = self._shapes.get((rank, num_bytes))
         if shape is None:
-            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), MODULES)
+            part = AdapterPart(rank, 1.0, tuple(range(self._page.num_layers)), self._targets)
             pages = max(1, -(-num_bytes // self._page.page_bytes))
             layout = AdapterLayout((), num_bytes // self._page.itemsize, pages, self._page.num_layers)
             shape = self._shapes[rank, num_bytes] = (part,), layout

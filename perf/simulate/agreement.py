@@ -1,11 +1,14 @@
 """Agreement of the simulator with reality: one trace, served by the real executor in real time and simulated.
 
-    python -m chorus.perf.simulate.agreement [--workload SPEC] [--model DIR --adapters DIR] [--profile FILE]
+    python -m chorus.perf.simulate.agreement [--workload SPEC] [--http] [--model DIR --adapters DIR] [--profile FILE]
 
 The profile is fitted on this machine before and after each repeat, unless one is given, and the repeat simulated with
 both: a machine whose speed drifts drifts for both. Without --workload the requests are made up; with it, they are the
 first ones of a workload, as perf.workload reads it, squeezed or stretched in time to the load that is asked for and
 with lengths cut to what the model takes: the profile was fitted to none of them.
+
+With --http the built-in model is served by `chorus serve`, and what the client sees is compared: what event loop,
+tokenizer, timers and sockets add to the engine's time is fitted to other requests just before.
 
 Exits with 1 when mean TTFT or TPOT differ by more than --limit, with --workload when the median over the requests of
 |simulated / real - 1| is above 0.15 of TTFT or 0.07 of the latency. Exits with 2, and draws no conclusion, when the
@@ -25,7 +28,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 from zlib import crc32
@@ -42,6 +45,7 @@ from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
 from ...memory.adapters.adapter import Tier
 from ...memory.files.format import WEIGHTS_FILE
+from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ..cpu import random_model
 from ..cpu.workload import Geometry, Workload
 from ..report.command import parser
@@ -51,6 +55,7 @@ from ..workload.request import TraceRequest
 from ..workload.spec import open_workload
 from .adapters import SimAdapters
 from .cluster import simulate
+from .over_http import HostTimes, fit_host, served
 from .records import Records, Served
 from .replica import Replica
 
@@ -147,6 +152,30 @@ def serve_both(
         if refit is not None:
             virtual.extend(simulated(engine, refit(), trace))
         return real, virtual
+    finally:
+        engine.close()
+
+
+def serve_both_over_http(
+    config: EngineConfig, profile: Profile, load: Load | Recorded
+) -> tuple[Records, Records, HostTimes]:
+    """The same trace from a server over HTTP, as its client sees it, and simulated with what the host adds, which is
+    fitted to other requests just before. Raises LoadError.
+    """
+    engine = Engine.from_config(config)  # whose sizes are the server's
+    try:
+        names = engine.store.names()
+        trace = load.trace(profile, min(4, config.max_num_seqs), names)
+
+        def in_virtual_time(profile: Profile, trace: Sequence[TraceRequest]) -> Records:
+            return simulated(engine, profile, trace)
+
+        with served(config) as server:
+            for name in names:
+                forget_file(engine.store.get(name).manifest.path / WEIGHTS_FILE)
+            host = fit_host(server, profile, in_virtual_time, config.max_num_seqs)
+            real, counted = server.serve(trace)
+        return real, host.simulate(in_virtual_time, profile, counted), host
     finally:
         engine.close()
 
@@ -280,7 +309,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = command.add_argument
     add("--workload", type=Path, metavar="SPEC", help="a workload's specification or requests; default: made up ones")
     add("--set", action="append", default=[], metavar="FIELD=VALUE", help="another value of the specification")
-    add("--model", type=Path, metavar="DIR", help="default: a random Llama of 125 M parameters")
+    add("--http", action="store_true", help="serve with `chorus serve`, and see what its client sees")
+    add(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="default: a random Llama of 125 M parameters; the built-in one by HTTP",
+    )
     add("--adapters", type=Path, metavar="DIR", help="its adapters; needed with --model")
     add("--profile", type=Path, metavar="FILE", help="default: fitted on this machine now")
     add("--repeats", type=int, default=3, help="times to fit and to serve, by turns")
@@ -299,7 +334,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         load = _load(arguments)
     except (WorkloadError, OSError) as error:
         command.error(f"argument --workload: {error}")
-    model, adapters = (arguments.model, arguments.adapters) if arguments.model else _random(arguments.work_dir)
+    if arguments.model is not None:
+        model, adapters = arguments.model, arguments.adapters
+    else:
+        model, adapters = (BUILTIN_MODEL, BUILTIN_ADAPTERS) if arguments.http else _random(arguments.work_dir)
     config = EngineConfig(
         model=model, adapters=adapters, threads=arguments.threads, max_num_seqs=16, max_num_batched_tokens=256,
         memory_bytes=512 << 20,
@@ -313,6 +351,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return profiles[-1]
 
     noises: list[float] = []
+    hosts: list[dict[str, float]] = []
     profiles: list[Profile] = [load_profile(arguments.profile)] if arguments.profile else []
     if not profiles:
         fit()
@@ -321,7 +360,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.simplefilter("always", HeldUp)
         for repeat in range(arguments.repeats):
             print(f"repeat {repeat + 1} of {arguments.repeats}", file=sys.stderr)
-            both = serve_both(config, profiles[-1], load(repeat, profiles[-1]), None if arguments.profile else fit)
+            asked = load(repeat, profiles[-1])
+            if arguments.http:
+                *both, host = serve_both_over_http(config, profiles[-1], asked)
+                hosts.append(asdict(host))
+                if not arguments.profile:
+                    fit()
+            else:
+                both = serve_both(config, profiles[-1], asked, None if arguments.profile else fit)
             for name, found in errors(*both).items():
                 off[name] += found
             real.extend(both[0])
@@ -330,7 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = compare(real, virtual)
     found["decode_r2"] = [profile.step.fit.decode_r2 for profile in profiles if profile.step.fit is not None]
     found["median_error"] = {name: float(np.median(each)) for name, each in off.items()}
-    found["noise"] = noises
+    found["noise"], found["host"] = noises, hosts
     found["unrest"] = unrest(noises, profiles, sum(issubclass(each.category, HeldUp) for each in caught))
     if arguments.workload is not None:
         agrees = all(found["median_error"][name] <= most for name, most in MOST_ERROR.items())
@@ -341,6 +387,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(found))
     else:
         table(found).show()
+        for host in hosts:
+            print("host, µs: " + ", ".join(f"{name} {seconds * 1e6:.1f}" for name, seconds in host.items()))
         print("R² of the decode model: " + (", ".join(f"{r2:.4f}" for r2 in found["decode_r2"] if r2) or "not known"))
         print("median error: " + ", ".join(f"{name} {each:.1%}" for name, each in found["median_error"].items()))
         print("; ".join([found["verdict"], *found["unrest"]]))

@@ -1,21 +1,10 @@
-"""Costs of a step beside its rows: merging, all-reduces, LoRA on the CPU, and KV that was swapped out."""
+"""Costs of a step beside its rows: all-reduces, and LoRA on the CPU."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING
-
 from ...core.costs.models import CostModel
-from ...core.costs.work import StepWork
-from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
-from ...core.scheduling.policies import VictimPolicy
+from ...core.requests.types import StepPlan
 from .link import Link, Urgency
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from ...core.requests.request import Request
-    from ...memory.adapters.adapter import Adapter
 
 
 class Charges:
@@ -24,70 +13,21 @@ class Charges:
     A term that the profile doesn't have is not charged, and what it prices is not done.
     """
 
-    def __init__(
-        self, costs: CostModel, link: Link, *, kv_token_bytes: int, hidden_bytes: int, num_layers: int, degree: int = 1
-    ) -> None:
-        """kv_token_bytes: of a token's KV. hidden_bytes: of a token's hidden state. degree: of tensor parallelism, for
-        which the profile's steps were measured; only the all-reduces come on top.
+    def __init__(self, costs: CostModel, link: Link, *, hidden_bytes: int, num_layers: int, degree: int = 1) -> None:
+        """hidden_bytes: of a token's hidden state. degree: of tensor parallelism, for which the profile's steps were
+        measured; only the all-reduces come on top.
         """
         self._costs = costs
         self._link = link
-        self._kv_token_bytes = kv_token_bytes
         self._hidden_bytes = hidden_bytes
         self._num_layers = num_layers
         self._degree = degree
-        self._merged: Adapter | None = None  # in the copy of the weights
-        self._merge_due = 0.0
-        self._swapped: dict[str, int] = {}  # tokens whose KV is in host memory
-        self.num_merges = 0
         self.num_assisted = 0
-        self.num_swapped_tokens = 0  # out
 
     @property
     def is_idle(self) -> bool:
         """True if no plan costs anything more than its rows."""
-        return self._degree == 1 and not self._swapped
-
-    def merge(self, plan: StepPlan, adapter: Adapter | None) -> None:
-        """Run a plan with one of its adapters merged (dLoRA §4), or none. Another one than last time is written first.
-
-        Raises ValueError where the profile has no merge cost.
-        """
-        if adapter is None:
-            return
-        if self._costs.merge is None:
-            raise ValueError("the profile has no merge cost, so nothing can be merged; set terms merge.base")
-        plan.merged = adapter
-        if adapter is not self._merged:
-            self._merged = adapter
-            self._merge_due = self._costs.merge.seconds(adapter.rank)
-            self.num_merges += 1
-
-    def work(self, plan: StepPlan) -> StepPlan:
-        """Return the plan as it is computed: without what comes back from host memory."""
-        if not self._swapped:
-            return plan
-        rows = [self._without_swapped(row) for row in plan.rows]
-        rows.sort(key=lambda row: len(row.tokens) == 1)  # chunks come first
-        return StepPlan(plan.step_id, rows, plan.adapters, plan.bucket)
-
-    def merged_seconds(self, plan: StepPlan) -> float:
-        """Seconds of a merged plan: the merged adapter's rows are the base model's; the others take away its part and
-        add their own.
-        """
-        merged = self._merged
-        assert merged is not None
-        slot = plan.adapters.index(merged) if merged in plan.adapters else None
-        others = [each for index, each in enumerate(plan.adapters) if index != slot]
-        places = {plan.adapters.index(each): place for place, each in enumerate(others)}
-        rows = [replace(row, slot=places.get(row.slot, BASE_SLOT)) for row in plan.rows]
-        work = StepWork.of(StepPlan(plan.step_id, rows, others, plan.bucket), self._costs.kernel)
-        apart = [len(row.tokens) for row in plan.rows if row.slot != slot]
-        if apart:
-            work.row_ranks += len(apart) * merged.rank
-            work.token_ranks += sum(apart) * merged.rank
-            work.adapter_ranks += merged.rank
-        return work.seconds(self._costs.step)
+        return self._degree == 1
 
     def each_step(self, plan: StepPlan) -> float:
         """Seconds of the all-reduces: two a layer, after attention and MLP. What else is on the link waits for them."""
@@ -97,18 +37,6 @@ class Charges:
         seconds = 2 * self._num_layers * cost.seconds(plan.num_tokens * self._hidden_bytes, self._degree)
         if self._link.is_busy:
             self._link.send(seconds, Urgency.ALL_REDUCE)
-        return seconds
-
-    def once(self, plan: StepPlan, now: float) -> float:
-        """Seconds that this step alone takes longer: a merge, and KV that comes back."""
-        seconds, self._merge_due = self._merge_due, 0.0
-        back = sum(self._num_back(row) for row in plan.rows) if self._swapped else 0
-        if back:
-            sending = self._link.send(self._costs.swap_seconds(back * self._kv_token_bytes), Urgency.SWAP)
-            seconds += sending.end - now
-            for row in plan.rows:
-                if row.kv_len > self._swapped.get(row.request_id, row.kv_len):
-                    del self._swapped[row.request_id]
         return seconds
 
     def assisted(self, plan: StepPlan, slot: int, stall: float) -> float:
@@ -124,36 +52,3 @@ class Charges:
             return stall
         self.num_assisted += 1
         return seconds
-
-    def swap_out(self, request: Request) -> None:
-        """A running request is about to be preempted: its KV goes to host memory, behind which no step waits."""
-        tokens = request.num_computed_tokens
-        if tokens:
-            self._link.send(self._costs.swap_seconds(tokens * self._kv_token_bytes), Urgency.SWAP)
-            self._swapped[request.id] = tokens
-            self.num_swapped_tokens += tokens
-
-    def forget(self, request_id: str) -> None:
-        """A request has ended; its KV in host memory is given up."""
-        self._swapped.pop(request_id, None)
-
-    def _num_back(self, row: ScheduledRow) -> int:
-        """Tokens of a row whose KV is in host memory, but for its last one, whose logits are wanted."""
-        return max(0, min(self._swapped.get(row.request_id, 0), row.kv_len - 1) - row.start)
-
-    def _without_swapped(self, row: ScheduledRow) -> ScheduledRow:
-        back = self._num_back(row)
-        return replace(row, start=row.start + back, tokens=row.tokens[back:]) if back else row
-
-
-class Swapping(VictimPolicy):
-    """Another policy's victim, whose KV is swapped out and comes back instead of being computed again."""
-
-    def __init__(self, policy: VictimPolicy, charges: Charges) -> None:
-        self._policy = policy
-        self._charges = charges
-
-    def choose(self, running: Sequence[Request]) -> Request:
-        victim = self._policy.choose(running)
-        self._charges.swap_out(victim)
-        return victim

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
-from ...core.scheduling.policies import Policies, TokenCounters
+from ...core.scheduling.policies import Policies
 from .adapters import SimAdapters, SimReads, VirtualClock
-from .charges import Swapping
 from .executor import SimExecutor
 from .scheduler import SimScheduler
 
@@ -48,25 +46,21 @@ def simulated_engine(
     engine_type: type[Engine] = SimEngine,
     policies: Policies | None = None,
     degree: int = 1,
-    swap: bool = False,
 ) -> tuple[Engine, SimExecutor]:
     """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
     most_prompts: in a step; None for no limit.
     engine_type: `Engine` takes any request and one step at a time. policies: `Engine`'s. degree: of tensor
-    parallelism. swap: the KV of preempted requests is swapped out over the link, not computed again. The prefix cache
-    works on the tokens of prompts: leave it off where those are made up.
+    parallelism. The prefix cache works on the tokens of prompts: leave it off where those are made up.
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
     executor = SimExecutor(profile, adapters, config, clock, stream=stream, degree=degree)
-    policies = policies or Policies(TokenCounters(config.weights))
-    if swap:
-        policies = replace(policies, victim=Swapping(policies.victim, executor.charges))
     engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
+        engine.scheduler.may_repeat = engine.modes is None
         engine.scheduler.limit_prompts(most_prompts)
     elif not mix or most_prompts is not None:
         raise ValueError(f"mix is {mix} and most_prompts {most_prompts}: only SimEngine's scheduler keeps them")

@@ -10,10 +10,11 @@ from ...core.costs.profile import Profile
 from ...core.costs.work import StepWork
 from ...core.executors.base import ModelInfo
 from ...core.requests.types import StepPlan, StepResult
-from ...graphs.runner import StepMode
 from .adapters import SimAdapterBackend, SimAdapters, VirtualClock
 from .charges import Charges
 from .repeats import RepeatedPlan, RepeatedResult
+from .shadow import SimShadow
+from .swaps import SimSwaps
 
 TOKEN = 1
 """The token of every row. The model has no end-of-sequence token: a request's length is its `max_tokens`."""
@@ -101,12 +102,16 @@ class SimExecutor:
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
         self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
         self.charges = Charges(
-            self.costs, self.adapters.link, kv_token_bytes=self.layout.page_bytes // self.layout.block_tokens,
-            hidden_bytes=geometry.hidden_size * geometry.itemsize, num_layers=geometry.num_layers, degree=degree,
+            self.costs, self.adapters.link, hidden_bytes=geometry.hidden_size * geometry.itemsize,
+            num_layers=geometry.num_layers, degree=degree,
         )  # fmt: skip
-        self.shadow = None
+        self.swaps = SimSwaps(self.costs, self.adapters.link, clock, self.layout.page_bytes)
+        self.shadow = None  # where no price of a merge is known, nothing is merged
+        if self.costs.merge is not None:
+            self.shadow = SimShadow(self.costs.merge, self.layout, geometry.module_dims, self._spend)
         self.horizon = math.inf
         self.busy_seconds = 0.0
+        self.num_merged_steps = 0
         self._clock = clock
         self._max_stall = config.max_load_stall_seconds if stream else math.inf
         self._priced: tuple[StepPlan, StepPrice] | None = None
@@ -122,13 +127,9 @@ class SimExecutor:
         if self._priced is not None and self._priced[0] is plan:
             return self._priced[1]
         costs, rows, charges = self.costs, plan.rows, self.charges
-        computed = plan if charges.is_idle else charges.work(plan)
-        if plan.mode is StepMode.MERGED:
-            computing = charges.merged_seconds(computed)
-        else:
-            computing = StepWork.of(computed, costs.kernel).seconds(costs.step)
+        computing = StepWork.of(plan, costs.kernel).seconds(costs.step)
         if not charges.is_idle:
-            computing += charges.each_step(computed)
+            computing += charges.each_step(plan)
         growth, prompts = 0.0, 0
         if plan.bucket is not None:
             growth = costs.step.growth(len(rows))
@@ -142,9 +143,6 @@ class SimExecutor:
             price = self._stalled(first, computing, growth, plan)
         else:
             price = StepPrice(first, growth, 0.0, _NONE, reading)
-        if once := charges.once(plan, self._clock.now):
-            price.first += once
-            price.single = True
         self._priced = plan, price
         return price
 
@@ -158,10 +156,15 @@ class SimExecutor:
         self._priced = None
         self._clock.now += seconds
         self.busy_seconds += seconds
+        self.num_merged_steps += plan.merged is not None
         self.adapters.stalled_seconds += price.stall
         if price.late:
             return StepResult(_TOKENS, unready={row.request_id for row in plan.rows if row.slot in price.late})
         return _PLAIN if count == 1 else RepeatedResult(_TOKENS, count=count)
+
+    def _spend(self, seconds: float) -> None:
+        self._clock.now += seconds
+        self.busy_seconds += seconds
 
     def close(self) -> None:
         """Nothing is held."""

@@ -13,7 +13,7 @@ from ...core.costs.profile import Profile
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import RequestOutput, StepPlan
 from ...core.scheduling.policies import Policies
-from ...memory.adapters.adapter import Adapter, Tier
+from ...memory.adapters.adapter import Tier
 from ...memory.adapters.store import AdapterStore
 from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
@@ -52,9 +52,6 @@ class Progress(NamedTuple):
 
 NOTHING = Progress()
 
-#: Chooses which of a plan's adapters it runs merged, None for none (dLoRA Algorithm 1).
-Mode = Callable[[StepPlan], Adapter | None]
-
 
 class Left(NamedTuple):
     """A request that a replica has given up, to go on elsewhere. to: the replica, None: wherever it is routed.
@@ -90,14 +87,12 @@ class Replica:
         keep_idle: bool = True,
         policies: Policies | None = None,
         degree: int = 1,
-        swap: bool = False,
-        mode: Mode | None = None,
         now: float = 0.0,
     ) -> None:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
-        once. mode: chooses the adapter that each step runs merged. now: when it begins to serve. The others are
+        once. now: when it begins to serve. The others are
         `simulated_engine`'s.
         """
         self.index = index
@@ -106,7 +101,7 @@ class Replica:
         self.engine, self.executor = simulated_engine(
             profile, adapters, config or EngineConfig(model=MODEL, prefix_cache=False, max_waiting=None), self.clock,
             stream=stream, mix=mix, most_prompts=most_prompts, read_threads=read_threads, policies=policies,
-            degree=degree, swap=swap,
+            degree=degree,
         )  # fmt: skip
         self.clock.now = now
         self.wake = math.inf
@@ -122,7 +117,6 @@ class Replica:
         self._reads = reads
         self._adapters = adapters
         self._keep_idle = keep_idle
-        self._mode = mode
         self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
@@ -195,8 +189,6 @@ class Replica:
         if not self._keep_idle:
             engine.reclaim_idle()
         self._plan = plan = engine.begin_step()
-        if self._mode is not None and plan is not None:
-            self.executor.charges.merge(plan, self._mode(plan))
         self._tell(plan)
         if plan is not None:
             self.wake = self.executor.end(plan)
@@ -228,7 +220,6 @@ class Replica:
             return
         self._queue.pop(request_id, None)
         self.engine.abort(request_id)
-        self.executor.charges.forget(request_id)
         self.state.remove(each.rank)
         self.left.append(Left(each.item, each.progress_at(self._stalled()), to, seconds))
 

@@ -72,7 +72,7 @@ class SimAdmission(Admission):
         admitted = super().admit(running, budget, rows)
         for request in admitted:
             self.unnoted.pop(request, None)
-            if request.state is RequestState.LOADING:
+            if request.adapter is not None and request.adapter.transfer is not None:
                 self._count_cold(request)
         order = self._current_order
         if self.unnoted and order is not None and (self._has_passed_over or order.next() is None):
@@ -144,6 +144,7 @@ class SimScheduler(Scheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.mix = True
+        self.may_repeat = True  # False where something is decided before every step
         self._num_decoding = 0  # requests that the fast path has just found; 0 where it was not taken
         self._all_drew = False  # every running request drew a token in the last step
 
@@ -178,7 +179,7 @@ class SimScheduler(Scheduler):
         Arrivals and aborts are left out. Nothing is decided until a request ends or pages run short. What waiting
         requests' adapters hold is not touched, since that would change what is read ahead and who comes first.
         """
-        if self._store.loads.under_way:
+        if self._store.loads.under_way or self._memory.swapped.is_under_way or not self.may_repeat:
             return plan
         most = min(MOST_REPEATS, min([request.max_length - len(request.token_ids) for request in self.running]))
         until = math.inf

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from ...core.config import EngineConfig
 from ...core.costs.profile import Number, Profile, Terms, load_profile
+from ...core.scheduling.policies import Policies, TokenCounters
 from ...server.cluster.router import Consolidate, FirstFit, MostIdle, PendingTime, Policy, Random, RankAware, Sampled
 from ..workload import WorkloadError, WorkloadSpec
 from ..workload.popularity import FromTrace
@@ -20,6 +21,8 @@ from .adapters import SimAdapters
 from .cluster import Cluster, Event, Happened, first, simulate, simulate_clients
 from .controls import RankBlind, mean_rank
 from .engine import MODEL
+from .merged_only import MergedOnly
+from .mode_prices import ProfilePrices
 from .prompts import make_prompt
 from .records import Records
 from .replica import Replica
@@ -46,6 +49,8 @@ def run_serving(setup: Setup) -> Outcome:
             f"tensor_parallel is {setup.tensor_parallel} and profile {profile.name} has no all-reduce cost; "
             "set terms all_reduce.latency and all_reduce.per_byte"
         )
+    if (setup.mode or setup.engine.get("mode_policy", "manual") != "manual") and profile.costs().merge is None:
+        raise StudyError(f"nothing can be merged: profile {profile.name} has no merge cost; set terms merge.base")
     try:
         spec = WorkloadSpec.parse(setup.workload)
     except WorkloadError as error:
@@ -56,7 +61,7 @@ def run_serving(setup: Setup) -> Outcome:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
             most_prompts=setup.most_prompts, read_threads=setup.read_threads, keep_idle=setup.keep_idle,
-            degree=setup.tensor_parallel, swap=setup.swap, now=now,
+            degree=setup.tensor_parallel, now=now, policies=_policies(setup, adapters.config, profile),
         )  # fmt: skip
 
     replicas = [make(index) for index in range(setup.replicas)]
@@ -88,6 +93,13 @@ def run_serving(setup: Setup) -> Outcome:
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
 
 
+def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:
+    """Each replica has its own: they have states."""
+    mode = MergedOnly() if setup.mode else None
+    prices = ProfilePrices(profile.costs()) if setup.mode_prices == "profile" else None
+    return Policies(TokenCounters(config.weights), mode=mode, prices=prices)
+
+
 def changed_profile(name: str, terms: Mapping[str, float]) -> Profile:
     """A profile with other values for some terms of its cost models. Raises StudyError and ProfileError."""
     profile = load_profile(name)
@@ -115,7 +127,7 @@ class _Adapters:
             first_error = error.errors(include_url=False)[0]
             place = ".".join(map(str, first_error["loc"]))
             raise StudyError(f"engine.{place} is {first_error['input']!r}: {first_error['msg']}") from None
-        self.catalogue = SimAdapters(profile.geometry.page_layout(self.config.block_tokens))
+        self.catalogue = SimAdapters(profile.geometry.page_layout(self.config.block_tokens), tuple(setup.targets))
         self.num_prompt_tokens = 0
         self._profile = profile
         self._targets = tuple(setup.targets)
@@ -234,6 +246,13 @@ def _outcome(
     metrics["tokens_per_second"] = float(tokens.sum()) / seconds
     metrics["total_tokens_per_second"] = (float(tokens.sum()) + num_prompt_tokens) / seconds
     metrics["tokens_per_busy_second"] = (float(tokens.sum()) + num_prompt_tokens) / busy
+    # the sum of latencies over the sum of tokens, which is dLoRA's latency (§7.1)
+    metrics["latency_per_token"] = float(samples["e2e"].sum()) / float(tokens[counted].sum())
+    metrics["time_per_token_p90"] = float(np.percentile(samples["time_per_token"], 90))
+    metrics["merged_share"] = sum(replica.executor.num_merged_steps for replica in replicas) / sum(
+        replica.engine.stats().num_steps for replica in replicas
+    )
+    metrics["merges"] = sum(replica.engine.merging.num_merges for replica in replicas)
     metrics["cold_starts_per_second"] = cold / seconds
     metrics["busy_batch"] = float((records.column("e2e") - records.column("queue")).sum(dtype=np.float64)) / busy
     metrics["simulated_seconds"] = seconds

@@ -103,9 +103,10 @@ class Setup(Strict):
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
     metrics. slo: seconds per token, the prompt's time included; slo_classes: of requests of a class of the workload's
-    own. read_threads, stream, mix, most_prompts, keep_idle, swap: `Replica`'s; tensor_parallel: its degree. placement:
+    own. read_threads, stream, mix, most_prompts, keep_idle: `Replica`'s; tensor_parallel: its degree. placement:
     for each replica, or the first few, numbers of adapters that it has in the arena from the start, the most popular
-    being 0. script: what is done to replicas when.
+    being 0. script: what is done to replicas when. mode: a policy of modes that only studies compare with, in place of
+    the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by.
     """
 
     profile: str
@@ -129,7 +130,8 @@ class Setup(Strict):
     most_prompts: PositiveInt | None = None
     keep_idle: bool = True
     tensor_parallel: PositiveInt = 1
-    swap: bool = False
+    mode: Literal["merged-only"] | None = None
+    mode_prices: Literal["learned", "profile"] = "learned"
 
 
 class Pool(Strict):

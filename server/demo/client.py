@@ -58,6 +58,12 @@ class DemoClient:
         _check(response.status_code, response.content)
         return response.json()["data"]
 
+    async def weights(self) -> dict[str, Any]:
+        """The mode that steps run in, and the adapter in their weights."""
+        response = await self._http.get("/v1/adapters")
+        _check(response.status_code, response.content)
+        return response.json()["weights"]
+
     async def takes_chat(self, model: str) -> bool:
         """True if the model has a chat template."""
         body = {"model": model, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}

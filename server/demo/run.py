@@ -15,6 +15,7 @@ from ..launch import LaunchError, build_app, serving
 from ..settings import Settings
 from .client import Answer, DemoClient, DemoError
 from .questions import Question, Score, open_questions, skill_questions
+from .skew import CLIENTS, Skew
 from .table import Lane, LaneTable, score_table
 
 MIN_ACCURACY = 0.95
@@ -36,6 +37,11 @@ class Totals:
         self.requests += 1
         self.tokens += answer.tokens
         self.adapters = max(self.adapters, answer.adapters)
+
+    def judge(self, question: Question, answer: Answer) -> None:
+        """Add an answer to the totals and to its skill's score."""
+        self.scores[question.skill or question.model].add(question, answer.text)
+        self.add(answer)
 
     @property
     def accuracy(self) -> float:
@@ -66,20 +72,27 @@ class Totals:
         }
 
 
-def run_demo(settings: Settings, inputs: int | None = None, check: int | None = None) -> int:
-    """Runs the demo, or the check with `check` inputs per skill, and returns the exit code."""
+def run_demo(settings: Settings, inputs: int | None = None, check: int | None = None, skew: bool = False) -> int:
+    """Run the demo, with `check` the check with so many inputs per skill, and return the exit code.
+
+    skew: show in which mode steps run while one adapter is asked for more and more.
+    """
     console = Console()
     app = build_app(settings)
     with serving(app, settings) as url:
         try:
-            return asyncio.run(_demo(url, settings, console, inputs, check))
+            return asyncio.run(_demo(url, settings, console, inputs, check, skew))
         except DemoError as error:
             raise LaunchError(f"the demo failed: {error}") from None
 
 
-async def _demo(url: str, settings: Settings, console: Console, inputs: int | None, check: int | None) -> int:
+async def _demo(
+    url: str, settings: Settings, console: Console, inputs: int | None, check: int | None, skew: bool
+) -> int:
     judged, seed = settings.is_builtin, settings.seed or 0
     connections = MAX_LANES + 1 if check is None else 2 * settings.max_num_seqs  # enough to keep every step full
+    if skew:
+        connections = CLIENTS + 1
     async with DemoClient(url, connections) as client:
         cards = await client.models()
         names = [card["id"] for card in cards]
@@ -91,7 +104,11 @@ async def _demo(url: str, settings: Settings, console: Console, inputs: int | No
             questions = open_questions(names[:MAX_LANES], inputs or OPEN_INPUTS, chat=chat)
         lanes = [Lane(name, ranks.get(name, 0), asked) for name, asked in questions.items()]
         totals, started = Totals({lane.name: lane.score for lane in lanes}), time.perf_counter()
-        if check is None:
+        if skew:
+            if len(questions) < 2:
+                raise LaunchError("chorus demo --skew needs an adapter, and there is none; name some with --adapters")
+            await Skew(client, questions, console, totals.judge, seed).run()
+        elif check is None:
             with LaneTable(console, lanes, judged=judged) as table:
                 await asyncio.gather(*(_run_lane(client, lane, table, totals) for lane in lanes))
         else:

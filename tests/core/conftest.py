@@ -34,7 +34,7 @@ class RecordingExecutor:
         self.model, self.layout, self.num_pages, self.adapters = (
             inner.model, inner.layout, inner.num_pages, inner.adapters,
         )  # fmt: skip
-        self.shadow = inner.shadow
+        self.shadow, self.swaps = inner.shadow, inner.swaps
         self.before = before
         self.plans: list[StepPlan] = []
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from contextlib import suppress
 
@@ -12,6 +13,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
 from chorus.core.requests.types import CannotMerge
+from chorus.core.scheduling.mode_policy import ModeChoice
 from chorus.core.scheduling.policies import Policies
 from chorus.graphs.runner import StepMode
 from chorus.memory.adapters.store import UnknownAdapter
@@ -315,7 +317,7 @@ class MostRequests:
     def choose(self, state):
         self.states.append(state)
         counts = {adapter: count for adapter, count in state.requests.items() if adapter is not None}
-        return max(counts, key=lambda adapter: (counts[adapter], adapter.name)) if counts else None
+        return ModeChoice(max(counts, key=lambda adapter: (counts[adapter], adapter.name)) if counts else None)
 
 
 def test_a_policy_chooses(subject, drive):
@@ -327,11 +329,91 @@ def test_a_policy_chooses(subject, drive):
     driver.step()
     first = policy.states[0]
     assert {a.name: count for a, count in first.requests.items()} == {"r3-mlp": 6, "r5-ko": 3}
-    assert (first.num_running, first.merged, first.merge_seconds) == (0, None, 0.0)
+    assert (sum(first.fcfs.values()), first.merged, first.step_seconds) == (8, None, 0.0)
     check(driver, cases)
     assert {plan.merged.name for plan in driver.plans if plan.merged} == {"r3-mlp"}
-    assert policy.states[-1].num_running
-    assert policy.states[-1].merge_seconds > 0
+    assert policy.states[-1].context
+    assert policy.states[-1].step_seconds > 0
+
+
+class Drawn:
+    """Any mode of any adapter, and any of them left out, before every step."""
+
+    def __init__(self, rng):
+        self.rng = rng
+
+    def choose(self, state):
+        rng = self.rng
+        if state.is_under_way and rng.random() < 0.9:
+            return ModeChoice(state.shadowed)
+        adapters = [each for each in state.eligible if rng.random() < 0.5]
+        merged = state.merged if rng.random() < 0.5 or not adapters else rng.choice(adapters)
+        if rng.random() < 0.5:
+            return ModeChoice(merged)
+        return ModeChoice(merged, frozenset(rng.sample(list(state.requests), rng.randint(0, len(state.requests)))))
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_any_policy_gives_the_same_tokens(subject, drive, seed):
+    it = subject("gqa")
+    driver = drive(it, max_num_batched_tokens=48, clock=ticking(), policies=Policies(mode=Drawn(random.Random(seed))))
+    cases = make_cases(it, 24, seed=90 + seed, longest=60, tokens=(20, 40))
+    add_all(driver, cases)
+    check(driver, cases)
+    assert modes(driver) >= {StepMode.MERGED, StepMode.LORA}
+    assert driver.engine.modes.num_left_out
+
+
+@pytest.mark.parametrize("name", ["fastest", "dlora-1", "dlora-2", "dlora-3"])
+@pytest.mark.parametrize("skew", [0.0, 0.6, 1.0])
+def test_the_policies_give_the_same_tokens(subject, drive, name, skew):
+    it = subject("gqa")
+    driver = drive(it, mode_policy=name, max_num_batched_tokens=48)
+    rng = random.Random(5)
+    others = [None, "r1-all", "r5-ko", "r33-all"]
+    adapters = ["r8-attention" if rng.random() < skew else rng.choice(others) for _ in range(24)]
+    cases = make_cases(it, 24, adapters=adapters, seed=95, longest=60, tokens=(20, 40))
+    add_all(driver, cases)
+    check(driver, cases)
+    if skew == 1.0:
+        assert StepMode.MERGED in modes(driver)
+
+
+def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, policies=Policies(mode=MostRequests()))
+    for index in range(3):
+        driver.add(f"own {index}", "r8-attention", [5, 6, 7], max_tokens=60)
+    while driver.engine.merging.merged is None:
+        driver.step()
+    of = {}
+    for name, adapter in (("base", None), ("other", "r5-ko"), ("own", "r8-attention")):
+        driver.add(name, adapter, [5, 6, 7, 8, 9, 10, 11, 12], max_tokens=2)
+        driver.step()
+        prompt = driver.plans[-1]
+        assert prompt.bucket is None and any(row.request_id == name for row in prompt.rows)
+        of[name] = prompt.merged and prompt.merged.name
+        driver.step()
+        assert driver.plans[-1].merged.name == "r8-attention"
+    assert of == {"base": None, "other": None, "own": "r8-attention"}
+
+
+def test_nobody_is_left_out_for_longer_than_a_turn(subject, drive):
+    it = subject("gqa")
+
+    class OnlyOne:
+        def choose(self, state):
+            return ModeChoice(None, frozenset(a for a in state.requests if a is not None and a.name == "r8-attention"))
+
+    driver = drive(it, policies=Policies(mode=OnlyOne()), max_turn_steps=5, clock=ticking())
+    driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=60)
+    driver.add("other", "r5-ko", [5, 6, 7], max_tokens=20)
+    driver.add("base", None, [5, 6, 7], max_tokens=20)
+    driver.drain()
+    waits = [index for index, plan in enumerate(driver.plans) if any(row.request_id == "other" for row in plan.rows)]
+    assert len(waits) == 20
+    assert max(after - before for before, after in itertools.pairwise([0, *waits])) <= 6
+    assert len(driver.plans) <= 62, "the crowd runs in every step"
 
 
 @pytest.mark.parametrize("kernels", ["native"])

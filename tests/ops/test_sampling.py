@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import assume, example, given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 from transformers import (
     MinPLogitsWarper,
     TemperatureLogitsWarper,
@@ -17,7 +18,17 @@ from transformers import (
 )
 
 from chorus.ops import native, native_library
-from chorus.ops.sampling import Chances, TorchSampling, sample, uniform
+from chorus.ops.sampling import (
+    FIRST_WIDTH,
+    UNDECIDED,
+    Chances,
+    TorchSampling,
+    first_above,
+    pick,
+    sample,
+    score,
+    uniform,
+)
 
 #: A grid of draws that reaches every token of a share above 1/4000.
 GRID = (torch.arange(4000, dtype=torch.float64) + 0.5) / 4000
@@ -361,3 +372,65 @@ def test_nothing_is_sorted_where_nothing_is_cut(monkeypatch):
     assert seen == []
     TorchSampling().sample(logits, range(8), [*[Chances(1.0, 0.3)] * 7, Chances(1.0, 0.3, top_p=0.5)])
     assert seen == [(1, 9001)]
+
+
+class Waits(TorchFunctionMode):
+    """Refuses what makes the host wait for a device. Reading values back is refused by the meta device, which has
+    none.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
+            index = args[1] if isinstance(args[1], tuple) else (args[1],)
+            assert not any(isinstance(it, list) for it in index), "a list is brought to the device, and waited for"
+        if func is torch.tensor:
+            assert kwargs.get("device") is None, "values are brought to the device, and waited for"
+        if func is torch.Tensor.to and isinstance(args[1], torch.device) and args[1] != args[0].device:
+            assert kwargs.get("non_blocking"), "a copy that is waited for"
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("width", [FIRST_WIDTH, 9001])
+def test_the_host_waits_for_nothing_while_it_asks(width):
+    """Whatever rows ask for: all of it is given to the device behind the step, while that still runs."""
+    logits = torch.empty(8, 9001, device="meta")
+    ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
+    chances = [Chances(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]
+    rows = [0, 2, 3, 4, 6, 7]
+    with Waits():
+        tokens = sample(pick(logits, rows), chances, width)
+        scores = score(pick(logits, rows), tokens.clamp(min=0), 3)
+    assert (tokens.shape, scores.shape) == ((6,), (6, 7))
+    for waiting in (
+        lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device)
+    ):  # fmt: skip
+        with pytest.raises(AssertionError, match="waited for"), Waits():
+            waiting()
+    with pytest.raises((NotImplementedError, RuntimeError)), Waits():
+        logits[0, 0].item()
+
+
+def test_too_small_a_width_is_told_and_a_larger_one_draws_the_same():
+    logits = make_logits(9001, 5, 0.1, "plain", 6)  # nearly even, so that half of the mass takes half of the tokens
+    chances = [Chances(1.0, uniform(1, i), top_p=(1.0, 0.5)[i % 2]) for i in range(6)]
+    want = sample(logits, chances, 9001).tolist()
+    for width in (1, 2, FIRST_WIDTH):
+        assert sample(logits, chances, width).tolist() == [
+            UNDECIDED if i % 2 else token for i, token in enumerate(want)
+        ]
+    assert TorchSampling().sample(logits, range(6), chances) == want
+
+
+@given(
+    mass=st.lists(st.sampled_from([0.0, 0.0, 1.0, 0.1, 1e-300, 3.7]), min_size=1, max_size=40),
+    u=st.one_of(st.floats(0, 1, exclude_max=True), st.sampled_from([0.0, 1 - 2**-53])),
+    block=st.sampled_from([1, 2, 7, 8, 64]),
+)
+def test_no_draw_falls_on_a_token_without_mass(mass, u, block):
+    """Nor beyond the last, however the sums are rounded and wherever blocks end."""
+    assume(any(mass))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("chorus.ops.sampling._BLOCK", block)
+        token = first_above(torch.tensor([mass], dtype=torch.float64), torch.tensor([u], dtype=torch.float64)).item()
+    assert may_be_drawn(token, np.array(mass), u)

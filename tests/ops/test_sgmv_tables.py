@@ -6,7 +6,7 @@ import pytest
 
 from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import decode, prefill, token_limits
-from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables
+from chorus.ops.sgmv_tables import META_A, META_RANK, META_SLAB, NUM_MODULES, SgmvTables, TablesFull
 from chorus.perf.kernels.cost import expand_cost, shrink_cost
 
 
@@ -49,6 +49,35 @@ def test_nothing_is_left_of_a_step_with_more_tiles():
     assert tables.tiles[0, :, 2].tolist() == [0, *[-1] * 7]
     assert tables.plan(Segments(), tile_tokens=1) == 0
     assert (tables.tiles[..., 2] == -1).all()
+
+
+class Watched(Segments):
+    looks = 0
+
+    def __iter__(self):
+        self.looks += 1
+        return super().__iter__()
+
+
+def test_the_segments_of_the_last_step_are_not_looked_at_again():
+    """Unless they are cut otherwise, or have more entries; or a step of others was in between."""
+    tables, one, two = make_tables(), make_rows(), make_rows(rank=2)
+    segments = Watched()
+    segments.add(0, 3, one)
+    assert tables.plan(segments, tile_tokens=2) == 2
+    looks = segments.looks
+    assert tables.plan(segments, tile_tokens=2) == 2
+    assert segments.looks == looks > 0
+    assert tables.plan(segments, tile_tokens=1) == 3
+    segments.add(3, 4, two)
+    assert tables.plan(segments, tile_tokens=1) == 4
+    tables.plan(Segments(), tile_tokens=1)
+    assert tables.plan(segments, tile_tokens=1) == 4
+    assert segments.looks == 4 * looks
+    with pytest.raises(TablesFull):
+        tables.plan(make_segments(*((i, i + 1, one) for i in range(7))), tile_tokens=1)
+    assert tables.plan(segments, tile_tokens=1) == 4
+    assert [tile[:2] for tile in tables.tiles[0].tolist()[:4]] == [[0, 1], [1, 2], [2, 3], [3, 4]]
 
 
 def test_entries_of_a_token_that_share_a_module_are_in_passes():

@@ -15,7 +15,7 @@ import pytest
 from chorus.core.model.config import ModelConfig
 from chorus.memory.files.format import inspect_adapter
 from chorus.perf.contenders.process import ContenderError, ContenderProcess
-from chorus.perf.cpu import merged, random_model
+from chorus.perf.cpu import merged, mode_policies, random_model
 from chorus.perf.cpu.limits import Limits, product_name
 from chorus.perf.cpu.report import goals, product_rate, show, summarise
 from chorus.perf.cpu.roofline import bound
@@ -51,6 +51,16 @@ def test_every_case_has_rates_and_a_share_of_the_limit(outcome):
         assert values["share"] == pytest.approx(own["rate"] / found["bounds"][case]["rate"])
         assert own["prefill_rate"] == pytest.approx(4 * 24 / own["prefill_seconds"])
     assert all(value > 0 for value in found["machine"].values())
+
+
+@pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")
+def test_modes_are_measured_by_skewness(capsys):
+    shape = "hidden=128,ffn=256,layers=2,heads=4,kv_heads=2,vocab=1024,positions=512"
+    options = ["--turns", "3", "--steps", "20", "--skews", "0,1", "--threads", "1", "--geometry", shape]
+    assert mode_policies.main(options) == 0
+    found = json.loads(capsys.readouterr().out.splitlines()[-1])["mode_policies"]
+    assert list(found) == ["0", "1"]
+    assert all(each[mode] > 0 for each in found.values() for mode in mode_policies.MODES)
 
 
 @pytest.mark.skipif(find_spec("peft") is None, reason="peft is not installed")

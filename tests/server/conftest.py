@@ -82,6 +82,7 @@ class FakeEngine:
         self.model = SimpleNamespace(vocab_size=300, max_model_len=max_model_len, eos_token_ids=(EOS,))
         self.store = FakeStore(adapters)
         self.quarantine: dict[str, Any] = {}
+        self.modes = None
         self.gate = threading.Event()
         self.gate.set()
         self.fail_steps = 0

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
+from chorus.core.scheduling.dlora import INITIAL_CREDIT
 
 COUNT = 6
 WEIGHTS = "adapter_model.safetensors"
@@ -42,6 +43,20 @@ def live(start, reference, root):
     )
     engine.store.register("first", root / "r2-qv")
     return start(engine, adapter_roots=(root,))
+
+
+def test_the_mode_of_the_weights_is_listed(start, reference):
+    settings = {"memory_bytes": 32 << 20, "threads": 1, "mode_policy": "dlora-3"}
+    config = EngineConfig(model=reference.model, adapters=reference.adapters["r3-mlp"].parent, **settings)
+    live = start(Engine.from_config(config), settings={"mode_policy": "dlora-3"})
+    nothing_yet = {"mode": "lora", "merged_adapter": None, "merges": 0, "switches": 0}
+    before = live.client.get("/v1/adapters").json()
+    assert before["weights"] == {"mode_policy": "dlora-3", **nothing_yet}
+    assert {one["credit"] for one in before["data"]} == {INITIAL_CREDIT}
+    body = {"model": "r3-mlp", "prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True, "temperature": 0}
+    assert live.post(**body).status_code == 200
+    after = live.client.get("/v1/adapters").json()["weights"]
+    assert (after["merges"], after["switches"] > 0) == (1, True)
 
 
 def load(live, name, path, **more):
@@ -154,6 +169,7 @@ def test_our_own_routes(live, reference, root):
         "pages": body["pages"],
         "references": 0,
         "pinned": False,
+        "credit": None,
         "path": str(root / "r8-attention"),
         "content_hash": body["content_hash"],
         "no_effect": False,

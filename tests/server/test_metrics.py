@@ -3,6 +3,7 @@
 import json
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
@@ -57,12 +58,23 @@ def test_cache_counters(start, fake_engine):
         "num_shadow_pages": 4,
         "merged_adapter": "alice",
         "num_mode_switches": 3,
+        "predicted_step_seconds": 1.5,
+        "measured_step_seconds": 2.5,
+        "wrong_step_seconds": 1.25,
+        "num_steps_leaving_out": 12,
         "num_adapter_hits": 7,
         "num_adapter_loads": 8,
         "num_streamed_loads": 6,
         "num_adapter_evictions": 9,
         "num_prefix_hit_tokens": 10,
         "num_prefix_query_tokens": 11,
+        "num_swapped": 12,
+        "swapped_bytes": 13,
+        "num_swaps_out": 14,
+        "num_swaps_in": 15,
+        "swapped_bytes_out": 16,
+        "swapped_bytes_in": 17,
+        "num_swaps_dropped": 18,
     }
     fake_engine.stats = lambda: replace(stats(), **counts)
     lines = start(fake_engine).client.get("/metrics").text.splitlines()
@@ -71,14 +83,38 @@ def test_cache_counters(start, fake_engine):
         'chorus_pages{kind="shadow"} 4.0',
         'chorus_merged_adapter{adapter="alice"} 1.0',
         "chorus_mode_switches_total 3.0",
+        "chorus_mode_predicted_seconds_total 1.5",
+        "chorus_mode_measured_seconds_total 2.5",
+        "chorus_mode_wrong_seconds_total 1.25",
+        "chorus_mode_steps_leaving_out_total 12.0",
         "chorus_adapter_hits_total 7.0",
         "chorus_adapter_loads_total 8.0",
         "chorus_adapter_streamed_loads_total 6.0",
         "chorus_adapter_evictions_total 9.0",
         "chorus_prefix_hit_tokens_total 10.0",
         "chorus_prefix_query_tokens_total 11.0",
+        "chorus_swapped_requests 12.0",
+        "chorus_swapped_bytes 13.0",
+        "chorus_swaps_out_total 14.0",
+        "chorus_swaps_in_total 15.0",
+        "chorus_swapped_out_bytes_total 16.0",
+        "chorus_swapped_in_bytes_total 17.0",
+        "chorus_swaps_dropped_total 18.0",
     ):
         assert line in lines
+
+
+def test_credits_of_adapters(start, fake_engine):
+    credits = {"alice": 70_002.5, "bob": 69_997.5}
+    fake_engine.store.tiers |= {"alice": Tier.DEVICE, "bob": Tier.DEVICE}
+    live = start(fake_engine)
+    assert "chorus_adapter_credit{" not in live.client.get("/metrics").text
+    fake_engine.modes = SimpleNamespace(credit=lambda adapter: credits[adapter.name])
+    lines = live.client.get("/metrics").text.splitlines()
+    assert [line for line in lines if line.startswith("chorus_adapter_credit{")] == [
+        'chorus_adapter_credit{adapter="alice"} 70002.5',
+        'chorus_adapter_credit{adapter="bob"} 69997.5',
+    ]
 
 
 def test_lora_requests_info_as_gateways_read_it(start, fake_engine):

@@ -134,9 +134,6 @@ def _simulated(task: _Task) -> dict[str, float]:
         raise StudyError(f"{task.origin}: {error}") from None
     metrics = dict(outcome.metrics)
     metrics["requests_per_second"] = metrics["requests"] / metrics["simulated_seconds"]
-    # without a warm-up: the sum of latencies over the sum of tokens, which is dLoRA's latency (§7.1)
-    tokens = metrics["tokens_per_second"] * metrics["simulated_seconds"]
-    metrics["latency_per_token"] = metrics["e2e_mean"] * metrics["requests"] / tokens
     # of the request that ended first: what it waited for loads, its own and others'
     metrics["first_cold"] = float(outcome.samples["cold_share"][0] * outcome.samples["e2e"][0])
     return metrics

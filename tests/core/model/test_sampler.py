@@ -40,9 +40,17 @@ def logits_of(seed, rows=1, vocab=VOCAB):
 
 
 def draw(rows, logits):
-    """The sampling of an executor without a native decoder, a row of logits for each row."""
+    """The sampling of an executor without a native decoder, a row of logits for each row; a GPU's gives the same."""
     asking = {index: index for index, it in enumerate(rows) if needs_logits(it)}
-    return sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
+    result = sampler.draw(rows, greedy(logits), logits, asking, TorchSampling(), EOS)
+    assert sampler.draw_on_device(rows, chosen_of(logits), logits, EOS) == result
+    return result
+
+
+def chosen_of(logits):
+    """What a step on a GPU leaves there beside its logits."""
+    best, tokens = logits.max(-1)
+    return torch.stack((tokens, best.isfinite().long()))
 
 
 def tokens_of(rows, logits):
@@ -159,6 +167,22 @@ def test_chosen_tokens_are_not_drawn_again_but_scored():
         found = result.logprobs[name]
         assert found.token_id == result.tokens[name]
         assert found.logprob == pytest.approx(float(want[index, found.token_id]), abs=1e-5)
+
+
+def test_a_gpu_is_waited_for_once_whatever_rows_ask_for(monkeypatch):
+    """Draws, edits, log-probabilities and the tokens of the others come back together."""
+    rows = [row(str(i), [2, 3], [4, 4], seed=i, logprobs=i % 3 or None, **params) for i, params in enumerate(WAYS)]
+    logits, fetched = logits_of(5, len(rows)), []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda self: fetched.append(self) or tolist(self))
+    result = sampler.draw_on_device(rows, chosen_of(logits), logits, EOS)
+    assert len(result.tokens) == len(rows)
+    assert len(result.logprobs) == 4
+    assert len(fetched) == 1
+    fetched.clear()
+    monkeypatch.setattr(sampler, "FIRST_WIDTH", 1)  # too few for a row with top_p
+    assert sampler.draw_on_device(rows, chosen_of(logits), logits, EOS) == result
+    assert len(fetched) == 2
 
 
 def test_only_rows_with_the_models_own_logits_are_left_to_its_kernels():

@@ -18,7 +18,16 @@ HERE = Path(__file__).parent
 def test_interpreted():
     """In a process of its own: kernels of a process that interprets can't be compiled."""
     result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "interpreted_sections.py")],
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "--timeout=0",
+            "-p",
+            "no:cacheprovider",
+            str(HERE / "interpreted_sections.py"),
+        ],
         env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
         cwd=HERE.parents[2],
         capture_output=True,

@@ -8,6 +8,7 @@ from rich.console import Console
 
 from chorus.server import launch
 from chorus.server.cli import main
+from chorus.server.demo import skew
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from chorus.server.demo.client import Answer
 from chorus.server.demo.questions import Question, Score
@@ -67,6 +68,23 @@ def test_another_skills_answers_fail(serve, capsys, flags):
     serve(SKILLS, wrong={"upper": "reverse"})
     assert main(["demo", *flags]) == 1
     assert "gave reverse's answer" in capsys.readouterr().out
+
+
+def test_skew_shows_the_mode(serve, capsys, monkeypatch):
+    monkeypatch.setattr(skew, "SHARE_SECONDS", 0.3)
+    serve(SKILLS)
+    assert main(["demo", "--skew"]) == 0
+    heading, *lines = capsys.readouterr().out.partition("exact answers")[0].splitlines()
+    assert heading.split()[:2] == ["seconds", [*SKILLS][-1]]
+    assert [line.split()[1] for line in lines if "%" in line] == ["0%", "50%", "100%", "50%", "0%"]
+
+
+def test_skew_needs_an_adapter_and_no_check(serve, capsys, tmp_path):
+    serve([], skilled=False)
+    assert main(["demo", "--skew", "--model", str(tmp_path)]) == 1
+    assert "needs an adapter" in capsys.readouterr().err
+    assert main(["demo", "--skew", "--check", "2"]) == 2
+    assert "--check and --skew" in capsys.readouterr().err
 
 
 def test_a_missing_adapter_is_one_line(serve, capsys):

@@ -1,0 +1,69 @@
+"""KV pages on their way between an executor's arena and host memory."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from statistics import median
+
+import torch
+
+from ...memory.pages.arena import Arena
+from ...memory.transfers.dma import Dma
+from ...memory.transfers.transfer import Transfer
+
+_PROBE_PAGES = 16
+_PROBES = 5
+_LOOK_SECONDS = 5e-4
+
+
+class PageSwaps:
+    """Copies pages with the engine that copies adapters, into buffers like theirs.
+
+    On a CPU the copies are complete when they have begun: no others' memory is involved, so nothing would be gained by
+    a thread. scope: in which the arena's device is given copies.
+    """
+
+    def __init__(self, arena: Arena, dma: Dma, scope: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._dma = dma
+        self._scope = scope
+        self._page_elems = arena.layout.page_elems
+        self._dtype = arena.pages.dtype
+        self.page_seconds = self._measure(arena.num_pages)
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[torch.Tensor, Transfer | None]:
+        """Raises MemoryError where the system grants no host memory."""
+        with self._scope():
+            image = self._dma.buffers.take((len(pages), self._page_elems), self._dtype)
+            return image, _rest(self._dma.copies.copy_pages(image, pages, to_device=False))
+
+    def copy_in(self, image: torch.Tensor, skip: int, pages: Sequence[int]) -> Transfer | None:
+        with self._scope():
+            return _rest(self._dma.copies.copy_pages(image[skip:], pages, to_device=True))
+
+    def wait(self, timeout: float) -> None:
+        """Look again soon: nobody tells the host when a device's copy has ended."""
+        time.sleep(min(timeout, _LOOK_SECONDS))
+
+    def _measure(self, num_pages: int) -> float:
+        """Seconds that a page takes out and back: the median of a few copies of pages that hold nothing yet."""
+        pages = range(min(_PROBE_PAGES, num_pages))
+        seconds = []
+        for _ in range(_PROBES):
+            began = time.perf_counter()
+            image, leaving = self.copy_out(pages)
+            _finish(leaving)
+            _finish(self.copy_in(image, 0, pages))
+            seconds.append((time.perf_counter() - began) / len(pages))
+        return median(seconds)
+
+
+def _rest(transfer: Transfer) -> Transfer | None:
+    """The transfer if it is still to be waited for."""
+    return None if transfer.is_done() else transfer
+
+
+def _finish(transfer: Transfer | None) -> None:
+    while transfer is not None and not transfer.is_quiet():
+        time.sleep(0)

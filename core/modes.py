@@ -1,0 +1,165 @@
+"""Modes of steps by a policy: asks it before each, does what it says, and holds it to the limits of waiting."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+
+from ..memory.adapters.adapter import Adapter
+from .config import EngineConfig
+from .merging import Merging
+from .requests.types import CannotMerge, StepPlan
+from .scheduling.dlora import AdaptiveThresholds, Credits, DynamicBatching
+from .scheduling.fastest_mode import FastestMode
+from .scheduling.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
+from .scheduling.scheduler import Scheduler
+
+
+def mode_policy(name: str, prices: ModePrices) -> ModePolicy | None:
+    """Return the policy of `EngineConfig.mode_policy`; None for "manual"."""
+    match name:
+        case "dlora-1":
+            return DynamicBatching()
+        case "dlora-2":
+            return AdaptiveThresholds(DynamicBatching(), prices)
+        case "dlora-3":
+            return Credits(AdaptiveThresholds(DynamicBatching(), prices))
+        case "fastest":
+            return FastestMode(prices)
+    return None
+
+
+class Patience:
+    """Limits how long steps may leave requests out, whatever the policy.
+
+    They may until that has gone on for as long as a turn may be waited for (`max_turn_seconds`, `max_turn_steps`) or
+    an account is due its turn; then everybody runs for as long as somebody was left out. So in the long run nobody
+    loses more than half of the steps, and nobody waits longer than before.
+    """
+
+    def __init__(self, seconds: float, steps: int) -> None:
+        self._seconds, self._steps = seconds, steps
+        self._left_out = self._num_left_out = 0.0  # seconds and steps that are to be made good
+        self._is_due = False
+
+    def pass_by(self, seconds: float, left_out: bool, is_late: bool) -> None:
+        """A step took so long. left_out: somebody was. is_late: an account has waited too long for its turn."""
+        if left_out:
+            self._left_out += seconds
+            self._num_left_out += 1
+        else:
+            self._left_out = max(0.0, self._left_out - seconds)
+            self._num_left_out = max(0.0, self._num_left_out - 1)
+        if is_late or self._left_out >= self._seconds or self._num_left_out >= self._steps:
+            self._is_due = True
+        elif not self._left_out or not self._num_left_out:
+            self._is_due = False
+
+    @property
+    def is_over(self) -> bool:
+        """True if the next step must leave nobody out."""
+        return self._is_due
+
+
+class Modes:
+    """Before each step: the policy's choice, done; after it: its time, which the policy's prices learn from."""
+
+    def __init__(
+        self,
+        policy: ModePolicy,
+        prices: ModePrices,
+        merging: Merging,
+        scheduler: Scheduler,
+        config: EngineConfig,
+        clock: Callable[[], float],
+    ) -> None:
+        self.policy = policy
+        self._prices = prices
+        self._merging = merging
+        self._scheduler = scheduler
+        self._max_batch = config.max_num_seqs
+        seconds = config.max_turn_seconds
+        if isinstance(policy, FastestMode):  # it overtakes others for speed alone
+            seconds = min(seconds, config.max_overtake_seconds)
+        self._patience = Patience(seconds, config.max_turn_steps)
+        self._clock = clock
+        self._began = math.nan  # of the step before, by which time goes by
+        self._leaves_out = False
+        self._context = self._step_seconds = 0.0
+        self._num_merges = 0
+        self.predicted_seconds = self.measured_seconds = self.wrong_seconds = 0.0
+        """Of all decode steps whose price was known before: what was predicted, what they took, and the sum of the
+        differences, whichever way."""
+        self.num_left_out = 0
+        """Steps that left requests out."""
+
+    def decide(self) -> None:
+        """Have the next step run in the mode that the policy chooses."""
+        scheduler, merging = self._scheduler, self._merging
+        requests = scheduler.count_by_adapter()
+        now = self._clock()
+        if self._began == self._began and scheduler.has_work():
+            self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
+        self._began = now
+        fcfs = requests if requests.total() <= self._max_batch else scheduler.count_by_adapter(self._max_batch)
+        choice = self.policy.choose(
+            ModeState(
+                requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
+                self._max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
+                self._step_seconds, not self._patience.is_over,
+            )
+        )  # fmt: skip
+        self._apply(choice)
+        only = choice.only if choice.merged is merging.merged and not self._patience.is_over else None
+        self._leaves_out = only is not None and any(adapter not in only for adapter in requests)
+        scheduler.only = only if self._leaves_out else None
+        self.num_left_out += self._leaves_out
+
+    def credit(self, adapter: Adapter | None) -> float | None:
+        """Return what an adapter, or the base model, has been credited; None where the policy keeps no credits."""
+        return self.policy.credit(adapter) if isinstance(self.policy, Credits) else None
+
+    def _apply(self, choice: ModeChoice) -> None:
+        merging = self._merging
+        if choice.merged is None:
+            if not merging.is_under_way or choice.only is None:  # starving requests don't undo what is under way
+                merging.unmerge()
+        elif choice.merged is not merging.merged and merging.may_merge(choice.merged):
+            with suppress(CannotMerge):  # it is served unmerged
+                merging.merge(choice.merged)
+
+    def of_prefill(self, plan: StepPlan) -> Adapter | None:
+        """Return what a step with prompts has in its weights: the merged adapter if most of the tokens are its own.
+
+        The policy goes by decode steps. Prompts are many tokens of few requests; if they are others', each of them has
+        the merged adapter's part taken away again, which is more work than to add it to its own tokens.
+        """
+        merged = self._merging.merged
+        if merged is None or merged not in plan.adapters:
+            return None
+        slot = plan.adapters.index(merged)
+        own = sum([len(row.tokens) for row in plan.rows if row.slot == slot])
+        return merged if 2 * own >= plan.num_tokens else None
+
+    def note(self, plan: StepPlan, seconds: float) -> None:
+        """A decode step has taken so long."""
+        batch, context = _batch_of(plan), sum([row.start for row in plan.rows]) / len(plan.rows)
+        if self._step_seconds:
+            predicted = self._prices.step_seconds(batch, plan.merged, context)
+            self.predicted_seconds += predicted
+            self.measured_seconds += seconds
+            self.wrong_seconds += abs(predicted - seconds)
+        self._prices.observe(batch, plan.merged, context, seconds)
+        self._context, self._step_seconds = context, seconds
+        merging = self._merging
+        if merging.num_merges > self._num_merges and merging.shadowed is not None:
+            self._num_merges = merging.num_merges
+            self._prices.observe_merge(merging.shadowed, merging.merge_seconds)
+
+
+def _batch_of(plan: StepPlan) -> Batch:
+    adapters: list[Adapter | None] = [*plan.adapters, None]  # the base model's slot is the last
+    slots = Counter([row.slot for row in plan.rows])
+    return {adapters[slot]: count for slot, count in slots.items()}

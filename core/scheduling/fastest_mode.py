@@ -1,0 +1,83 @@
+"""Our policy of modes: whatever is predicted to compute most tokens a second, once it has earned what it costs."""
+
+from __future__ import annotations
+
+from ...memory.adapters.adapter import Adapter
+from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
+
+MARGIN = 0.01
+"""Share by which a mode must promise more than the present one; chosen: predictions are not that good."""
+
+EARNED = 2.0
+"""Costs of a merge that must have been lost without it; chosen: requests come and go, and with 1 what the last ones
+missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
+"""
+
+
+class FastestMode:
+    """Chooses among unmerged mode, merged mode of everybody, and of the merged adapter's requests alone.
+
+    What is there is chosen by predicted tokens a second, step by step, as switching to it and back is free. Merged
+    weights are made when what was lost without them, in tokens, has come to `EARNED` times what making them costs:
+    whoever rents until then and buys pays a fixed multiple, at most, of what he would have paid had he known how long
+    it lasts.
+    """
+
+    def __init__(self, prices: ModePrices) -> None:
+        self._prices = prices
+        self._lost: dict[Adapter, float] = {}  # tokens, without the merged weights of each
+
+    def choose(self, state: ModeState) -> ModeChoice:
+        if state.is_under_way:  # it has been decided
+            return ModeChoice(state.shadowed)
+        if not state.fcfs:
+            return ModeChoice(state.merged)
+        rate, choice = self._best(state, None)
+        if state.shadowed is not None:
+            merged = self._best(state, state.shadowed)
+            rate, choice = max((rate, choice), merged, key=lambda found: self._weighed(found, state))
+        wanted = self._wanted(state, rate)
+        return choice if wanted is None else ModeChoice(wanted)
+
+    def _weighed(self, found: tuple[float, ModeChoice], state: ModeState) -> float:
+        """Return a rate; that of the present mode counts a little more."""
+        rate, choice = found
+        return rate * (1 + MARGIN) if choice.merged is state.merged else rate
+
+    def _best(self, state: ModeState, merged: Adapter | None) -> tuple[float, ModeChoice]:
+        """Return the most tokens a second with an adapter in the weights, None for none, and what is to run for it."""
+        everybody = self._rate(state, state.fcfs, merged)
+        if merged is None or not state.may_leave_out:
+            return everybody, ModeChoice(merged)
+        free = state.max_batch - sum(state.fcfs.values()) + state.fcfs.get(merged, 0)
+        count = min(state.requests.get(merged, 0), free)
+        alone = self._rate(state, {merged: count}, merged) if count else 0.0
+        if alone > everybody * (1 + MARGIN):
+            return alone, ModeChoice.alone(merged)
+        return everybody, ModeChoice(merged)
+
+    def _rate(self, state: ModeState, batch: Batch, merged: Adapter | None) -> float:
+        return sum(batch.values()) / self._prices.step_seconds(batch, merged, state.context)
+
+    def _wanted(self, state: ModeState, rate: float) -> Adapter | None:
+        """Return an adapter whose merged weights have been missed for long enough. rate: without them."""
+        lost = {}
+        for adapter in self._candidates(state):
+            gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
+            tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
+            if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
+                self._lost = {}
+                return adapter
+            if tokens:
+                lost[adapter] = tokens
+        self._lost = lost
+        return None
+
+    def _candidates(self, state: ModeState) -> set[Adapter]:
+        """Return the adapters that may be worth merging: with most rows of a step, and with most work for theirs."""
+        eligible = [adapter for adapter in state.eligible if adapter is not state.shadowed and adapter in state.fcfs]
+        if not eligible:
+            return set()
+        rows = max(eligible, key=lambda adapter: (state.fcfs[adapter], -adapter.version))
+        work = max(eligible, key=lambda adapter: (state.fcfs[adapter] * adapter.rank, -adapter.version))
+        return {rows, work}

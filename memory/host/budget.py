@@ -1,0 +1,59 @@
+"""One budget of host memory for all that is kept there."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+
+class Lodger(Protocol):
+    """Keeps things in host memory, some of which may be dropped at any time."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it takes now."""
+        ...
+
+    def can_spare(self, num_bytes: int) -> bool:
+        """True if it keeps at least so many bytes that may be dropped."""
+        ...
+
+    def spare(self, num_bytes: int) -> None:
+        """Drop what was used least recently until so many bytes are free, or nothing is left that may be dropped."""
+        ...
+
+
+class HostBudget:
+    """Bytes of host memory that several share. Who came first gives way first."""
+
+    def __init__(self, capacity_bytes: int) -> None:
+        self.capacity_bytes = capacity_bytes
+        self._lodgers: list[Lodger] = []
+
+    def join(self, lodger: Lodger) -> None:
+        self._lodgers.append(lodger)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes in use."""
+        return sum(lodger.num_bytes for lodger in self._lodgers)
+
+    def excess(self, num_bytes: int) -> int:
+        """Bytes that would have to go before so many more fit; zero or less if they fit."""
+        return self.num_bytes + num_bytes - self.capacity_bytes
+
+    def make_room(self, num_bytes: int) -> None:
+        """Drop what may be dropped until so many more bytes fit, as far as that can be had."""
+        for lodger in self._lodgers:
+            if (excess := self.excess(num_bytes)) <= 0:
+                return
+            lodger.spare(excess)
+
+    def claim(self, num_bytes: int, lodger: Lodger) -> bool:
+        """Make room at the expense of another than `lodger`; False, and nothing dropped, if no other can give it."""
+        if (excess := self.excess(num_bytes)) <= 0:
+            return True
+        for other in self._lodgers:
+            if other is not lodger and other.can_spare(excess):
+                other.spare(excess)
+                return True
+        return False

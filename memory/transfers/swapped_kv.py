@@ -1,0 +1,249 @@
+"""KV of preempted requests in host memory: on its way there, kept, and on its way back."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ..host.budget import HostBudget
+from ..pages.block_table import BlockTable
+from ..pages.pool import IntegrityError, PageKind
+from .transfer import ExecutorLost, Transfer
+
+logger = logging.getLogger(__name__)
+
+
+class SwapBackend(Protocol):
+    """Copies pages between arena and host; the executor brings it, so that nobody else touches a tensor."""
+
+    @property
+    def page_seconds(self) -> float:
+        """Seconds that a page takes out and back again, as measured before anything was swapped."""
+        ...
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[Any, Transfer | None]:
+        """Begin to copy pages to host memory; the image, and None in place of its transfer once it is whole."""
+        ...
+
+    def copy_in(self, image: Any, skip: int, pages: Sequence[int]) -> Transfer | None:
+        """Begin to copy an image, without its first `skip` pages, into pages; None once they hold it."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Let time go by until a copy may have ended, at most `timeout` seconds."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class KvImage:
+    """KV of a request's first `num_tokens` tokens, but for the blocks before `blocks`, which others used at that time.
+
+    is_whole: all of it is in host memory. is_used: it is being copied back and must not be dropped. is_dropped: it is
+    lost, or nobody wants it any more.
+    """
+
+    data: Any
+    num_bytes: int
+    blocks: range
+    num_tokens: int
+    is_whole: bool = False
+    is_used: bool = False
+    is_dropped: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Copy:
+    """table: the pages, which are free once the copy has ended; None while a request has them."""
+
+    transfer: Transfer
+    image: KvImage
+    is_out: bool
+    table: BlockTable | None
+
+
+class SwappedKv:
+    """Images of KV within the budget of host memory that adapters' images have too.
+
+    An image takes the place of adapters' images that nobody would miss, never of another request's KV. Adapters that
+    requests wait for take its place, when nothing else is left: then it is dropped, the oldest first.
+
+    Pages belong to their copy until that has ended: they are freed when they have been copied out, and those of a copy
+    back that was cancelled when nothing is written to them any more.
+    """
+
+    def __init__(self, backend: SwapBackend | None, budget: HostBudget, page_bytes: int) -> None:
+        """backend: None where nothing can be copied: then nothing is ever saved."""
+        self.backend = backend
+        self._budget = budget
+        self._page_bytes = page_bytes
+        self._images: dict[KvImage, None] = {}  # the oldest first
+        self._copies: list[_Copy] = []
+        self.num_bytes = 0
+        self.num_out = self.num_in = self.num_bytes_out = self.num_bytes_in = self.num_dropped = 0
+        budget.join(self)
+
+    def __len__(self) -> int:
+        """Number of images, those on their way included."""
+        return len(self._images)
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if something is being copied."""
+        return bool(self._copies)
+
+    @property
+    def frees_pages(self) -> bool:
+        """True if pages will be free when copies end."""
+        return any(copy.table is not None for copy in self._copies)
+
+    def leaving(self) -> Counter[int]:
+        """Count of the copies that hold a page until they end."""
+        return Counter(page for copy in self._copies if copy.table is not None for page in copy.table.pages)
+
+    def save(self, table: BlockTable, blocks: range, num_tokens: int) -> KvImage | None:
+        """Begin to copy blocks of a table that is about to be freed; None where there is no room, or no way.
+
+        If the copy takes its time the pages become its own, and the table is empty. Raises what the backend raises;
+        nothing is kept then.
+        """
+        num_bytes = len(blocks) * self._page_bytes
+        if self.backend is None or not blocks or not self._budget.claim(num_bytes, self):
+            return None
+        data, transfer = self.backend.copy_out(table.pages[blocks.start : blocks.stop])
+        image = KvImage(data, num_bytes, blocks, num_tokens, transfer is None)
+        self._images[image] = None
+        self.num_bytes += num_bytes
+        if transfer is not None:
+            self._copies.append(_Copy(transfer, image, True, table.hand_over()))
+        self.num_out += 1
+        self.num_bytes_out += num_bytes
+        return image
+
+    def restore(self, image: KvImage, pages: Sequence[int], skip: int) -> Transfer | None:
+        """Begin to copy an image that is whole back, without its first `skip` pages; None once it is there.
+
+        The pages are the request's; it gives them up by `cancel` only, while the transfer is under way.
+        """
+        assert self.backend is not None
+        transfer = self.backend.copy_in(image.data, skip, pages)
+        self.num_in += 1
+        self.num_bytes_in += len(pages) * self._page_bytes
+        if transfer is None:
+            self.forget(image)
+        else:
+            image.is_used = True
+            self._copies.append(_Copy(transfer, image, False, None))
+        return transfer
+
+    def cancel(self, image: KvImage, table: BlockTable) -> None:
+        """End a copy back before its time; the image stays, and the table's pages are freed when that may be."""
+        for copy in self._copies:
+            if copy.image is image and not copy.is_out and copy.table is None:
+                copy.table = table.hand_over()
+                copy.transfer.cancel()
+
+    def drop(self, image: KvImage) -> None:
+        """Give an image up that came to nothing: it is lost, others need its memory, or the KV is there without it."""
+        if not image.is_dropped:
+            self.num_dropped += 1
+            self.forget(image)
+
+    def forget(self, image: KvImage) -> None:
+        """Nobody wants an image any more. Its memory counts until nothing is copied from or to it."""
+        image.is_dropped = True
+        for copy in self._copies:
+            if copy.image is image:
+                copy.transfer.cancel()
+        self._clear(image)
+
+    def settle(self) -> tuple[list[Transfer], list[Transfer]]:
+        """End the copies that have ended; returns the transfers of copies back that are done, and of those that failed.
+
+        Whoever waits for a failed one is to `cancel` it.
+        """
+        done, failed = [], []
+        for copy in list(self._copies):
+            state = _state_of(copy.transfer)
+            if copy.table is None and state == "failed":
+                failed.append(copy.transfer)
+            elif copy.is_out and state == "done":
+                copy.image.is_whole = True
+                self._end(copy)
+            elif state == "done" and copy.table is None:
+                self._copies.remove(copy)
+                self.forget(copy.image)
+                done.append(copy.transfer)
+            elif state != "coming" and copy.transfer.is_quiet():
+                if copy.is_out and not copy.image.is_dropped:
+                    self.drop(copy.image)
+                self._end(copy)
+        return done, failed
+
+    def wait(self, timeout: float) -> bool:
+        """Let time go by until a copy may have ended; False, at once, if nothing is being copied."""
+        if self._copies and self.backend is not None:
+            self.backend.wait(timeout)
+        return bool(self._copies)
+
+    # -- the budget's
+
+    def can_spare(self, num_bytes: int) -> bool:
+        return sum(image.num_bytes for image in self._images if _is_loose(image)) >= num_bytes
+
+    def spare(self, num_bytes: int) -> None:
+        left = self.num_bytes - num_bytes
+        for image in [image for image in self._images if _is_loose(image)]:
+            if self.num_bytes <= left:
+                return
+            self.drop(image)
+
+    # -- integrity
+
+    def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
+        """Pages that copies hold, for `PagePool.check_integrity`."""
+        for copy in self._copies:
+            if copy.table is not None:
+                yield PageKind.KV, copy.table.pages
+
+    def check_integrity(self, wanted: Iterable[KvImage]) -> None:
+        """Raise IntegrityError unless every image is `wanted`, or still being copied, and the bytes add up."""
+        known = {id(image) for image in wanted} | {id(copy.image) for copy in self._copies}
+        if any(id(image) not in known for image in self._images):
+            raise IntegrityError("host memory holds KV of a request that is gone")
+        if (total := sum(image.num_bytes for image in self._images)) != self.num_bytes:
+            raise IntegrityError(f"swapped KV has {total} bytes, {self.num_bytes} are counted")
+
+    def _end(self, copy: _Copy) -> None:
+        self._copies.remove(copy)
+        if copy.table is not None:
+            copy.table.free()
+        if not copy.is_out:
+            copy.image.is_used = False
+        if copy.image.is_dropped:
+            self._clear(copy.image)
+
+    def _clear(self, image: KvImage) -> None:
+        if image in self._images and all(copy.image is not image for copy in self._copies):
+            del self._images[image]
+            image.data = None
+            self.num_bytes -= image.num_bytes
+
+
+def _is_loose(image: KvImage) -> bool:
+    return image.is_whole and not image.is_used and not image.is_dropped
+
+
+def _state_of(transfer: Transfer) -> str:
+    """The state of a copy: coming, done, or failed, which a cancelled one is too. Raises ExecutorLost."""
+    try:
+        if transfer.is_done():
+            return "done"
+        return "failed" if transfer.has_failed() else "coming"
+    except ExecutorLost:
+        raise
+    except Exception:  # a driver that refuses a copy: the request computes its KV again
+        logger.exception("a copy of KV failed")
+        return "failed"

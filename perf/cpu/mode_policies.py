@@ -1,0 +1,126 @@
+"""Throughput with a policy of modes beside the two fixed modes, by skewness, in turns in one process.
+
+    python -m chorus.perf.cpu.mode_policies
+
+Eight clients each send the next request when the last one is answered. A request has one adapter, of the mean rank,
+with the probability `skew`, else another one or none, all alike often. unmerged: nothing is merged. merged: that
+adapter is, all the time, and the others run along. Each has an engine and clients of its own, which ask for the same,
+and takes its turn for a few steps, so that all three meet the same machine. Rates and ratios are medians over turns,
+as others may have the processors in some of them; half of the interval that the ratio's median is in, at 95 %, stands
+beside it. The policy goes on with what it has learned.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import random
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from .merged import Bench
+from .workload import Geometry, Workload
+
+MODES = ("unmerged", "merged", "policy")
+
+
+class Clients:
+    """Clients of an engine that are never without a request."""
+
+    def __init__(self, bench: Bench, mode: str) -> None:
+        self.bench = bench
+        self._others = [None, *(name for name in bench.names if name != bench.merged)]
+        self._source, self._skew = random.Random(), 0.0
+        if mode == "merged":
+            bench.set_mode(bench.merged)
+
+    def start(self, skew: float, count: int) -> None:
+        """Have so many clients ask for the first time; requests that are there are given up."""
+        scheduler = self.bench.engine.scheduler
+        for request in [*scheduler.running, *scheduler.waiting]:
+            self.bench.engine.abort(request.id)
+        self._source, self._skew = random.Random(count), skew
+        for _ in range(count):
+            self._ask()
+
+    def turn(self, steps: int) -> float:
+        """Return the tokens a second of so many steps."""
+        engine = self.bench.engine
+        before, began = engine.stats().num_generated_tokens, time.perf_counter()
+        for _ in range(steps):
+            for output in engine.step():
+                if output.finish_reason is not None:
+                    self._ask()
+        return (engine.stats().num_generated_tokens - before) / (time.perf_counter() - began)
+
+    def _ask(self) -> None:
+        source = self._source
+        adapter = self.bench.merged if source.random() < self._skew else source.choice(self._others)
+        self.bench.add(adapter, source.randint(24, 72))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m chorus.perf.cpu.mode_policies", description=__doc__.split("\n")[0])
+    parser.add_argument("--skews", type=_numbers, default=[0.0, 0.25, 0.5, 0.75, 1.0], metavar="P,…")
+    parser.add_argument("--turns", type=int, default=100, help="of each mode at each skew")
+    parser.add_argument("--steps", type=int, default=4, help="of a turn")
+    parser.add_argument("--policy", choices=("fastest", "dlora-1", "dlora-2", "dlora-3"), default="fastest")
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--geometry", type=Geometry.parse, default=Geometry(), help="as of perf.cpu")
+    args = parser.parse_args(argv)
+    workload = Workload(args.geometry, dtype=args.dtype, threads=args.threads, ranks=(8, 16, 32, 64))
+    found = {}
+    print(
+        f"{'skew':>5}" + "".join(f"{mode:>10}" for mode in MODES) + f"{'of unmerged':>17}{'of merged':>17}{'merges':>8}"
+    )
+    with tempfile.TemporaryDirectory(prefix="chorus-modes-") as directory:
+        clients = {}
+        for mode in MODES:
+            policy = args.policy if mode == "policy" else "manual"
+            clients[mode] = Clients(Bench(workload, Path(directory), policy), mode)
+        engine = clients["policy"].bench.engine
+        for skew in args.skews:
+            for each in clients.values():
+                each.start(skew, workload.requests)
+                each.turn(args.steps)  # warms up
+            merges, turns = engine.merging.num_merges, {mode: [] for mode in MODES}
+            for number in range(args.turns):
+                for mode in MODES[:: 1 if number % 2 else -1]:
+                    turns[mode].append(clients[mode].turn(args.steps))
+            found[f"{skew:g}"] = line = {mode: statistics.median(turns[mode]) for mode in MODES}
+            line["merges"] = engine.merging.num_merges - merges
+            for mode in MODES[:2]:
+                line[f"of_{mode}"], line[f"of_{mode}_error"] = _ratio(turns["policy"], turns[mode])
+            print(f"{skew:5.2f}" + "".join(f"{line[mode]:10.0f}" for mode in MODES), end="")
+            print("".join(f"{line[f'of_{mode}']:10.3f} ±{line[f'of_{mode}_error']:.3f}" for mode in MODES[:2]), end="")
+            print(f"{line['merges']:8.0f}", flush=True)
+        modes = engine.modes
+        assert modes is not None
+        print(f"decode steps differ by {modes.wrong_seconds / modes.measured_seconds:.1%} from what was predicted")
+        for each in clients.values():
+            each.bench.engine.close()
+    print(json.dumps({"mode_policies": found}))
+    return 0
+
+
+def _ratio(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
+    """Return the median ratio, and half of the interval, by order statistics, that it is in at 95 %."""
+    ratios = sorted(rate / other for rate, other in zip(rates, others, strict=True))
+    count = len(ratios)
+    below = max(0, math.floor(count / 2 - math.sqrt(count)))
+    return statistics.median(ratios), (ratios[count - 1 - below] - ratios[below]) / 2
+
+
+def _numbers(text: str) -> list[float]:
+    return [float(part) for part in text.split(",")]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,202 @@
+"""Host time of a decode step on a GPU that is not there: `python -m chorus.perf.gpu.host_time [--rows 1 8 32 64]`.
+
+The real engine, scheduler, executor, static buffers and tables; a replay, a copy on the device and a kernel's launch do
+nothing, so what is left is what the host does between them. Microseconds, the fastest of the steps, of
+
+* `step`: a whole step,
+* `execute`: what of it is the executor's, from the plan to the tokens,
+* `pages`: what of that writes the page lists for FlashInfer,
+
+of the base model and with an adapter per row. What FlashInfer's own planning and CUDA's calls take is not in it. The
+last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from ...core.config import EngineConfig
+from ...core.engine import Engine
+from ...core.executors import cuda
+from ...core.executors.cuda import CudaExecutor
+from ...core.model.decoder import DecoderModel
+from ...core.model.lora_state_cuda import CudaLoraState
+from ...core.requests.request import Request
+from ...core.requests.sampling_params import SamplingParams
+from ...graphs.device import CudaDevice
+from ...memory.host.images import InlineReads
+from ...ops.attention_plan import PlanBuffers
+from ..cpu import random_model
+from ..cpu.workload import Geometry, Workload
+from ..report.command import conclude, parser
+from ..report.table import Table
+
+_GEOMETRY = Geometry(hidden=64, ffn=64, layers=2, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
+_RANK = 16
+_PARTS = ("step", "execute", "pages")
+
+
+class StubDevice(CudaDevice):
+    """A device that is done with everything at once; what is captured is run then, and its replays do nothing."""
+
+    def __init__(self) -> None:
+        self.torch_device = torch.device("cpu")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def pinned(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8)
+
+    def event(self) -> Any:
+        return SimpleNamespace(record=_nothing, synchronize=_nothing)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        target.copy_(source)
+
+    def capture(self, work: Callable[[], object]) -> Callable[[], None]:
+        work()
+        return _nothing
+
+    def memory(self) -> tuple[int, int]:
+        return 1 << 40, 1 << 40
+
+    def peak_bytes(self, work: Callable[[], object]) -> int:
+        return 0
+
+    def synchronize(self) -> None: ...
+
+    def failure(self) -> str | None:
+        return None
+
+    def release(self) -> None: ...
+
+
+def _nothing(*_: Any, **__: Any) -> None: ...
+
+
+class _Wrapper:
+    """Of FlashInfer's wrappers, which plan nothing and compute nothing here."""
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    plan = reset_workspace_buffer = run = _nothing
+
+
+_FLASHINFER = SimpleNamespace(
+    __version__="stub", BatchPrefillWithPagedKVCacheWrapper=_Wrapper, BatchDecodeWithPagedKVCacheWrapper=_Wrapper,
+    decode=SimpleNamespace(fast_decode_plan=_nothing),
+)  # fmt: skip
+
+
+def host_times(
+    rows: int,
+    tokens: int,
+    lora: bool,
+    steps: int,
+    work_dir: Path,
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
+    with _engine(rows, tokens + 2 * steps + 8, lora, work_dir) as engine:
+        params = SamplingParams(max_tokens=2 * steps + 4, temperature=0.0, ignore_eos=True)
+        names = sorted(engine.store.names()) if lora else [None] * rows
+        for index, name in enumerate(names):
+            engine.add_request(Request(f"r{index}", [1] * tokens, params, name))
+        while len(engine.scheduler.running) < rows or any(it.num_output_tokens == 0 for it in engine.scheduler.running):
+            engine.step()
+        engine.step()
+        took = {part: [] for part in _PARTS}
+        with _timed(engine, took, clock):
+            for _ in range(steps):
+                engine.step()
+        if any(len(times) != steps for times in took.values()):
+            raise RuntimeError(f"not every step was one of {rows} decode rows: {[len(it) for it in took.values()]}")
+    return {part: min(times) * 1e6 for part, times in took.items()}
+
+
+@contextmanager
+def _engine(rows: int, max_len: int, lora: bool, work_dir: Path) -> Iterator[Engine]:
+    workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
+    pages_per_row = -(-max_len // 16) + 1
+    adapter_pages = 64 * rows
+    config = EngineConfig(
+        model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
+        max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
+        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy",
+    )  # fmt: skip
+
+    def flashinfer(*shape: Any, **sizes: Any) -> Any:
+        from ...ops.attention_flashinfer import FlashInferBackend  # an optional dependency's
+
+        return FlashInferBackend(
+            *shape, **sizes, num_sms=2, module=_FLASHINFER,
+            new_event=lambda: SimpleNamespace(record=_nothing, synchronize=_nothing),
+        )  # fmt: skip
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (cuda, "choose_attention", flashinfer), (CudaLoraState, "warm_up", _nothing),
+            (DecoderModel, "forward", _nothing),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(owner, name, value))
+        executor = CudaExecutor(config, StubDevice())
+        executor.steps.logits[:, 1] = 1.0  # token 1 for every row
+        engine = Engine(config, executor, reads=InlineReads())
+        for name, path in random_model.adapters(workload, work_dir).items():
+            engine.store.register(name, path)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+@contextmanager
+def _timed(engine: Engine, took: dict[str, list[float]], clock: Callable[[], float]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for part, owner, name in (
+            ("step", engine, "step"), ("execute", engine.executor, "execute"), ("pages", PlanBuffers, "write"),
+        ):  # fmt: skip
+            inner = getattr(owner, name)
+
+            def timed(*args: Any, inner: Callable = inner, times: list[float] = took[part], **kwargs: Any) -> Any:
+                began = clock()
+                result = inner(*args, **kwargs)
+                times.append(clock() - began)
+                return result
+
+            stack.enter_context(patch.object(owner, name, timed))
+        yield
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    command = parser(__spec__, __doc__)
+    command.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 64])
+    command.add_argument("--tokens", type=int, nargs="+", default=[512], help="that each row has")
+    command.add_argument("--steps", type=int, default=100, help="of which the fastest counts")
+    command.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-host-time")
+    args = command.parse_args(argv)
+    found = [
+        {"rows": rows, "tokens": tokens, "lora": lora, **host_times(rows, tokens, lora, args.steps, args.work_dir)}
+        for tokens in args.tokens
+        for rows in args.rows
+        for lora in (False, True)
+    ]
+    table = Table("host time of a decode step, µs", ["rows", "tokens", "adapters", *_PARTS])
+    for it in found:
+        table.add(it["rows"], it["tokens"], it["rows"] if it["lora"] else 0, *(it[part] for part in _PARTS))
+    table.show()
+    return conclude({"steps": args.steps, "cases": found}, ok=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,189 @@
+"""Requests served by `chorus serve` over HTTP, and what host and wire add to the engine's time.
+
+The engine's profile knows steps and what the engine does between them. A server adds to that: its event loop, which
+reads, tokenizes, formats and sends beside the engine's thread and shares the interpreter with it, timers, sockets, and
+the client itself. `HostTimes` are fitted to loads of their own, then added to a simulation of others.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+import string
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from ...core.config import EngineConfig
+from ...core.costs.fit import fit
+from ...core.costs.profile import Number, Profile, Terms
+from ..serving.client import Client
+from ..serving.load import run_load, warm_up
+from ..serving.plan import PlannedRequest
+from ..serving.record import LoadError
+from ..serving.server_process import launched
+from ..workload.request import TraceRequest
+from .records import Records, Served
+
+_TIMEOUT = 300.0
+_STREAMS = (1, 2, 4, 8, 16)
+_STREAM_TOKENS = (32, 128)
+_PROMPTS = (1, 8, 32)  # short, so that the engine has done with them before the event loop has brought the next
+_LONE = 12  # requests, one after another
+_CROWDS = (16, 64)  # requests of one token that come at once
+_APART = 0.05  # seconds between requests that meet nobody
+_BESIDE, _COMING = 4, 32  # streams, and requests that come while they run
+_REPEATS = 3
+_LEAST = 1e-7  # seconds: a fit's samples are above 0
+
+#: Serves a trace in virtual time, with a profile.
+Simulate = Callable[[Profile, Sequence[TraceRequest]], Records]
+Traced = list[TraceRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class HostTimes:
+    """Seconds that serving over HTTP adds.
+
+    per_step, per_row, per_prompt: to a step, as `OverheadCost` has them. Event loop and engine share the interpreter,
+    so steps beside a request's intake take longer; that is charged to the step which takes the request.
+    intake, intake_per_token: of the event loop and the client for each prompt, one after another. latency: whatever
+    else a request waits for beside its steps, before its first token.
+    """
+
+    per_step: float
+    per_row: float
+    per_prompt: float
+    latency: float
+    intake: float
+    intake_per_token: float
+
+    def simulate(self, simulate: Simulate, profile: Profile, trace: Sequence[TraceRequest]) -> Records:
+        """Serve a trace in virtual time, with a profile of the engine without a server."""
+        came, free = [], -math.inf
+        for request in trace:
+            free = max(free, request.arrival) + self.intake + self.intake_per_token * request.prompt_tokens
+            came.append(request._replace(arrival=free))
+        asked = {request.arrival: each.arrival for request, each in zip(came, trace, strict=True)}
+        found, records = Records(), simulate(self._slower(profile), came)
+        found.num_failed = records.num_failed
+        names = ("arrival", "ttft", "e2e", "queue", "cold", "tokens")
+        for arrival, ttft, e2e, queue, cold, tokens in zip(*map(records.column, names), strict=True):
+            began = asked[float(arrival)]
+            more = arrival - began + self.latency
+            found.add(Served(began, ttft + more, e2e + more, queue, cold, tokens))
+        return found
+
+    def _slower(self, profile: Profile) -> Profile:
+        own = {} if profile.overhead is None else profile.overhead.terms
+        added = {"base": self.per_step, "per_row": self.per_row, "per_prompt": self.per_prompt}
+        terms = {
+            name: Number(value=seconds + (own[name].value if name in own else 0.0), source="engine and server")
+            for name, seconds in added.items()
+        }
+        return profile.model_copy(update={"overhead": Terms(terms={**own, **terms})})
+
+
+class HttpServer:
+    """A launched server that traces can be sent to."""
+
+    def __init__(self, url: str, config: EngineConfig) -> None:
+        self._url = url
+        self._base = config.model.name
+        self._tokenizer = Tokenizer.from_file(str(config.model / "tokenizer.json"))
+
+    def serve(self, trace: Sequence[TraceRequest]) -> tuple[Records, Traced]:
+        """Serve a trace in real time: the client's records, and the trace with the prompts' lengths as the server
+        counted them. Raises LoadError for a request that failed.
+        """
+        plan = [self._planned(request) for request in trace]
+        return asyncio.run(self._serve(trace, plan))
+
+    async def _serve(self, trace: Sequence[TraceRequest], plan: Sequence[PlannedRequest]) -> tuple[Records, Traced]:
+        counts = {"stream_options": {"include_usage": True}, "ignore_eos": True, "temperature": 0.0}
+        async with Client(self._url, "completions", timeout=_TIMEOUT, api_key=None, extra=counts) as client:
+            await warm_up(client, plan[:1])  # opens a connection
+            outcome = await run_load(client, plan)
+        records, counted = Records(), []
+        for request, record in zip(trace, outcome.records, strict=True):
+            if not record.ok:
+                raise LoadError(f"request {request.id} failed: {record.error}: {record.detail}")
+            records.add(Served(request.arrival, record.ttft, record.e2e, 0.0, 0.0, record.output_tokens))
+            counted.append(request._replace(prompt_tokens=record.prompt_tokens))
+        return records, counted
+
+    def _planned(self, request: TraceRequest) -> PlannedRequest:
+        """Random letters, so that no two prompts share a beginning worth caching."""
+        source = random.Random(request.id)
+        letters = "".join(source.choices(string.ascii_lowercase + " ", k=8 * request.prompt_tokens))
+        count = max(1, request.prompt_tokens - self._tokenizer.num_special_tokens_to_add(is_pair=False))
+        ids = self._tokenizer.encode(letters, add_special_tokens=False).ids[:count]
+        text = self._tokenizer.decode(ids)
+        return PlannedRequest(request.arrival, request.adapter or self._base, text, request.output_tokens)
+
+
+@contextmanager
+def served(config: EngineConfig) -> Iterator[HttpServer]:
+    """`chorus serve` with an engine's configuration. Raises LoadError if it does not start."""
+    flags = ["--model", config.model, "--served-model-name", config.model.name, "--adapters", config.adapters]
+    flags += ["--max-num-seqs", config.max_num_seqs, "--max-num-batched-tokens", config.max_num_batched_tokens]
+    flags += ["--memory-bytes", config.memory_bytes, "--no-access-log"]
+    if config.threads is not None:
+        flags += ["--threads", config.threads]
+    with launched([str(flag) for flag in flags]) as server:
+        yield HttpServer(server.url, config)
+
+
+def fit_host(server: HttpServer, profile: Profile, simulate: Simulate, rows: int) -> HostTimes:
+    """Fit what a server adds to `profile`'s engine: by many requests that come at once, by streams beside each other,
+    and by requests that meet nobody. rows: most that run at a time.
+
+    Each is what the client saw, less what is simulated without it.
+    """
+
+    def serve(prompt: int, output: int, count: int, apart: float = 0.0) -> Iterator[tuple[Records, Traced]]:
+        for _ in range(_REPEATS):
+            yield server.serve([TraceRequest(index, apart * index, None, prompt, output) for index in range(count)])
+
+    def more(known: HostTimes, name: str, *load: float) -> float:
+        return median(
+            float(np.median(real.column(name)) - np.median(known.simulate(simulate, profile, trace).column(name)))
+            for real, trace in serve(*load)
+        )
+
+    known = HostTimes(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+    crowds = []
+    for prompt in _PROMPTS:  # the difference of two crowds, so that what is there once falls out
+        few, many = (median(real.column("e2e").max() for real, _ in serve(prompt, 1, count)) for count in _CROWDS)
+        crowds.append(max(_LEAST, (many - few) / (_CROWDS[1] - _CROWDS[0])))
+    known = replace(known, **fit(("intake", "intake_per_token"), [(1.0, prompt) for prompt in _PROMPTS], crowds).terms)
+    streams = sorted({min(count, rows) for count in _STREAMS})
+    slower = [max(_LEAST, more(known, "tpot", *_STREAM_TOKENS, count)) for count in streams]
+    known = replace(known, **fit(("per_step", "per_row"), [(1.0, count) for count in streams], slower).terms)
+    known = replace(known, per_prompt=max(0.0, _beside_streams(server, known, profile, simulate)))
+    return replace(known, latency=max(0.0, more(known, "ttft", _PROMPTS[0], 1, _LONE, _APART)))
+
+
+def _beside_streams(server: HttpServer, known: HostTimes, profile: Profile, simulate: Simulate) -> float:
+    """Seconds by which each request that comes holds up the streams that run."""
+    prompt, output = _STREAM_TOKENS
+    streams = [TraceRequest(index, 0.0, None, prompt, output) for index in range(_BESIDE)]
+    found = []
+    for _ in range(_REPEATS):
+        apart = _length(server.serve(streams)[0], output) / _COMING
+        others = [TraceRequest(_BESIDE + index, apart * (index + 1), None, prompt, 1) for index in range(_COMING)]
+        real, trace = server.serve([*streams, *others])
+        longer = _length(real, output) - _length(known.simulate(simulate, profile, trace), output)
+        found.append(longer / _COMING)
+    return median(found)
+
+
+def _length(records: Records, tokens: int) -> float:
+    """Median seconds from the first to the last of so many tokens."""
+    lengths = records.column("e2e") - records.column("ttft")
+    return float(np.median(lengths[records.column("tokens") == tokens]))

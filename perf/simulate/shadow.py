@@ -1,0 +1,58 @@
+"""Merged weights without weights: their pages, and what making them takes, in virtual time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...core.costs.models import MergeCost
+from ...memory.adapters.adapter import Adapter
+from ...memory.pages.layout import ModuleDims, PageLayout
+
+#: Projections that share a matrix, as `core/model/shadow.py` has them.
+_MATRICES = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+class SimShadow:
+    """The executor's `ShadowBackend`: one matrix after another is paid for, each by its share of the elements."""
+
+    def __init__(self, cost: MergeCost, layout: PageLayout, dims: ModuleDims, spend: Callable[[float], None]) -> None:
+        """dims: of the projections. spend: lets seconds go by."""
+        self._cost = cost
+        self._layout = layout
+        self._dims = dims
+        self._spend = spend
+        self._left: list[float] = []  # seconds of the matrices that are to be made
+        self.adapter: Adapter | None = None
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        """Return the pages of each matrix in which an adapter changes something."""
+        elems = self._layout.page_bytes // self._layout.itemsize
+        return [-(-size // elems) for size in self._elems(adapter)]
+
+    def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
+        """Begin to make the matrices."""
+        sizes = self._elems(adapter)
+        seconds = self._cost.seconds(adapter.rank) / sum(sizes)
+        self.adapter, self._left = adapter, [seconds * size for size in reversed(sizes)]
+
+    def advance(self, max_seconds: float) -> bool:
+        """Let the time of the next matrix go by, and of more as long as there is time; True when all are made."""
+        spent = 0.0
+        while self._left and (not spent or spent + self._left[-1] <= max_seconds):
+            spent += self._left.pop()
+        self._spend(spent)
+        return not self._left
+
+    def drop(self) -> None:
+        """Forget it."""
+        self.adapter, self._left = None, []
+
+    def _elems(self, adapter: Adapter) -> list[int]:
+        """Return the elements of each matrix, over all layers."""
+        targets = adapter.manifest.targets
+        sizes = [
+            sum(self._dims[name][0] * self._dims[name][1] for name in names)
+            for names in _MATRICES
+            if any(name in targets for name in names)
+        ]
+        return sizes * self._layout.num_layers

@@ -1,0 +1,91 @@
+"""`chorus demo --skew`: one adapter is asked for more and more, then less again, and steps have it in their weights."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+from .client import Answer, DemoClient
+from .questions import Question
+
+SHARES = (0.0, 0.5, 1.0, 0.5, 0.0)
+"""Shares of the requests that ask for the one adapter, one after another."""
+
+SHARE_SECONDS = 6.0
+"""Time that each share lasts."""
+
+LINE_SECONDS = 1.0
+CLIENTS = 8
+
+
+class Skew:
+    """Clients that are never without a request, and a line now and then that says in which mode steps run."""
+
+    def __init__(
+        self,
+        client: DemoClient,
+        questions: dict[str, list[Question]],
+        console: Console,
+        answered: Callable[[Question, Answer], object],
+        seed: int,
+    ) -> None:
+        """questions: by adapter; the last one is asked for more and more. answered: is told of every answer."""
+        self._client = client
+        self._console = console
+        self._answered = answered
+        self._source = random.Random(seed)
+        self._questions = {name: itertools.cycle(asked) for name, asked in questions.items()}
+        *self._others, self._one = questions
+        self._share = 0.0
+        self._tokens = 0
+
+    async def run(self) -> None:
+        """Go through `SHARES`. Raises what asking raises."""
+        self._print("seconds", self._one, "in the weights", "merges", "switches", "tokens/s")
+        asking = asyncio.gather(*(self._ask() for _ in range(CLIENTS)))
+        watching = asyncio.create_task(self._watch())
+        try:
+            await asyncio.wait((asking, watching), return_when=asyncio.FIRST_COMPLETED)
+            if asking.done():
+                await asking
+            await watching
+        finally:
+            asking.cancel()
+            watching.cancel()
+            await asyncio.gather(asking, watching, return_exceptions=True)
+
+    async def _ask(self) -> None:
+        while True:
+            name = self._one if self._source.random() < self._share else self._source.choice(self._others)
+            question = next(self._questions[name])
+            answer = await self._client.ask(question)
+            self._tokens += answer.tokens
+            self._answered(question, answer)
+
+    async def _watch(self) -> None:
+        began = time.perf_counter()
+        for number, share in enumerate(SHARES, 1):
+            self._share = share
+            while (left := began + number * SHARE_SECONDS - time.perf_counter()) > 0:
+                await self._watch_for(min(left, LINE_SECONDS), began)
+
+    async def _watch_for(self, seconds: float, began: float) -> None:
+        tokens, since = self._tokens, time.perf_counter()
+        await asyncio.sleep(seconds)
+        now = time.perf_counter()
+        weights = await self._client.weights()
+        merged = weights["merged_adapter"]
+        rate, style = (self._tokens - tokens) / (now - since), None if merged is None else "green"
+        self._print(
+            f"{now - began:.0f}", f"{self._share:.0%}", merged or "-", weights["merges"], weights["switches"],
+            f"{rate:.0f}", style=style,
+        )  # fmt: skip
+
+    def _print(self, seconds: str, share: str, merged: str, *numbers: object, style: str | None = None) -> None:
+        line = f"{seconds:>7}{share:>12}  {merged:<16}" + "".join(f"{number:>10}" for number in numbers)
+        self._console.print(line, style=style, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,153 @@
+"""Our policy of modes: the fastest one by its prices, once it has earned its merge; and prices that are learned."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
+from chorus.core.modes import Patience
+from chorus.core.scheduling.fastest_mode import EARNED, FastestMode
+from chorus.core.scheduling.learned_prices import LearnedPrices
+from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
+from chorus.perf.simulate.mode_prices import ProfilePrices
+
+from .test_dlora import A, B, C, Voice, state
+
+BIG = Voice("big", rank=64, version=9)
+
+
+def prices(merge=0.0, **terms):
+    step = StepCost(**{"base": 0.01, **terms})
+    return ProfilePrices(CostModel(Kernel.SGMV, step, DiskCost(), TransferCost(), merge=MergeCost(merge)))
+
+
+def test_work_of_modes():
+    batch = {A: 3, BIG: 2, None: 1}
+    assert work_of(batch, None) == Work(6, 5, 3 * 8 + 2 * 64, 64, 72)
+    assert work_of(batch, A) == Work(6, 2 + 3, 2 * 64 + 3 * 8, 64, 72), "A's part is taken away from three rows"
+    assert work_of(batch, BIG) == Work(6, 3 + 4, 3 * 8 + 4 * 64, 64, 72)
+    assert work_of({A: 3}, A) == Work(3, 0, 0, 0, 0)
+
+
+def test_what_is_there_is_chosen_by_tokens_a_second():
+    policy = FastestMode(prices(lora=0.004, per_row=0.001))
+    there = {"shadowed": A, "merged": None, "may_leave_out": False}
+    assert policy.choose(state({A: 8}, **there)) == ModeChoice(A)
+    assert policy.choose(state({B: 8}, **there)) == ModeChoice(None)
+    dear = FastestMode(prices(per_rank=0.0001))
+    assert dear.choose(state({A: 5, B: 3}, **there)) == ModeChoice(A), "6 rank-rows of 8 in place of 8"
+    assert dear.choose(state({A: 3, B: 5}, **there)) == ModeChoice(None), "10 in place of 8"
+
+
+def test_others_are_left_out_where_that_makes_more_tokens():
+    policy = FastestMode(prices(lora=0.004))
+    there = {"shadowed": A, "merged": A}
+    assert policy.choose(state({A: 6, B: 2}, **there)) == ModeChoice.alone(A), "6 in 10 ms, 8 in 14"
+    assert policy.choose(state({A: 5, B: 3}, **there)) == ModeChoice(A), "5 in 10 ms are less"
+    assert policy.choose(state({A: 6, B: 2}, may_leave_out=False, **there)) == ModeChoice(A)
+    waiting = state({B: 4, A: 20}, **there)
+    assert policy.choose(waiting) == ModeChoice(A), "others' seats can't be had: 4 in 10 ms are less than 8 in 14"
+
+
+@pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
+def test_a_merge_has_to_be_earned(share):
+    """It is made when what was lost without it, in tokens, is `EARNED` times what making it costs."""
+    policy = FastestMode(prices(merge=0.014 * share * 10 / EARNED, lora=0.004))
+    steps = 0
+    while policy.choose(state({A: 8}, step_seconds=0.014)).merged is None:
+        steps += 1
+        assert steps < 100
+    lost_by_step = (8 / 0.010 - 8 / 0.014 * 1.01) * 0.014
+    assert steps == pytest.approx(0.14 * share * 8 / 0.014 / lost_by_step, abs=1.01)
+
+
+def test_what_is_not_worth_it_is_not_merged():
+    policy = FastestMode(prices(merge=0.01, per_rank=0.0001))
+    for _ in range(1000):
+        assert policy.choose(state({A: 3, B: 3, C: 2}, step_seconds=0.02)).merged is None
+    free = FastestMode(prices(merge=0.0))
+    assert free.choose(state({A: 8}, step_seconds=0.02)).merged is None, "LoRA costs nothing"
+
+
+def test_what_is_being_made_is_waited_for():
+    policy = FastestMode(prices(lora=0.004))
+    assert policy.choose(state({B: 8}, shadowed=A, is_under_way=True)) == ModeChoice(A)
+    assert policy.choose(state({}, shadowed=A, merged=A)) == ModeChoice(A)
+
+
+def test_prices_are_learned_from_steps():
+    true = prices(base=0.008, per_row=0.0002, per_kv_token=1e-7, lora=0.002, per_rank=5e-6, per_adapter_rank=2e-6)
+    source, learned = random.Random(3), LearnedPrices()
+    voices = [A, B, BIG, None]
+
+    def drawn():
+        batch = {voice: source.randint(1, 5) for voice in source.sample(voices, source.randint(1, 4))}
+        merged = source.choice([A, B, BIG, None, None])
+        return batch, merged, source.uniform(50, 500)
+
+    for _ in range(400):
+        step = drawn()
+        learned.observe(*step, true.step_seconds(*step) * source.uniform(0.97, 1.03))
+    for _ in range(100):
+        step = drawn()
+        assert learned.step_seconds(*step) == pytest.approx(true.step_seconds(*step), rel=0.06)
+
+
+def test_merging_is_tried_where_it_might_help_and_given_up_where_it_does_not():
+    for lora, helps in ((0.004, True), (0.0, False)):
+        true, learned = prices(lora=lora), LearnedPrices()
+        policy, merged, modes = FastestMode(learned), None, []
+        for _ in range(300):
+            now = state({A: 8}, step_seconds=0.01, merged=merged, shadowed=merged or (modes[-1:] and A) or None)
+            merged = policy.choose(now).merged
+            learned.observe({A: 8}, merged, 100.0, true.step_seconds({A: 8}, merged, 100.0))
+            modes.append(merged)
+        assert A in modes, "it was never tried"
+        assert (modes[-1] is A) or not helps
+        assert learned.step_seconds({A: 8}, A, 100.0) == pytest.approx(0.01, rel=0.05)
+
+
+def test_one_merge_that_was_held_up_is_not_the_last():
+    learned = LearnedPrices()
+    learned.observe({A: 8}, None, 100.0, 0.01)
+    learned.observe_merge(A, 0.06)
+    assert learned.merge_seconds(A) == 0.06
+    learned.observe_merge(A, 2.5)
+    assert learned.merge_seconds(A) == pytest.approx(0.12), "no more than twice as much"
+    for _ in range(3):
+        learned.observe_merge(A, 0.02)
+    assert learned.merge_seconds(A) == 0.02
+
+
+def test_one_slow_step_changes_little():
+    learned = LearnedPrices()
+    for _ in range(50):
+        learned.observe({A: 8}, None, 100.0, 0.01)
+    learned.observe({A: 8}, None, 100.0, 1.0)
+    assert learned.step_seconds({A: 8}, None, 100.0) < 0.012
+
+
+@given(st.lists(st.tuples(st.floats(0.001, 1.0), st.booleans(), st.booleans()), max_size=200))
+def test_patience(steps):
+    """Whoever is left out loses no more than the limit, and half of the time at most."""
+    patience, out, back = Patience(5.0, 50), 0.0, 0.0
+    for seconds, wants, late in steps:
+        leaves = wants and not patience.is_over
+        patience.pass_by(seconds, leaves, late and leaves)
+        out, back = out + seconds * leaves, back + seconds * (not leaves)
+        assert out <= back + 6.0 + 1e-9
+
+
+def test_merging_pays_though_every_row_always_had_the_same_rank():
+    """Rows and their ranks come together then: neither's price may be below 0 to make up for the other's."""
+    true, learned = prices(lora=0.004, per_row=0.0001), LearnedPrices()
+    for step in range(60):
+        rows, merged = 1 + step // 10, A if 5 <= step < 25 else None
+        learned.observe({A: rows}, merged, 100.0, true.step_seconds({A: rows}, merged, 100.0))
+    for rows in (1, 8, 32):
+        merged, unmerged = (learned.step_seconds({A: rows}, mode, 100.0) for mode in (A, None))
+        assert merged < unmerged
