@@ -160,7 +160,8 @@ class SimScheduler(Scheduler):
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
-        if plan is None or len(plan.rows) != self._num_decoding:
+        # Nothing is repeated where somebody else has a row of one that decodes; then the plan is not to be reused.
+        if plan is None or self.running.plan is None or len(plan.rows) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 

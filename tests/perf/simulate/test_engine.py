@@ -153,6 +153,10 @@ def traces(draw):
 @example(
     [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0, 0, "tenant"
 )  # equal prompts and answers: who makes a block known first decides what is cached
+@example(
+    [*((0.0, f"r{i}", [3] * 16, 100, "a") for i in range(3)), (0.31, "new", [4] * 40, 20, None)],
+    *(120, 3, 16, False, True, 0.0, 0.0, None, 5.0, 0, "adapter"),
+)  # new takes a row of one that decodes: the step has as many rows as before, and a prompt among them
 def test_steps_together_are_the_same_as_steps_one_by_one(
     arrivals,
     num_pages,
