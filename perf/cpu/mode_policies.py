@@ -5,9 +5,8 @@
 Eight clients each send the next request when the last one is answered. A request has one adapter, of the mean rank,
 with the probability `skew`, else another one or none, all alike often. unmerged: nothing is merged. merged: that
 adapter is, all the time, and the others run along. Each has an engine and clients of its own, which ask for the same,
-and takes its turn for a few steps, so that all three meet the same machine. Rates and ratios are medians over turns,
-as others may have the processors in some of them; half of the interval that the ratio's median is in, at 95 %, stands
-beside it. The policy goes on with what it has learned.
+and takes its turn for a few steps, so that all three meet the same machine. Ratios are those of tokens per second over
+all turns, with the standard error of the mean of the turns' own. The policy goes on with what it has learned.
 """
 
 from __future__ import annotations
@@ -49,15 +48,16 @@ class Clients:
         for _ in range(count):
             self._ask()
 
-    def turn(self, steps: int) -> float:
-        """Return the tokens a second of so many steps."""
+    def turn(self, steps: int) -> tuple[int, float]:
+        """Return the tokens of so many steps, and their seconds."""
         engine = self.bench.engine
         before, began = engine.stats().num_generated_tokens, time.perf_counter()
         for _ in range(steps):
             for output in engine.step():
                 if output.finish_reason is not None:
                     self._ask()
-        return (engine.stats().num_generated_tokens - before) / (time.perf_counter() - began)
+        seconds = time.perf_counter() - began
+        return engine.stats().num_generated_tokens - before, seconds
 
     def _ask(self) -> None:
         source = self._source
@@ -94,10 +94,11 @@ def main(argv: list[str] | None = None) -> int:
             for number in range(args.turns):
                 for mode in MODES[:: 1 if number % 2 else -1]:
                     turns[mode].append(clients[mode].turn(args.steps))
-            found[f"{skew:g}"] = line = {mode: statistics.median(turns[mode]) for mode in MODES}
+            found[f"{skew:g}"] = line = {mode: _rate(turns[mode]) for mode in MODES}
             line["merges"] = engine.merging.num_merges - merges
             for mode in MODES[:2]:
-                line[f"of_{mode}"], line[f"of_{mode}_error"] = _ratio(turns["policy"], turns[mode])
+                line[f"of_{mode}"] = line["policy"] / line[mode]
+                line[f"of_{mode}_error"] = _error(turns["policy"], turns[mode])
             print(f"{skew:5.2f}" + "".join(f"{line[mode]:10.0f}" for mode in MODES), end="")
             print("".join(f"{line[f'of_{mode}']:10.3f} ±{line[f'of_{mode}_error']:.3f}" for mode in MODES[:2]), end="")
             print(f"{line['merges']:8.0f}", flush=True)
@@ -110,12 +111,13 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _ratio(rates: Sequence[float], others: Sequence[float]) -> tuple[float, float]:
-    """Return the median ratio, and half of the interval, by order statistics, that it is in at 95 %."""
-    ratios = sorted(rate / other for rate, other in zip(rates, others, strict=True))
-    count = len(ratios)
-    below = max(0, math.floor(count / 2 - math.sqrt(count)))
-    return statistics.median(ratios), (ratios[count - 1 - below] - ratios[below]) / 2
+def _rate(turns: Sequence[tuple[int, float]]) -> float:
+    return sum(tokens for tokens, _ in turns) / sum(seconds for _, seconds in turns)
+
+
+def _error(turns: Sequence[tuple[int, float]], others: Sequence[tuple[int, float]]) -> float:
+    ratios = [_rate([turn]) / _rate([other]) for turn, other in zip(turns, others, strict=True)]
+    return statistics.stdev(ratios) / math.sqrt(len(ratios))
 
 
 def _numbers(text: str) -> list[float]:

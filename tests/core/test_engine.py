@@ -91,14 +91,16 @@ def test_seeded_tokens_do_not_depend_on_the_batch(gqa, drive, sampled_alone):
 
 
 @pytest.mark.usefixtures("crowded")
-def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone):
+@pytest.mark.parametrize("preemption", ["recompute", "swap"])
+def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone, preemption):
     adapters = {name: gqa.adapters[name] for name in ("r8-attention", "r1-all")}
-    driver = drive(gqa, num_pages=24, adapters=adapters)
+    driver = drive(gqa, num_pages=24, adapters=adapters, preemption=preemption)
     add_sampled(driver)
     answers = driver.drain()
     assert {name: answers[name].tokens for name in sampled_alone} == sampled_alone
     restarted = {row.request_id for plan in driver.plans for row in plan.rows if row.start == 0 and len(row.tokens) > 6}
-    assert restarted, "no request was preempted after it had given tokens"
+    assert bool(restarted) == (preemption == "recompute"), "no request was preempted after it had given tokens"
+    assert (driver.engine.stats().num_swaps_in > 0) == (preemption == "swap")
 
 
 def test_requests_without_a_seed_draw_from_the_engines(gqa, drive):
