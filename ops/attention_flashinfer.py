@@ -43,8 +43,8 @@ HEAD_DIMS = (64, 128, 256)
 #: those heads fill as many. The other kernel is compiled for groups of 1, 2, 3, 4 and 8 alone.
 TENSOR_CORE_GROUP = 4
 
-#: What decode takes of the tensor-core kernels, said rather than left to a version's choice: the others neither split a
-#: long KV nor pack heads, and `unavailable_modules` asks for this one.
+#: Tensor-core kernel of decode, said rather than left to a version's choice: the others neither split a long KV nor
+#: pack heads, and `unavailable_modules` asks for this one.
 DECODE_KERNEL = "fa2"
 
 #: Least float workspace, what FlashInfer's authors recommend.

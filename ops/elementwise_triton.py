@@ -141,23 +141,23 @@ def rotate_and_write_heads(
         place = (HEADS + head)[:, None] * HEAD_DIM + column[None, :]
         low = tl.load(source + place, mask=mask, other=0.0).to(tl.float32)
         high = tl.load(source + place + HALF, mask=mask, other=0.0).to(tl.float32)
-        v_low = tl.load(source + place + KV_HEADS * HEAD_DIM, mask=mask, other=0.0)
-        v_high = tl.load(source + place + (KV_HEADS * HEAD_DIM + HALF), mask=mask, other=0.0)
         if NORM:
             low, high = _normed(low, high, k_norm, column, own, eps, HEAD_DIM, dtype)
         first, second = _rotated(low, high, c, s, dtype)
+        v = source + place + KV_HEADS * HEAD_DIM
         spread = (first.to(tl.float32) + second.to(tl.float32)) * 0.0
-        spread += (v_low.to(tl.float32) + v_high.to(tl.float32)) * 0.0
+        spread += tl.load(v, mask=mask, other=0.0).to(tl.float32) * 0.0
+        spread += tl.load(v + HALF, mask=mask, other=0.0).to(tl.float32) * 0.0
         trace = tl.sum(spread, axis=1)[:, None]  # 0, or NaN where any element is NaN or infinite
         is_sound = trace == 0.0
-        first, second = tl.where(is_sound, first, trace.to(dtype)), tl.where(is_sound, second, trace.to(dtype))
-        v_low, v_high = tl.where(is_sound, v_low, 0.0).to(dtype), tl.where(is_sound, v_high, 0.0).to(dtype)
         slot = tl.load(page + token) * page_stride + tl.load(offset + token) * token_stride
         slot = slot + head[:, None] * head_stride + column[None, :]
-        tl.store(k_cache + slot, first, mask=mask)
-        tl.store(k_cache + slot + HALF, second, mask=mask)
-        tl.store(v_cache + slot, v_low, mask=mask)
-        tl.store(v_cache + slot + HALF, v_high, mask=mask)
+        tl.store(k_cache + slot, tl.where(is_sound, first, trace.to(dtype)), mask=mask)
+        tl.store(k_cache + slot + HALF, tl.where(is_sound, second, trace.to(dtype)), mask=mask)
+        # once more, from the cache: kept in registers meanwhile, v would spill
+        sound = mask & is_sound
+        tl.store(v_cache + slot, tl.load(v, mask=sound, other=0.0), mask=mask)
+        tl.store(v_cache + slot + HALF, tl.load(v + HALF, mask=sound, other=0.0), mask=mask)
 
 
 def rotate_and_write(

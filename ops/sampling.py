@@ -16,7 +16,7 @@ _MOST_INVERSE = 1e300
 _NO_MASS = -700.0  # e^x below that is taken as 0, here and in the native library
 _BLOCK = 128  # masses that are added up before a running sum; vocabularies are often padded to a multiple of it
 
-#: How many of the largest logits top_p looks at first, and how that grows where they are not enough.
+#: Number of the largest logits that top_p looks at first, and the factor by which it grows where they are not enough.
 FIRST_WIDTH, WIDER = 512, 16
 
 #: Instead of a token: `sample` was given too small a width.
@@ -128,7 +128,7 @@ def score(logits: torch.Tensor, tokens: torch.Tensor, count: int) -> torch.Tenso
 
 
 def scores_of(rows: Sequence[Sequence[float]]) -> Scores:
-    """What `score` has computed, on the host."""
+    """Return what `score` has computed, from its rows on the host."""
     count = len(rows[0]) // 2
     return Scores(
         [row[0] for row in rows],

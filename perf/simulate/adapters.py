@@ -131,7 +131,7 @@ class SimRead(Future):
         return self.start <= self._clock.now < self.end
 
     def result(self, timeout: float | None = None) -> None:
-        """Whoever takes the result early waits for it."""
+        """Return the result; taken early, it is waited for."""
         self._clock.now = max(self._clock.now, self.end)
         if self._error is not None:
             raise self._error

@@ -1076,7 +1076,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @rule()
     def reclaim_idle(self):
-        """Whatever nobody uses is free then; whoever runs is not touched."""
+        """All that nobody uses is free then; running requests are not touched."""
         before = self.engine.stats()
         freed = self.engine.reclaim_idle()
         stats = self.engine.stats()

@@ -81,6 +81,15 @@ class LateSwaps:
         return self.copies[-1]
 
 
+def begun(it, driver):
+    """Return a request that has given a few of its twelve tokens, and its prompt."""
+    prompt = it.prompt("r1-all", 30, 12, seed=3)
+    request = driver.add("a", "r1-all", prompt, max_tokens=12)
+    for _ in range(4):
+        driver.step()
+    return request, prompt
+
+
 def slow_link(driver, failing=0.0):
     """Let an engine's copies end one after the other, a step or more apart."""
     executor = driver.executor
@@ -267,10 +276,7 @@ def test_one_that_is_preempted_while_its_kv_comes_back_has_it_still(subject, dri
     it = subject("gqa")
     driver = drive(it, preemption="swap", prefix_cache=False)
     late = slow_link(driver)
-    prompt = it.prompt("r1-all", 30, 12, seed=3)
-    request = driver.add("a", "r1-all", prompt, max_tokens=12)
-    for _ in range(4):
-        driver.step()
+    request, prompt = begun(it, driver)
     driver.engine.scheduler.preempt(request)
     late.copies[0].end()
     driver.engine.begin_step()
@@ -289,10 +295,7 @@ def test_a_copy_that_is_refused_costs_time_only(subject, drive, monkeypatch, way
 
     it = subject("gqa")
     driver = drive(it, preemption="swap")
-    prompt = it.prompt("r1-all", 30, 12, seed=3)
-    request = driver.add("a", "r1-all", prompt, max_tokens=12)
-    for _ in range(4):
-        driver.step()
+    request, prompt = begun(it, driver)
     monkeypatch.setattr(driver.executor.swaps, way, refuse)
     driver.engine.scheduler.preempt(request)
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)
@@ -304,10 +307,7 @@ def test_a_copy_that_is_refused_costs_time_only(subject, drive, monkeypatch, way
 def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subject, drive):
     it = subject("gqa")
     here, there = drive(it, preemption="swap"), drive(it, preemption="swap")
-    prompt = it.prompt("r1-all", 30, 12, seed=3)
-    request = here.add("a", "r1-all", prompt, max_tokens=12)
-    for _ in range(4):
-        here.step()
+    request, prompt = begun(it, here)
     here.engine.scheduler.preempt(request)
     moved = there.engine.import_request(here.engine.export_request("a"))
     there.answers["a"] = type(here.answers["a"])()
@@ -321,10 +321,7 @@ def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subje
 def test_a_reload_does_not_touch_swapped_kv(subject, drive):
     it = subject("gqa")
     driver = drive(it, preemption="swap")
-    prompt = it.prompt("r1-all", 30, 12, seed=3)
-    request = driver.add("a", "r1-all", prompt, max_tokens=12)
-    for _ in range(4):
-        driver.step()
+    request, prompt = begun(it, driver)
     driver.engine.scheduler.preempt(request)
     driver.engine.store.register("r1-all", it.adapters["r8-attention"])
     assert driver.drain()["a"].tokens == it.greedy("r1-all", prompt, 12)

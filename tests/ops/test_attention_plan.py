@@ -23,7 +23,7 @@ def table_of(tables: list[list[int]], kv_lens: list[int]) -> torch.Tensor:
 
 
 def lists(buffers: PlanBuffers, rows: int) -> tuple[list[int], ...]:
-    """What the device has."""
+    """Return the lists that the device has."""
     indptr = buffers.indptr[: rows + 1].tolist()
     return indptr, buffers.last_page_len[:rows].tolist(), buffers.indices[: indptr[-1]].tolist()
 

@@ -342,7 +342,7 @@ def test_draws_do_not_depend_on_company_nor_on_threads(vocab):
 
 
 def test_the_torch_draw_works_in_slices(monkeypatch):
-    """However few rows fit one."""
+    """So it is however few rows fit one."""
     logits = make_logits(600, 5, 3.0, "plain", 7)
     chances = [Chances(1.0, uniform(1, i), top_p=0.9 if i % 2 else 1.0) for i in range(7)]
     implementation = TorchSampling()
@@ -393,7 +393,7 @@ class Waits(TorchFunctionMode):
 
 @pytest.mark.parametrize("width", [FIRST_WIDTH, 9001])
 def test_the_host_waits_for_nothing_while_it_asks(width):
-    """Whatever rows ask for: all of it is given to the device behind the step, while that still runs."""
+    """For all that rows may ask: it is given to the device behind the step, while that still runs."""
     logits = torch.empty(8, 9001, device="meta")
     ways = [{}, {"top_p": 0.9}, {"top_k": 40}, {"min_p": 0.01, "top_p": 0.8}, {"temperature": 0.0}]
     chances = [Chances(**{"temperature": 1.0, "u": 0.3, **ways[i % len(ways)]}) for i in range(6)]

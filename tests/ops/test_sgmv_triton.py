@@ -236,7 +236,7 @@ def interpret() -> None:
 
 
 def interpret_broken_rows() -> None:
-    """What is not finite in a token, or in an adapter, stays with that token, or with the adapter's tokens."""
+    """A value that is not finite in a token, or in an adapter, stays with that token, or with the adapter's tokens."""
     from .bf16_interpreter import mend_bf16
 
     mend_bf16()

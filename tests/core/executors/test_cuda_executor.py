@@ -48,7 +48,7 @@ def test_an_error_after_which_the_device_works_is_the_callers():
 
 
 def test_an_error_after_which_the_device_does_nothing_more_is_final():
-    """Whatever library told it: Triton's and CuPy's errors are classes of their own."""
+    """The error of any library counts: Triton's and CuPy's errors are classes of their own."""
     device = Failing()
     with pytest.raises(ExecutorLost, match="an illegal memory access") as caught, watched(device):
         device.reason = "CUDA error: an illegal memory access was encountered"

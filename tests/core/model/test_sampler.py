@@ -48,7 +48,7 @@ def draw(rows, logits):
 
 
 def chosen_of(logits):
-    """What a step on a GPU leaves there beside its logits."""
+    """Return the tokens that a step on a GPU leaves there beside its logits, and whether they can be told."""
     best, tokens = logits.max(-1)
     return torch.stack((tokens, best.isfinite().long()))
 
@@ -217,7 +217,7 @@ def test_logits_that_are_not_finite_fail_their_row_alone(bad, params):
 
 @given(seed=st.integers(0, 1000), count=st.sampled_from([0, 1, 3, VOCAB, 100]))
 def test_logprobs_are_of_the_raw_distribution(seed, count):
-    """Whatever bends the choice: temperature, penalties and bias are not in it."""
+    """Temperature, penalties and bias, which bend the choice, are not in it."""
     logits = logits_of(seed)
     asking = row("a", [2], [3], logprobs=count, temperature=2.0, seed=seed, logit_bias={3: 5.0}, presence_penalty=1.0)
     result = draw([asking, row("quiet", [2])], logits.repeat(2, 1))

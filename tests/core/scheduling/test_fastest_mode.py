@@ -133,7 +133,7 @@ def test_one_slow_step_changes_little():
 
 @given(st.lists(st.tuples(st.floats(0.001, 1.0), st.booleans(), st.booleans()), max_size=200))
 def test_patience(steps):
-    """Whoever is left out loses no more than the limit, and half of the time at most."""
+    """Requests that are left out lose no more than the limit, and half of the time at most."""
     patience, out, back = Patience(5.0, 50), 0.0, 0.0
     for seconds, wants, late in steps:
         leaves = wants and not patience.is_over

@@ -583,7 +583,7 @@ def test_retired_version_can_be_taken_again_by_who_holds_it(store, pool, memory)
 
 
 def test_gone_versions_are_told(store, use):
-    """Whoever keeps something by version, such as cached prefixes, drops it then and not before."""
+    """Things that are kept by version, such as cached prefixes, are dropped then and not before."""
     gone = []
     store.on_gone = gone.append
     a, b = register(store, a="four", b="one")
@@ -709,7 +709,7 @@ def test_a_device_that_is_lost_while_it_saves_is_everybodys(memory, store, backe
 
 @pytest.mark.parametrize("told", ["asked", "read"])
 def test_a_device_that_is_lost_while_it_copies_is_everybodys(slow, backend, told):
-    """Whether the transfer tells it when it is asked how far it is, or the reading thread when it issues a copy."""
+    """The transfer tells it when it is asked how far it is, or the reading thread when it issues a copy: both count."""
     store = slow.store
     (a,) = register(store, a="four")
     store.hold(a)

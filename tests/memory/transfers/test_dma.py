@@ -427,7 +427,7 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("failure", [None, "an illegal memory access"])
 def test_an_error_after_which_the_device_does_nothing_more_is_final(monkeypatch, failure, call):
-    """Whichever call is told, on whatever thread; an error after which the device works is the caller's."""
+    """Any call may be told, on any thread; an error after which the device works is the caller's."""
 
     class CUDARuntimeError(Exception):
         status = 700

@@ -161,7 +161,7 @@ def preempting(preemption, per_byte, host_pages=1000):
 
 @pytest.mark.parametrize("slow", [False, True])
 def test_a_swapped_request_comes_back_over_the_link(slow):
-    """What is preempted is computed again, or swapped out and in, whichever is chosen; auto takes what is faster."""
+    """KV of preempted requests is computed again, or swapped out and in, as chosen; auto takes what is faster."""
     per_byte = 1e-8 if slow else 1e-11
     (again, _), (back, found), (chosen, auto) = (preempting(each, per_byte) for each in ("recompute", "swap", "auto"))
     stats = found.engine.stats()

@@ -1,4 +1,4 @@
-"""What a server adds to its engine's time: added to simulated requests, and found again from what clients saw."""
+"""Time that a server adds to its engine's: added to simulated requests, and found again from what clients saw."""
 
 from __future__ import annotations
 
