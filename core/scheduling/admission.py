@@ -218,6 +218,7 @@ class Admission:
                 return False
             self._shares.free_row(victim)
         step.growth = None
+        step.yielded.add(victim.account)
         self._preempt(victim)
         return True
 
@@ -229,8 +230,12 @@ class Admission:
         return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
-        """True unless a request must wait for its adapter, or for a free adapter place in the step."""
+        """True unless a request must wait for its adapter or for a free adapter place in the step, or its account has
+        made way for another: what it gave would be its own again.
+        """
         adapter = request.adapter
+        if request.account in step.yielded:
+            return False
         if adapter is not None and step.is_barred(adapter):
             if order.is_overdue():
                 step.reserve(request)
@@ -282,7 +287,7 @@ class Step:
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
     _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
-    they are counted.
+    they are counted. yielded: accounts of which a request was sent back to make way.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -296,6 +301,7 @@ class Step:
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
     growth: int | None = None
+    yielded: set[str] = field(default_factory=set)
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
     _most_adapters: int | None = field(init=False)

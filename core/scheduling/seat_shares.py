@@ -21,7 +21,8 @@ class SeatShares:
     every seat taken, an account may still begin a request if it has no row, or was given less than the one that was
     given most of those with two rows or more: the newest decoding request of that one sits out for it. It keeps its
     pages and its state, nothing is computed twice, and it goes on when a row is free. An account keeps one row at
-    least, of its oldest request, and begins nothing while one of its own sits out.
+    least, of its oldest request, and begins nothing while one of its own sits out. Whoever begins keeps its row of that
+    step.
     """
 
     def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
@@ -36,6 +37,7 @@ class SeatShares:
         self._only: Collection[Adapter | None] | None = None  # whose requests alone may have; None: everybody's
         self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
+        self._yields: dict[str, int] = {}  # of these those that others may take, who begin
 
     # -- what accounts were given
 
@@ -47,8 +49,8 @@ class SeatShares:
         if request.coming is not None:  # it has nothing to compute yet
             return
         self._rows[account] = self._rows.get(account, 0) + 1
-        if sum(self._rows.values()) > self._max_rows:
-            self._rows[self._giver(self._rows)] -= 1
+        if sum(self._rows.values()) > self._max_rows and (giver := self._find_giver()) is not None:
+            self._take_row(giver)
 
     def end(self, request: Request, expected: float) -> None:
         """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
@@ -103,12 +105,12 @@ class SeatShares:
         self._taking, self._begun, self._only = taking, set(), only
         everybody = len(taking) == len(self._running)
         accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
-        self._rows = dict(accounts)
+        self._rows, self._yields = dict(accounts), dict(accounts)
 
     def is_open_to(self, waiting: Collection[str]) -> bool:
         """True if one of the accounts that wait may begin a request though every seat is taken."""
         running = self._running.accounts
-        if max(self._rows.values(), default=0) < 2:
+        if self._find_giver() is None:
             return False
         if len(running) < self._max_rows and any(account not in running for account in waiting):
             return True
@@ -123,8 +125,8 @@ class SeatShares:
             return False
         if self.is_crowded() if own else len(accounts) >= self._max_rows:  # each account keeps a row
             return False
-        giver = self._giver(self._rows)
-        return self._rows[giver] > 1 and (not own or self.given(account) < self.given(giver))
+        giver = self._find_giver()
+        return giver is not None and (not own or self.given(account) < self.given(giver))
 
     def is_crowded(self) -> bool:
         """True if so many sit out that one of them has to leave before another request begins."""
@@ -150,8 +152,17 @@ class SeatShares:
         return [request for request in self._running if request in had]
 
     def free_row(self, request: Request) -> None:
-        """Note that a request that has a row of the step is sent back to the queue."""
-        self._rows[request.account] -= 1
+        """Note that a request that had a row of the step before others were admitted goes back to the queue."""
+        self._take_row(request.account)
+
+    def _take_row(self, account: str) -> None:
+        self._rows[account] -= 1
+        self._yields[account] -= 1
+
+    def _find_giver(self) -> str | None:
+        """Return the account that gives a row to the next that begins; None where none has one to give."""
+        most = {account: rows for account, rows in self._rows.items() if rows > 1 and self._yields.get(account, 0) > 0}
+        return self._giver(most) if most else None
 
     def _giver(self, rows: Mapping[str, int]) -> str:
         """Return the account that was given most of those with two rows or more; of all where none has."""

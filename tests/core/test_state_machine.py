@@ -713,6 +713,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
 
     def _preempt(self, request):
+        self._note_turns()  # its account had nothing waiting until now
         self.scheduler.preempt(request)
         self.requests[request.id].preempted = True
 
@@ -764,7 +765,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _step(self):
         if self.streams:
             self._bring_first_layers()
-        self.running_before = {request.id for request in self.scheduler.running}
+        self.running_before = [request.id for request in self.scheduler.running]
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
@@ -778,6 +779,8 @@ class EngineMachine(RuleBasedStateMachine):
         if self.scheduler.num_steps == num_steps:  # whoever began waits for a copy: there was no plan to check
             self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
         self._note_preemptions()
+        still = [request.id for request in self.scheduler.running if request.id in self.running_before]
+        assert still == [each for each in self.running_before if each in still], "sent back, it began again at once"
         for output in outputs:
             expected = self.requests[output.request_id]
             assert output.request_id not in self.aborted, "output of an aborted request"
@@ -813,7 +816,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.turns[account] = self.clock.now, self.scheduler.num_steps  # it had its turn while adapters were loaded
 
     def _note_preemptions(self):
-        """Requests that were sent back go on before all others, even one that began in this very step."""
+        """Requests that were sent back go on before all others, even one that began in this very step, but in a later
+        one.
+        """
         for request in self.scheduler.waiting:
             if request.state in (RequestState.SWAPPED, RequestState.LATE):
                 reached["preempted"] += 1
@@ -1121,7 +1126,7 @@ class EngineMachine(RuleBasedStateMachine):
         stats = self.engine.stats()
         running, seats = self.scheduler.running, self.config.max_num_seqs
         assert running.accounts == Counter(request.account for request in running)
-        assert len(running.accounts) <= seats
+        assert len(running.accounts) <= seats or running.calls, "one call may have several"
         assert all(len(members) <= seats for members in running.calls.values())
         several = running.calls or len(running.accounts) > 1
         assert stats.num_running <= (2 * seats - 1 if several else seats)

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from chorus.core.requests.request import Request
@@ -140,6 +140,24 @@ class TestRoom:
             house.step()
         assert "newer" in rows(house)
         assert house.engine.stats().num_preemptions > 0
+        house.drain()
+
+    def test_who_made_way_does_not_begin_again_in_that_step(self):
+        """Sent back it is charged for less, so that it would come next, and take what it has given."""
+        house = House(num_pages=1 + 30)
+        for index in range(2):
+            house.add(f"rich {index}", prompt=[5] * 4, max_tokens=16, tenant="rich")
+        house.add("many 0", prompt=[6] * 4, max_tokens=12, tenant="many")
+        house.add("many 1", prompt=[7] * 24, max_tokens=16, tenant="many")
+        house.step()
+        house.add("first", prompt=[8] * 4, max_tokens=12, tenant="first")
+        house.step()
+        assert "many 1" not in rows(house)
+        house.add("many 2", tenant="many")
+        house.add("second", prompt=[9] * 30, max_tokens=9, tenant="second")
+        house.step()
+        assert house.engine.stats().num_preemptions == 1
+        assert sorted(rows(house)) == ["first", "many 0", "rich 0", "second"]
         house.drain()
 
     @pytest.mark.parametrize("limit", [{"max_turn_steps": 10}, {"max_turn_seconds": 0.015}])
@@ -299,3 +317,23 @@ def test_no_more_begin_than_have_a_seat_or_sit_out(holders, comers):
             shares.begin(request)
             assert len(running) <= 7 + (running.accounts[account] == 1), "one without any has another leave for it"
     assert len(running.accounts) <= 4
+
+
+@given(
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=8),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), max_size=24),
+)
+@example(["a"] * 3, [("b", 1), ("b", 1), ("c", 1)])
+def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holders, comers):
+    shares, running = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
+    begun = []
+    for index, (account, cost) in enumerate(comers):
+        if shares.may_begin(account):
+            begun.append(made(account, 10 + index, cost=float(cost)))
+            running.append(begun[-1])
+            shares.begin(begun[-1])
+    assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
+    dealt = shares.deal(running, begun)
+    assert len(dealt) == len(holders)
+    assert {*begun} <= {*dealt}
+    assert {request.account for request in dealt} == running.accounts.keys()
