@@ -1127,7 +1127,7 @@ class EngineMachine(RuleBasedStateMachine):
         running, seats = self.scheduler.running, self.config.max_num_seqs
         assert running.accounts == Counter(request.account for request in running)
         assert len(running.accounts) <= seats or running.calls, "one call may have several"
-        assert all(len(members) <= seats for members in running.calls.values())
+        assert all(count <= seats for count in Counter((r.call, r.account) for r in running if r.call).values())
         several = running.calls or len(running.accounts) > 1
         assert stats.num_running <= (2 * seats - 1 if several else seats)
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
