@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Iterable, Mapping
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
@@ -23,6 +23,15 @@ Entry = tuple[int, int, int, Group]
 Turn = tuple[float, int, str]
 """Standing of an account, its number in the order in which accounts came, the account."""
 
+Since = tuple[float, int, int]
+"""Time and step since when an account waits, and a number that grows in their order."""
+
+MANY = 64
+"""Accounts that wait from which on those are found first that have something that may run. Chosen."""
+
+SHARE = 4
+"""One of so many at least has, or all are looked at in turn: somebody is then found soon. Chosen."""
+
 
 class Turns:
     """Accounts that wait, by whose turn it is.
@@ -37,19 +46,19 @@ class Turns:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
         self._waiting = waiting
         self._policy = policy
-        self._since: OrderedDict[str, tuple[float, int]] = OrderedDict()  # who has waited longest first
+        self._since: OrderedDict[str, Since] = OrderedDict()  # who has waited longest first
         self._heap: list[Turn] = []
         self._turns: dict[str, Turn] = {}  # of the heap's entries those that hold
         self._count = itertools.count()
         self._late_before = (-math.inf, -math.inf)
         self._passed: list[Turn] = []
-        self._passed_late: list[tuple[str, tuple[float, int]]] = []
+        self._passed_late: list[tuple[str, Since]] = []
         self.is_late = False
         """True if the account that `top` returned last has waited too long."""
 
     def take(self, account: str, now: float, step: int) -> None:
         """Note that an account has a turn, or begins to wait for one."""
-        self._since[account] = now, step
+        self._since[account] = now, step, next(self._count)
         self._since.move_to_end(account)
         self._bound()
 
@@ -72,15 +81,16 @@ class Turns:
                 heapq.heappush(self._heap, turn)
         self._passed_late, self._passed = [], []
         for account in self._waiting.take_new_accounts():
-            self._since.setdefault(account, (now, step))
-            self._enter(account, next(self._count))
+            number = next(self._count)
+            self._since.setdefault(account, (now, step, number))
+            self._enter(account, number)
 
     def top(self) -> str | None:
         """Return the account whose turn it is; None if all have been passed over."""
         accounts, since = self._waiting.accounts, self._since
         while since:
             account = next(iter(since))
-            if since[account][0] > self._late_before[0] and since[account][1] > self._late_before[1]:
+            if not self._is_late(since[account]):
                 break
             if account in accounts:
                 self.is_late = True
@@ -110,6 +120,17 @@ class Turns:
         else:
             self._passed.append(heapq.heappop(self._heap))
 
+    def rank(self, account: str) -> tuple[bool, float, float]:
+        """Return a key by which accounts that wait are in the order of turns; False first: it has waited too long."""
+        since = self._since.get(account)
+        if since is not None and self._is_late(since):
+            return False, 0.0, since[2]
+        turn = self._turns.get(account)  # None for one that comes back in this very step
+        return True, self._policy.standing(account), math.inf if turn is None else turn[1]
+
+    def _is_late(self, since: Since) -> bool:
+        return since[0] <= self._late_before[0] or since[1] <= self._late_before[1]
+
     def _enter(self, account: str, number: int) -> None:
         turn = self._turns[account] = self._policy.standing(account), number, account
         heapq.heappush(self._heap, turn)
@@ -126,6 +147,34 @@ class Turns:
         heapq.heapify(self._heap)
 
 
+class SomeTurns:
+    """Some of the accounts that wait, in the order of turns as of the moment; `turns` has all of them, restarted."""
+
+    def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
+        self._turns = turns
+        self._waiting = waiting
+        self._heap = [(turns.rank(account), account) for account in accounts]
+        heapq.heapify(self._heap)
+        self.is_late = False
+
+    def top(self) -> str | None:
+        """Return the account whose turn it is; None if all have been passed over."""
+        heap = self._heap
+        while heap:
+            rank, account = heap[0]
+            if account not in self._waiting.accounts:
+                heapq.heappop(heap)
+            elif (now := self._turns.rank(account)) != rank:  # it has had its turn, and was charged
+                heapq.heapreplace(heap, (now, account))
+            else:
+                self.is_late = not rank[0]
+                return account
+        return None
+
+    def pass_over(self) -> None:
+        heapq.heappop(self._heap)
+
+
 class QueueOrder:
     """Candidates for admission in one step.
 
@@ -133,6 +182,8 @@ class QueueOrder:
     then those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has
     taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
     overtaken for long enough and goes first in its account, whatever its adapter.
+
+    Where many accounts wait and few of them have a request that can run, only these are looked at.
     """
 
     def __init__(
@@ -150,7 +201,7 @@ class QueueOrder:
         may_begin: filters accounts; None: every one may.
         """
         self._waiting = waiting
-        self._turns = turns
+        self._turns: Turns | SomeTurns = turns
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
@@ -159,6 +210,11 @@ class QueueOrder:
         self._near: set[Adapter | None] | None = None
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         self._account = ""  # of the last candidate
+        if len(waiting.accounts) >= MANY:
+            near = list(self._nearby(waiting.by_adapter))
+            if SHARE * sum(len(waiting.by_adapter[adapter]) for adapter in near) < len(waiting.accounts):
+                accounts = {account for adapter in near for account in waiting.by_adapter[adapter]}
+                self._turns = SomeTurns(turns, waiting, accounts)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same one until it has left its group, or its group is passed over."""
@@ -199,20 +255,9 @@ class QueueOrder:
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return an account's groups that may run, as a heap."""
-        store, only_firsts = self._store, self.only_firsts
-        adapters: Collection[Adapter | None] = groups
-        if len(groups) > 1 + store.most_near:  # most adapters are only on disk: list the others
-            if self._near is None:
-                self._near = {None, *store.near()}
-            adapters = self._near & groups.keys()
+        only_firsts = self.only_firsts
         entries: list[Entry] = []
-        for adapter in adapters:
-            if adapter is None or adapter.pages:
-                kind = RESIDENT
-            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
-                kind = COMING
-            else:
-                continue
+        for adapter, kind in self._nearby(groups).items():
             group = groups[adapter]
             if only_firsts and not group.firsts:
                 continue
@@ -221,6 +266,22 @@ class QueueOrder:
                 entries.append(self._entry(kind, head, group))
         heapq.heapify(entries)
         return entries
+
+    def _nearby(self, adapters: Mapping[Adapter | None, object]) -> dict[Adapter | None, int]:
+        """Return those adapters that can run, or soon can, each with its class."""
+        store = self._store
+        few: Iterable[Adapter | None] = adapters
+        if len(adapters) > 1 + store.most_near:  # most adapters are only on disk: list the others
+            if self._near is None:
+                self._near = {None, *store.near()}
+            few = self._near & adapters.keys()
+        found: dict[Adapter | None, int] = {}
+        for adapter in few:
+            if adapter is None or adapter.pages:
+                found[adapter] = RESIDENT
+            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
+                found[adapter] = COMING
+        return found
 
     def _head(self, group: Group) -> Request:
         return next(iter(group.firsts)) if self.only_firsts or not group.more else group.head

@@ -54,6 +54,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._last = 0
         self._last_call = ""  # of the newest request: the answers of a call come one after another
         self.accounts: dict[str, dict[Adapter | None, Group]] = {}
+        self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
+        """Accounts with candidates for an adapter, or for the base model."""
         self._new_accounts: dict[str, None] = {}
 
     def count(self, account: str) -> int:
@@ -100,7 +102,7 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
-        return {adapter for groups in self.accounts.values() for adapter in groups if adapter is not None}
+        return {adapter for adapter in self.by_adapter if adapter is not None}
 
     def _group(self, request: Request) -> Group:
         groups = self.accounts.get(request.account)
@@ -110,6 +112,7 @@ class WaitingQueue(OrderedDict[Request, None]):
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
+            self.by_adapter.setdefault(request.adapter, {})[request.account] = None
         return group
 
     def _leave_group(self, request: Request) -> None:
@@ -120,6 +123,10 @@ class WaitingQueue(OrderedDict[Request, None]):
         del group.line(request)[request]
         if not group:
             del groups[request.adapter]
+            accounts = self.by_adapter[request.adapter]
+            del accounts[request.account]
+            if not accounts:
+                del self.by_adapter[request.adapter]
             if not groups:
                 del self.accounts[request.account]
                 self._new_accounts.pop(request.account, None)

@@ -12,6 +12,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling import queue_order
 from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.queue_order import QueueOrder, Turns
 from chorus.core.scheduling.waiting import WaitingQueue
@@ -365,3 +366,40 @@ def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
         queue.append_first(requests[4])
         queue.append_first(requests[1])
         assert order(queue) == [1, 4], "again, and from further behind"
+
+
+@given(st.data())
+def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
+    """Among many, some of whom have waited too long, while each is charged for what it begins."""
+    tiers = data.draw(st.lists(st.sampled_from([None, *Tier]), max_size=20))
+    tenants = [data.draw(st.sampled_from("abcdefgh")) for _ in tiers]
+    costs = {each: data.draw(st.integers(1, 50)) for each in "abcdefgh"}
+    since = {each: data.draw(st.sampled_from([91.0, 92.0, 99.0, 100.0])) for each in "abcdefgh"}
+    skipped = data.draw(st.sets(st.integers(0, 20)))
+
+    def considered(many):
+        queue, policy = waiting(*tiers, tenants=tenants), TokenCounters()
+        for account, cost in costs.items():
+            policy.charge(request_of(account), cost)
+        turns = turns_of(queue, policy)
+        for account, then in sorted(since.items(), key=lambda each: each[1]):
+            turns.take(account, then, 7)
+        turns.restart(103.0, 7)
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queue_order, "MANY", many)
+            patch.setattr(queue_order, "SHARE", 0)
+            candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
+        assert isinstance(candidates._turns, queue_order.SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
+        while (request := candidates.next()) is not None:
+            found.append((request.id, candidates.is_late()))
+            if int(request.id) in skipped:
+                candidates.pass_over()
+                continue
+            queue.remove(request)
+            candidates.go_on()
+            policy.charge(request, 10)
+            turns.take(request.account, 103.0, 7)
+        return found
+
+    assert considered(1) == considered(99)
