@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from enum import Enum, auto
+from itertools import chain, islice, zip_longest
 
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.adapters.store import AdapterStore
@@ -16,16 +18,28 @@ from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .load_ahead import LoadPolicy
 from .output_lengths import OutputLengths
-from .policies import QueuePolicy
+from .policies import QueuePolicy, VictimPolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
 from .running import Running
-from .waiting import WaitingQueue
+from .seat_shares import SeatShares
+from .waiting import Group, WaitingQueue
 
 logger = logging.getLogger(__name__)
 
 DOUBT_SECONDS = 10.0
 """Seconds for which no request starts before its adapter has been read, after one did not arrive in time."""
+
+_MOST_GROUPS = 32
+"""Adapters of an account that are looked at for one to read, those first that have been asked for longest."""
+
+
+class Place(Enum):
+    """A place that a request may take in a step: a free seat, or a row of those that have more than it."""
+
+    SEAT = auto()
+    ACCOUNT = auto()  # of an account with more rows than the request's
+    CALL = auto()  # of a call with several answers, for one that has none running
 
 
 @dataclass(eq=False)
@@ -33,7 +47,7 @@ class Admission:
     """Lets waiting requests run while tokens, seats and pages last.
 
     _num_steps: steps so far. _fail: ends a request that is in no queue, with an error message, and why its adapter was
-    not loaded.
+    not loaded. _preempt: sends a running request back to the queue.
     """
 
     _limits: EngineConfig
@@ -43,14 +57,17 @@ class Admission:
     _memory: RequestMemory
     _loads: LoadPolicy
     _lengths: OutputLengths
+    _shares: SeatShares
+    _victims: VictimPolicy
     _clock: Callable[[], float]
     _num_steps: Callable[[], int]
     _fail: Callable[[Request, str, LoadFailure | None], None]
+    _preempt: Callable[[Request], None]
 
     def __post_init__(self) -> None:
         self._prefills = SharedPrefills(self._memory, self._waiting)
         self._seats = self._limits.max_num_seqs
-        self._turns = Turns(self._limits)
+        self._turns = Turns(self._limits, self._waiting, self._policy)
         self.late: set[Adapter] = set()  # did not arrive in time: requests start only once it has been read
         self.only: Collection[Adapter | None] | None = None  # whose requests alone may begin; None: everybody's
         self._doubt_until = 0.0
@@ -58,9 +75,34 @@ class Admission:
     def arrive(self, account: str) -> None:
         """Note that an account comes to the queue, if it had nothing waiting."""
         accounts = self._waiting.accounts
-        if account not in accounts:
+        if account not in accounts and not self._prefills.holds(account):
             self._policy.arrive(account, accounts)
             self._turns.take(account, self._clock(), self._num_steps())
+
+    def end(self, request: Request) -> None:
+        """Note that a request, which has left those that run, is charged for what it has computed."""
+        expected = request.charged
+        self._policy.settle(request)
+        self._shares.end(request, expected)
+        self._turns.note(request.account)
+
+    def coming(self) -> Iterator[Request]:
+        """Yield the waiting requests in the order in which their adapters are to be read.
+
+        Where several accounts wait, those whose adapter is not resident come first, one of each account after another,
+        of the accounts whose turn is next: nobody's adapter waits behind all that another has sent.
+        """
+        accounts, turns = self._waiting.accounts, self._turns
+        if len(accounts) > 1:
+            turns.restart(self._clock(), self._num_steps())
+            lines: list[Iterable[Group]] = []
+            while len(lines) < 2 * self._limits.lookahead and (account := turns.top()) is not None:
+                lines.append(islice(accounts[account].values(), _MOST_GROUPS))
+                turns.pass_over()
+            for group in chain.from_iterable(zip_longest(*lines)):
+                if group is not None and group.adapter is not None and not group.adapter.pages:
+                    yield group.head
+        yield from self._waiting
 
     def settle(self) -> None:
         """Release requests whose shared prefill is done, and forget late adapters that have been read.
@@ -74,7 +116,10 @@ class Admission:
 
     def has_late_turn(self) -> bool:
         """True if an account has waited too long for its turn."""
-        return bool(self._turns.late(self._waiting.accounts, self._clock(), self._num_steps()))
+        if len(self._waiting.accounts) < 2:
+            return False
+        self._turns.restart(self._clock(), self._num_steps())
+        return self._turns.top() is not None and self._turns.is_late
 
     def note_late(self, adapter: Adapter) -> None:
         """Note that an adapter did not arrive in time: for a while, no estimate of a read is trusted."""
@@ -87,29 +132,31 @@ class Admission:
 
         rows: number of running requests in the step. Requests whose adapter is not available yet are skipped. Admission
         stops at the first request that lacks tokens or pages, so that small requests don't starve a large one. With
-        every seat taken, a call without a running answer may still begin one while the step has a row for it: answers
-        of calls with several then take turns.
+        every seat taken, an account with fewer rows than another may still begin a request, which takes the other's
+        row; and so may a call without a running answer while the step has a row for it: answers of calls with several
+        then take turns.
         """
         return self._admit(running, budget, rows)
 
-    def would_admit(self, running: Running, budget: int, rows: int) -> bool:
-        """True if `admit` would let a request run."""
-        return bool(self._admit(running, budget, rows, only_look=True))
+    def would_admit(self, running: Running, budget: int) -> bool:
+        """True if `admit` would let a request run, or might send another back for it. All of `running` have rows."""
+        return bool(self._admit(running, budget, len(running), only_look=True))
 
     def _admit(self, running: Running, budget: int, rows: int, *, only_look: bool = False) -> dict[Request, int]:
         """See `admit`. only_look: name the first request that would run, and leave it in the queue."""
         limits = self._limits
-        seats = self._seats
         admitted: dict[Request, int] = {}
-        if budget <= 0 or not self._has_place(running, rows):
+        if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
         step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
-        order = self._order(step)
+        order = self._order(step, place)
         while (request := order.next()) is not None and budget > 0:
-            if not self._has_place(running, rows + len(admitted)):
+            now = self._place(running, rows + len(admitted))
+            if now is None:
                 break
-            if len(running) >= seats and not order.only_firsts:
-                order = self._order(step)
+            if now is not place:
+                place = now
+                order = self._order(step, place)
                 continue
             if order.only_firsts and request.call in running.calls:
                 break
@@ -127,39 +174,78 @@ class Admission:
             has_room = self._has_room(request, blocks, step)
             if not has_room and self._store.give_up_loads():
                 continue
+            is_crowded = self._shares.is_crowded()
+            if only_look and ((has_room and not is_crowded) or self._shares.may_begin(request.account)):
+                return {request: 0}
+            if (not has_room or is_crowded) and self._make_way(request, step, order):
+                if self._memory.swapped.frees_pages:
+                    break  # the pages are there once they have been copied
+                continue
+            if is_crowded:
+                break
             if not has_room and (running or self._store.loads.under_way):
                 break
-            if only_look:
-                return {request: 0}
             self._waiting.remove(request)
             order.go_on()
             if not has_room:  # nothing runs that could free more pages
                 message = "the arena has too few pages left beside pinned adapters; unpin some"
                 self._fail(request, message, LoadFailure.NO_ROOM)
             elif self._start(request, blocks, count := min(missing, budget)):
-                order.end_turn(request.account)
                 count = 0 if request.coming is not None else count
                 admitted[request] = count
                 budget -= count
                 step.add(request, self._lengths)
+                self._shares.begin(request)
         return admitted
 
-    def _has_place(self, running: Running, rows: int) -> bool:
-        """True if one more request may run: a seat is free, or each call that runs or begins has a row of the step."""
+    def _place(self, running: Running, rows: int) -> Place | None:
+        """Return the place that one more request may take: with a seat free any, else that of a request without a row
+        of its own. None where there is none.
+        """
         seats = self._seats
         if len(running) < seats:
-            return True
-        return rows < seats and running.num_calls < seats and self._waiting.has_firsts()
+            return Place.SEAT
+        if self._shares.is_open_to(self._waiting.accounts):
+            return Place.ACCOUNT
+        if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
+            return Place.CALL
+        return None
 
-    def _order(self, step: Step) -> QueueOrder:
+    def _make_way(self, request: Request, step: Step, order: QueueOrder) -> bool:
+        """Preempt a request for one that lacks pages, or a place among those that sit out; False if none is to yield.
+
+        Whoever sits out yields to an account that has fewer rows; who has a row does to one that is late for its turn
+        and has nothing running.
+        """
+        account, late = request.account, order.is_late()
+        if not self._shares.may_begin(account):
+            return False
+        victim, running = self._shares.sitting_out(account), step.running
+        if victim is None:
+            earlier = self._shares.earlier() if late and account not in running.accounts else ()
+            victim = self._victims.choose(earlier) if len(earlier) > 1 else None
+            if victim is None or victim is running[0] or running.accounts[victim.account] < 2:
+                return False
+            self._shares.free_row(victim)
+        step.growth = None
+        step.yielded.add(victim.account)
+        self._preempt(victim)
+        return True
+
+    def _order(self, step: Step, place: Place) -> QueueOrder:
         may_come = step.may_come if step.is_limited else None
-        only_firsts = len(step.running) >= self._seats
-        late = self._turns.late(self._waiting.accounts, step.now, self._num_steps())
-        return QueueOrder(self._waiting, self._policy, self._store, step.overdue_before, may_come, only_firsts, late)
+        self._turns.restart(step.now, self._num_steps())
+        may_begin = self._shares.may_begin if place is Place.ACCOUNT else None
+        only_firsts, before = place is Place.CALL, step.overdue_before
+        return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
-        """True unless a request must wait for its adapter, or for a free adapter place in the step."""
+        """True unless a request must wait for its adapter or for a free adapter place in the step, or its account has
+        made way for another: what it gave would be its own again.
+        """
         adapter = request.adapter
+        if request.account in step.yielded:
+            return False
         if adapter is not None and step.is_barred(adapter):
             if order.is_overdue():
                 step.reserve(request)
@@ -211,7 +297,7 @@ class Step:
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
     _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
-    they are counted.
+    they are counted. yielded: accounts of which a request was sent back to make way.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -225,6 +311,7 @@ class Step:
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
     growth: int | None = None
+    yielded: set[str] = field(default_factory=set)
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
     _most_adapters: int | None = field(init=False)
@@ -309,6 +396,11 @@ class SharedPrefills:
         """Make an admitted request the leader of its prompt, if there is none."""
         if request.caching and self._leads(request):
             self._leaders.setdefault(self._key(request), request)
+
+    def holds(self, account: str) -> bool:
+        """True if a request of an account is held back."""
+        followers = chain.from_iterable(self._followers.values())
+        return any(request.account == account and request in self._waiting for request in followers)
 
     def settle(self) -> None:
         """Release the requests whose leader has computed the prompt, or never will."""

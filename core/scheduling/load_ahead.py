@@ -61,7 +61,7 @@ class LoadAhead:
         return found
 
     def read(self, waiting: Iterable[Request]) -> None:
-        """Start reading the adapters of the next waiting requests from disk."""
+        """Start reading the adapters of the next waiting requests from disk; `waiting` has them in order."""
         adapters = list(self._first(waiting))
         if unfit := self._store.unfit(adapters):
             self._unfit.update(unfit)

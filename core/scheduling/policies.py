@@ -24,7 +24,10 @@ class QueuePolicy(Protocol):
         ...
 
     def charge(self, request: Request, length: int) -> None:
-        """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed."""
+        """Charge a request that begins to run from `began_at` and is expected to end with `length` tokens computed.
+
+        `charged` is its cost then.
+        """
         ...
 
     def settle(self, request: Request) -> None:
@@ -82,6 +85,7 @@ class TokenCounters(QueuePolicy):
     def settle(self, request: Request) -> None:
         actual = self._cost(request, request.num_computed_tokens)
         self._counters[request.account] = self.standing(request.account) + actual - request.charged
+        request.charged = actual
         request.num_paid_tokens = max(request.num_paid_tokens, request.num_computed_tokens)
 
     def _cost(self, request: Request, end: int) -> float:

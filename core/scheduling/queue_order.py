@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
@@ -17,105 +20,222 @@ OVERDUE, RESIDENT, COMING = range(3)
 Entry = tuple[int, int, int, Group]
 """Class of a group's head, its queue position, class of the group's adapter, the group."""
 
+Turn = tuple[float, int, str]
+"""Standing of an account, its number in the order in which accounts came, the account."""
+
+Since = tuple[float, int, int]
+"""Time and step since when an account waits, and a number that grows in their order."""
+
+MANY = 64
+"""Accounts that wait from which on those are found first that have something that may run. Chosen."""
+
+SHARE = 4
+"""One of so many at least has, or all are looked at in turn: somebody is then found soon. Chosen."""
+
 
 class Turns:
-    """Times since which accounts wait for a turn: their last one or, if later, when they had nothing waiting.
+    """Accounts that wait, by whose turn it is.
 
-    The policy decides by what accounts were given; a small weight, or a wrong guess of a length, might keep one waiting
-    for long. So one that has waited for `max_turn_seconds` or `max_turn_steps` has the next turn whatever its standing.
+    First come those that have waited too long for one, for `max_turn_seconds` or `max_turn_steps` since their last turn
+    or, if later, since they had nothing waiting: a small weight, or a wrong guess of a length, might keep one waiting
+    for long. Then come the others, those first that stand lowest with the policy, and of these those that came first.
+    A change takes a time that grows with the logarithm of their number, since steps must not pay for who waits.
     """
 
-    def __init__(self, limits: EngineConfig) -> None:
+    def __init__(self, limits: EngineConfig, waiting: WaitingQueue, policy: QueuePolicy) -> None:
         self._max_seconds, self._max_steps = limits.max_turn_seconds, limits.max_turn_steps
-        self._since: dict[str, tuple[float, int]] = {}
-
-    @property
-    def num_accounts(self) -> int:
-        """Accounts whose times are kept."""
-        return len(self._since)
+        self._waiting = waiting
+        self._policy = policy
+        self._since: OrderedDict[str, Since] = OrderedDict()  # who has waited longest first
+        self._heap: list[Turn] = []
+        self._turns: dict[str, Turn] = {}  # of the heap's entries those that hold
+        self._count = itertools.count()
+        self._late_before = (-math.inf, -math.inf)
+        self._passed: list[Turn] = []
+        self._passed_late: list[tuple[str, Since]] = []
+        self.is_late = False
+        """True if the account that `top` returned last has waited too long."""
 
     def take(self, account: str, now: float, step: int) -> None:
         """Note that an account has a turn, or begins to wait for one."""
-        self._since[account] = now, step
+        self._since[account] = now, step, next(self._count)
+        self._since.move_to_end(account)
+        self._bound()
 
-    def late(self, accounts: Collection[str], now: float, step: int) -> dict[str, float]:
-        """Return those of `accounts`, which wait, that have waited too long, and since when."""
-        since = self._since
-        if len(since) > 2 * len(accounts) + 64:
-            since = self._since = {account: since[account] for account in accounts if account in since}
-        if len(accounts) < 2:
-            return {}
-        before, before_step = now - self._max_seconds, step - self._max_steps
-        late = {}
-        for account in accounts:
-            began, at = since.setdefault(account, (now, step))
-            if began <= before or at <= before_step:
-                late[account] = began
-        return late
+    def note(self, account: str) -> None:
+        """Note that the policy may think better of an account than before."""
+        turn = self._turns.get(account)
+        if turn is not None and self._policy.standing(account) < turn[0]:
+            self._enter(account, turn[1])
+            self._bound()
+
+    def restart(self, now: float, step: int) -> None:
+        """Begin with the first account again. now, step: of the moment, in seconds and steps."""
+        self._late_before = now - self._max_seconds, step - self._max_steps
+        for account, since in reversed(self._passed_late):
+            if account not in self._since:
+                self._since[account] = since
+                self._since.move_to_end(account, last=False)
+        for turn in self._passed:
+            if self._turns.get(turn[2]) is turn:
+                heapq.heappush(self._heap, turn)
+        self._passed_late, self._passed = [], []
+        for account in self._waiting.take_new_accounts():
+            number = next(self._count)
+            self._since.setdefault(account, (now, step, number))
+            self._enter(account, number)
+
+    def top(self) -> str | None:
+        """Return the account whose turn it is; None if all have been passed over."""
+        accounts, since = self._waiting.accounts, self._since
+        while since:
+            account = next(iter(since))
+            if not self._is_late(since[account]):
+                break
+            if account in accounts:
+                self.is_late = True
+                return account
+            del since[account]
+        self.is_late = False
+        heap = self._heap
+        while heap:
+            turn = heap[0]
+            account = turn[2]
+            if self._turns.get(account) is not turn:
+                heapq.heappop(heap)
+            elif account not in accounts:
+                heapq.heappop(heap)
+                del self._turns[account]
+            elif self._policy.standing(account) > turn[0]:  # it has been charged since
+                heapq.heappop(heap)
+                self._enter(account, turn[1])
+            else:
+                return account
+        return None
+
+    def pass_over(self) -> None:
+        """Go on to the next account, until `restart`."""
+        if self.is_late:
+            self._passed_late.append(self._since.popitem(last=False))
+        else:
+            self._passed.append(heapq.heappop(self._heap))
+
+    def rank(self, account: str) -> tuple[bool, float, float]:
+        """Return a key by which accounts that wait are in the order of turns; False first: it has waited too long."""
+        since = self._since.get(account)
+        if since is not None and self._is_late(since):
+            return False, 0.0, since[2]
+        turn = self._turns.get(account)  # None for one that comes back in this very step
+        return True, self._policy.standing(account), math.inf if turn is None else turn[1]
+
+    def _is_late(self, since: Since) -> bool:
+        return since[0] <= self._late_before[0] or since[1] <= self._late_before[1]
+
+    def _enter(self, account: str, number: int) -> None:
+        turn = self._turns[account] = self._policy.standing(account), number, account
+        heapq.heappush(self._heap, turn)
+
+    def _bound(self) -> None:
+        """Forget accounts that wait no more and turns that hold no more, when they are many."""
+        accounts = self._waiting.accounts
+        if max(len(self._since), len(self._heap)) <= 2 * len(accounts) + 64:
+            return
+        self._since = OrderedDict((account, since) for account, since in self._since.items() if account in accounts)
+        self._turns = {account: turn for account, turn in self._turns.items() if account in accounts}
+        passed = {turn[2] for turn in self._passed}
+        self._heap = [turn for account, turn in self._turns.items() if account not in passed]
+        heapq.heapify(self._heap)
+
+
+class SomeTurns:
+    """Some of the accounts that wait, in the order of turns as of the moment; `turns` has all of them, restarted."""
+
+    def __init__(self, turns: Turns, waiting: WaitingQueue, accounts: Iterable[str]) -> None:
+        self._turns = turns
+        self._waiting = waiting
+        self._heap = [(turns.rank(account), account) for account in accounts]
+        heapq.heapify(self._heap)
+        self.is_late = False
+
+    def top(self) -> str | None:
+        """Return the account whose turn it is; None if all have been passed over."""
+        heap = self._heap
+        while heap:
+            rank, account = heap[0]
+            if account not in self._waiting.accounts:
+                heapq.heappop(heap)
+            elif (now := self._turns.rank(account)) != rank:  # it has had its turn, and was charged
+                heapq.heapreplace(heap, (now, account))
+            else:
+                self.is_late = not rank[0]
+                return account
+        return None
+
+    def pass_over(self) -> None:
+        heapq.heappop(self._heap)
 
 
 class QueueOrder:
     """Candidates for admission in one step.
 
-    Whose turn it is comes first: that of an account that has waited too long for one, else of the one that stands
-    lowest with the policy. Within an account, requests whose adapter is resident, or that need none, come first, then
-    those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has taken
-    long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been overtaken for
-    long enough and goes first in its account, whatever its adapter.
+    Whose turn it is comes first. Within an account, requests whose adapter is resident, or that need none, come first,
+    then those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has
+    taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
+    overtaken for long enough and goes first in its account, whatever its adapter.
+
+    Where many accounts wait and few of them have a request that can run, only these are looked at.
     """
 
     def __init__(
         self,
         waiting: WaitingQueue,
-        policy: QueuePolicy,
+        turns: Turns,
         store: AdapterStore,
         overdue_before: float,
         may_run: Callable[[Adapter | None, Request], bool] | None = None,
         only_firsts: bool = False,
-        late: dict[str, float] | None = None,
+        may_begin: Callable[[str], bool] | None = None,
     ) -> None:
-        """may_run: filters adapters; called with an adapter, or None for the base model, and its first waiting request.
-        None: every adapter may.
-        only_firsts: consider only the first answer of each call. late: accounts that have waited too long for a turn,
-        and since when.
+        """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and its
+        first waiting request. None: every adapter may. only_firsts: consider only the first answer of each call.
+        may_begin: filters accounts; None: every one may.
         """
         self._waiting = waiting
-        self._policy = policy
+        self._turns: Turns | SomeTurns = turns
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
         self.only_firsts = only_firsts
-        self._late = late or {}
+        self._may_begin = may_begin
         self._near: set[Adapter | None] | None = None
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
-        accounts = waiting.accounts
-        self._turns = [(*self._turn(account), index, account) for index, account in enumerate(accounts)]
-        heapq.heapify(self._turns)
+        self._account = ""  # of the last candidate
+        if len(waiting.accounts) >= MANY:
+            near = list(self._nearby(waiting.by_adapter))
+            if SHARE * sum(len(waiting.by_adapter[adapter]) for adapter in near) < len(waiting.accounts):
+                accounts = {account for adapter in near for account in waiting.by_adapter[adapter]}
+                self._turns = SomeTurns(turns, waiting, accounts)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same one until it has left its group, or its group is passed over."""
-        turns = self._turns
-        while turns:
-            *turn, index, account = turns[0]
-            now = self._turn(account)
-            if now > tuple(turn):  # it has been charged since
-                heapq.heapreplace(turns, (*now, index, account))
-                continue
-            entries = self._entries.get(account)
-            if entries is None:
-                entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
-            if entries:
-                return self._head(entries[0][3])
-            heapq.heappop(turns)
+        while (account := self._turns.top()) is not None:
+            if self._may_begin is None or self._may_begin(account):
+                entries = self._entries.get(account)
+                if entries is None:
+                    entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
+                if entries:
+                    self._account = account
+                    return self._head(entries[0][3])
+            self._turns.pass_over()
         return None
 
     def is_overdue(self) -> bool:
         """True if the last candidate has been overtaken for long enough."""
         return self._top()[0][0] == OVERDUE
 
-    def end_turn(self, account: str) -> None:
-        """Note that a request of an account has begun, which so has had the turn that it waited for."""
-        self._late.pop(account, None)
+    def is_late(self) -> bool:
+        """True if the last candidate's account has waited too long for a turn."""
+        return self._turns.is_late
 
     def go_on(self) -> None:
         """Go on to the next candidate, after the last one has left its group."""
@@ -131,29 +251,13 @@ class QueueOrder:
         heapq.heappop(self._top())
 
     def _top(self) -> list[Entry]:
-        return self._entries[self._turns[0][3]]
-
-    def _turn(self, account: str) -> tuple[int, float]:
-        """Return a key by which accounts have their turns."""
-        since = self._late.get(account)
-        return (1, self._policy.standing(account)) if since is None else (0, since)
+        return self._entries[self._account]
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return an account's groups that may run, as a heap."""
-        store, only_firsts = self._store, self.only_firsts
-        adapters: Collection[Adapter | None] = groups
-        if len(groups) > 1 + store.most_near:  # most adapters are only on disk: list the others
-            if self._near is None:
-                self._near = {None, *store.near()}
-            adapters = self._near & groups.keys()
+        only_firsts = self.only_firsts
         entries: list[Entry] = []
-        for adapter in adapters:
-            if adapter is None or adapter.pages:
-                kind = RESIDENT
-            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
-                kind = COMING
-            else:
-                continue
+        for adapter, kind in self._nearby(groups).items():
             group = groups[adapter]
             if only_firsts and not group.firsts:
                 continue
@@ -162,6 +266,22 @@ class QueueOrder:
                 entries.append(self._entry(kind, head, group))
         heapq.heapify(entries)
         return entries
+
+    def _nearby(self, adapters: Mapping[Adapter | None, object]) -> dict[Adapter | None, int]:
+        """Return those adapters that can run, or soon can, each with its class."""
+        store = self._store
+        few: Iterable[Adapter | None] = adapters
+        if len(adapters) > 1 + store.most_near:  # most adapters are only on disk: list the others
+            if self._near is None:
+                self._near = {None, *store.near()}
+            few = self._near & adapters.keys()
+        found: dict[Adapter | None, int] = {}
+        for adapter in few:
+            if adapter is None or adapter.pages:
+                found[adapter] = RESIDENT
+            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
+                found[adapter] = COMING
+        return found
 
     def _head(self, group: Group) -> Request:
         return next(iter(group.firsts)) if self.only_firsts or not group.more else group.head

@@ -34,6 +34,10 @@ class Running(list[Request]):
         """Those whose next token can't be drawn before the host knows the last; see `SamplingParams.looks_back`."""
         self.plan: StepPlan | None = None
         """The last step's, if each of them decoded a token in it and they are still the same: their rows are reused."""
+        self.accounts: dict[str, int] = {}
+        """Their number by account."""
+        self.dealt: list[Request] | None = None
+        """Those that have the rows of a step, where there are more of them than rows, while they are still the same."""
 
     @property
     def num_calls(self) -> int:
@@ -41,7 +45,8 @@ class Running(list[Request]):
 
     def append(self, request: Request) -> None:
         list.append(self, request)
-        self.plan = None
+        self.plan = self.dealt = None
+        self.accounts[request.account] = self.accounts.get(request.account, 0) + 1
         self.num_looking_back += request.params.looks_back
         if self._groups is not None:
             self._groups.setdefault(request.adapter, []).append(request)
@@ -49,7 +54,10 @@ class Running(list[Request]):
 
     def remove(self, request: Request) -> None:
         list.remove(self, request)
-        self.plan = None
+        self.plan = self.dealt = None
+        self.accounts[request.account] -= 1
+        if not self.accounts[request.account]:
+            del self.accounts[request.account]
         self.num_looking_back -= request.params.looks_back
         members = self.calls[request.call] if request.call else self.lone
         del members[request]

@@ -7,7 +7,7 @@ waiting requests in queue order while tokens, seats and pages last. No tensors h
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 from ...graphs.runner import DecodeBuckets
@@ -27,6 +27,7 @@ from .overload import QueueRoom
 from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
 from .running import Running, follow, group_by_adapter, plan_step
+from .seat_shares import SeatShares
 from .step_shares import StepShares, prompt_shares
 from .waiting import WaitingQueue
 
@@ -57,12 +58,13 @@ class Scheduler:
         self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
         self._lengths = OutputLengths(memory.block_tokens)
+        self.running = Running()
+        self._seats = SeatShares(limits.max_num_seqs, self.running, clock)
         self._admission = self.admission_type(
-            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, clock,
-            lambda: self.num_steps, self._fail,
+            limits, self.waiting, self._policies.queue, store, memory, loads, self._lengths, self._seats,
+            self._policies.victim, clock, lambda: self.num_steps, self._fail, self.preempt,
         )  # fmt: skip
         self._requests: dict[str, Request] = {}
-        self.running = Running()
         self._shares = StepShares(limits.max_num_seqs, clock)
         self._room = QueueRoom(limits.max_waiting, clock)
         self._failed: list[RequestOutput] = []
@@ -135,10 +137,8 @@ class Scheduler:
             self._settle_loads()
         if self.waiting or self._admission.late:
             self._admission.settle()
-        sharing = self._shares.choose(self.running, self.waiting) if self.running.calls else None
         only = self._admission.only
-        if only is not None:
-            sharing = [each for each in (self.running if sharing is None else sharing) if each.adapter in only]
+        sharing = self._choose_sharing(only)
         all_decode, preempted = sharing is None and self._grow_decodes(), False
         counts: dict[Request, int] = {}
         cut: list[Request] = []
@@ -147,13 +147,16 @@ class Scheduler:
         if self.waiting:
             rows = len(self.running) if all_decode else len(counts)
             used = rows if all_decode else sum(counts.values())
+            before = self.num_preemptions
+            self._seats.begin_step(self.running if sharing is None else sharing, only)
             admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
+            full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
+            if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
+                counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
+                all_decode = False
             if cut and not preempted:
-                self._add_to_chunks(cut, counts, self._max_tokens - used - sum(admitted.values()))
-            counts |= {request: count for request, count in admitted.items() if count}
-        if all_decode and self._memory.arriving:  # admitted just now, without a row
-            all_decode = False
-            counts = {request: counts.get(request, 1) for request in self.running if request.coming is None}
+                self._add_to_chunks(cut, counts, admitted)
+            counts |= admitted
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -180,6 +183,7 @@ class Scheduler:
         if (
             plan.bucket is None or running.calls or running.num_looking_back or self._admission.only is not None
             or self._loading or memory.arriving or memory.swapped.is_under_way
+            or len(running) > self._limits.max_num_seqs
         ):  # fmt: skip
             return None
         if self._store.loads.under_way:
@@ -198,7 +202,8 @@ class Scheduler:
         self._fail_hopeless()
         if self.waiting and len(staying) < len(running):  # who comes in their place should not wait for a step more
             return False
-        if self._admission.would_admit(running, self._max_tokens - len(running), len(running)):
+        self._seats.begin_step(running)
+        if self._admission.would_admit(running, self._budget(self._max_tokens - len(running), len(running))):
             return False
         self._read_ahead()
         return True
@@ -296,6 +301,28 @@ class Scheduler:
             self.waiting.remove(request)
             self._fail(request, *load_error(request, error))
 
+    def _choose_sharing(self, only: Collection[Adapter | None] | None) -> list[Request] | None:
+        """Return the running requests that share the next step, None for all of them.
+
+        only: adapters whose requests may; None: all. A request whose KV is coming back has nothing to compute yet.
+        """
+        running = self.running
+        sharing = self._shares.choose(running, self.waiting) if running.calls else None
+        if only is not None:
+            sharing = [request for request in (running if sharing is None else sharing) if request.adapter in only]
+        if self._memory.arriving:
+            sharing = [request for request in (running if sharing is None else sharing) if request.coming is None]
+        if sharing is not None:
+            return sharing if len(sharing) <= self._limits.max_num_seqs else self._seats.deal(sharing)
+        if len(running) > self._limits.max_num_seqs and running.dealt is None:
+            running.dealt = self._seats.deal(running)
+        return running.dealt
+
+    def _yield_rows(self, counts: dict[Request, int], admitted: Mapping[Request, int]) -> dict[Request, int]:
+        """Return the token counts of those that keep their row beside the requests that were admitted."""
+        taking = [r for r in self.running if (r in counts or r in admitted) and r.coming is None]
+        return {r: counts[r] for r in self._seats.deal(taking, admitted) if r not in admitted}
+
     def _grow_decodes(self) -> bool:
         """Fast path: True if every running request decodes one token and has a page for it.
 
@@ -323,8 +350,6 @@ class Scheduler:
         chosen: dict[Request, int] = {}
         cut: list[Request] = []
         preempted = False
-        if self._memory.arriving:
-            sharing = [request for request in sharing if request.coming is None]
         shares = self._prompt_shares(sharing)
         for request in sorted(sharing, key=lambda r: _missing(r) > 1):
             if budget <= 0:
@@ -365,17 +390,21 @@ class Scheduler:
                 wanted[request.account] = wanted.get(request.account, 0) + missing
             else:
                 num_decoding += 1
-        others = len(self.running) < self._limits.max_num_seqs and any(
-            account not in wanted for account in self.waiting.accounts
-        )
+        here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
+        others = any(account not in here for account in self.waiting.accounts)
         if len(wanted) + others < 2 or not self._limits.chunked_prefill:
             return None
         return prompt_shares(wanted, self._max_tokens - num_decoding, others)
 
-    def _add_to_chunks(self, cut: Sequence[Request], counts: dict[Request, int], budget: int) -> None:
-        """Give prompts that were cut short the tokens that nobody else took, as far as there are pages."""
+    def _add_to_chunks(
+        self, cut: Sequence[Request], counts: dict[Request, int], admitted: Mapping[Request, int]
+    ) -> None:
+        """Give prompts that were cut short the tokens that nobody else took, as far as there are rows and pages."""
+        budget = self._max_tokens - sum(counts.values()) - sum(admitted.values())
         for request in cut:
             count = counts.get(request, 0)
+            if not request.is_running or (not count and len(counts) + len(admitted) >= self._limits.max_num_seqs):
+                continue
             more = min(budget, _missing(request) - count)
             end = request.num_computed_tokens + count + more
             if more > 0 and (request.room >= end or self._memory.grow(request, end)):
@@ -383,18 +412,24 @@ class Scheduler:
                 budget -= more
 
     def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
-        """Admit waiting requests and prefetch the adapters of those behind them; returns the admitted token counts."""
+        """Admit waiting requests and prefetch the adapters of those behind them; returns the token counts of those
+        admitted that compute something.
+        """
         self._fail_hopeless()
         admitted: dict[Request, int] = {}
         if not preempted and not self._memory.swapped.frees_pages:
-            admitted = self._admission.admit(self.running, budget, rows)
+            admitted = self._admission.admit(self.running, self._budget(budget, rows), rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._read_ahead()
-        return admitted
+        return {request: count for request, count in admitted.items() if count}
+
+    def _budget(self, tokens: int, rows: int) -> int:
+        """Return the tokens that those may compute who begin: of whoever takes another's row, its token at least."""
+        return max(1, tokens) if rows == self._limits.max_num_seqs else tokens
 
     def _read_ahead(self) -> None:
-        """Read and load the adapters of the first waiting requests."""
-        self._ahead.read(self.waiting)
+        """Read and load the adapters of the requests that may be next."""
+        self._ahead.read(self._admission.coming())
         if self._limits.prefetch:
             self._ahead.load(self.waiting)
 
@@ -433,7 +468,7 @@ class Scheduler:
 
     def _give_back(self, request: Request) -> None:
         """Free all that a running request holds, and charge its account for what it has computed."""
-        self._policies.queue.settle(request)
+        self._admission.end(request)
         self._memory.release(request)
 
     # -- a step's result

@@ -68,7 +68,8 @@ class StepShares:
     def choose(self, running: Running, waiting: WaitingQueue) -> list[Request] | None:
         """Requests of the next step, None for all that run. To be asked while calls with several answers run.
 
-        With every row taken it leaves one to a call that waits for its first.
+        With every row taken it leaves one to a call that waits for its first. They may be more than a step has rows
+        where requests that are alone in their calls are.
         """
         free = self._max_rows
         if len(running) >= free and running.num_calls < free and waiting.has_firsts():
@@ -78,11 +79,11 @@ class StepShares:
         if not larger:
             self._without.clear()
             self._num_with, self._began = NUM_SAMPLES * WINDOW, None
-            return None if len(running) <= free else self._deal(running, 0, free - len(running.lone))
+            return None if len(running) <= free else self._deal(running, 0, max(1, free - len(running.lone)))
         now = self._clock()
         self._account(None if self._began is None else now - self._began)
         self._began = now
-        places = free - (len(running) - larger)
+        places = max(1, free - (len(running) - larger))
         if self._debt > 0 or self._num_with >= WINDOW * (1 + len(self._without)):
             self._num_with = self._dealt = 0
             return self._deal(running, fewest, places, without=True)

@@ -56,6 +56,9 @@ class WaitingQueue(OrderedDict[Request, None]):
         self.accounts: dict[str, dict[Adapter | None, Group]] = {}
         self.num_of: dict[Adapter | None, int] = {}
         """Numbers of requests by adapter, those that are held back included; None: of the base model."""
+        self.by_adapter: dict[Adapter | None, dict[str, None]] = {}
+        """Accounts with candidates for an adapter, or for the base model."""
+        self._new_accounts: dict[str, None] = {}
 
     def count(self, account: str) -> int:
         """Return the number of an account's waiting requests, without those held back."""
@@ -95,13 +98,18 @@ class WaitingQueue(OrderedDict[Request, None]):
         if request in self:
             _insert(self._group(request).line(request), request)
 
+    def take_new_accounts(self) -> list[str]:
+        """Return the accounts that have had no candidates and have now, in the order in which they came, once."""
+        new, self._new_accounts = self._new_accounts, {}
+        return list(new)
+
     def has_firsts(self) -> bool:
         """True if the first answer of a call is a candidate."""
         return any(group.firsts for groups in self.accounts.values() for group in groups.values())
 
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
-        return {adapter for groups in self.accounts.values() for adapter in groups if adapter is not None}
+        return {adapter for adapter in self.by_adapter if adapter is not None}
 
     def _count(self, request: Request) -> None:
         self.num_of[request.adapter] = self.num_of.get(request.adapter, 0) + 1
@@ -110,9 +118,11 @@ class WaitingQueue(OrderedDict[Request, None]):
         groups = self.accounts.get(request.account)
         if groups is None:
             groups = self.accounts[request.account] = {}
+            self._new_accounts[request.account] = None
         group = groups.get(request.adapter)
         if group is None:
             group = groups[request.adapter] = Group(request.adapter)
+            self.by_adapter.setdefault(request.adapter, {})[request.account] = None
         return group
 
     def _leave_group(self, request: Request) -> None:
@@ -123,8 +133,13 @@ class WaitingQueue(OrderedDict[Request, None]):
         del group.line(request)[request]
         if not group:
             del groups[request.adapter]
+            accounts = self.by_adapter[request.adapter]
+            del accounts[request.account]
+            if not accounts:
+                del self.by_adapter[request.adapter]
             if not groups:
                 del self.accounts[request.account]
+                self._new_accounts.pop(request.account, None)
 
 
 def _insert(requests: OrderedDict[Request, None], request: Request) -> None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.executors.base import ModelInfo
-from ...core.requests.types import BASE_SLOT, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from ...core.requests.types import BASE_SLOT, CannotMerge, ScheduledRow, StepPlan, StepResult, TokenLogprobs
+from ...memory.adapters.adapter import Adapter
 from ...memory.files.format import AdapterFormatError, AdapterManifest
 from ...memory.host.image import HostImage, LayerStream
 from ...memory.pages.adapter_layout import AdapterLayout, AdapterPart
@@ -190,16 +191,152 @@ class CheckedTransfer:
         return self._quiet
 
 
-class CheckedExecutor:
-    """Executes plans on the memory of contents; raises Violation, kept in `violations`, where a plan is wrong."""
+class CheckedSwaps:
+    """Copies of KV pages to host memory and back, in virtual time; some fail, and what they were to bring is void."""
 
-    def __init__(self, config: EngineConfig, adapters: CheckedAdapters, world: World, memory: dict) -> None:
+    page_seconds = 1e-4
+
+    def __init__(self, block_tokens: int, memory: dict, world: World, rng: random.Random) -> None:
+        self._offsets = range(block_tokens)
+        self._memory = memory
+        self._world = world
+        self._rng = rng
+        self._delay = rng.choice([0.0, 0.005, 0.1])
+        self._trouble = rng.choice([0.0, 0.3])
+        self._num_under_way = 0
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
+        image: list[list[object]] = []
+        held = list(pages)
+
+        def write() -> None:
+            image.extend([self._memory.get((page, offset)) for offset in self._offsets] for page in held)
+
+        return image, self._begin(write)
+
+    def copy_in(self, image: list[list[object]], skip: int, pages: Sequence[int]) -> SwapCopy | None:
+        promise(len(pages) == len(image) - skip, "KV comes back into more or fewer pages than it had")
+        places = [(page, offset) for page in pages for offset in self._offsets]
+        values = [value for content in image[skip:] for value in content]
+
+        def write() -> None:
+            self._memory.update(zip(places, values, strict=True))
+
+        self._memory.update(dict.fromkeys(places, "not there yet"))
+        return self._begin(write)
+
+    def wait(self, timeout: float) -> None:
+        end, before = self._world.now + timeout, self._num_under_way
+        while self._num_under_way == before and self._world.next_time <= end:
+            self._world.next_event()
+
+    def _begin(self, write: Callable[[], None]) -> SwapCopy | None:
+        if not self._delay:
+            write()
+            return None
+        copy = SwapCopy(write, self._rng.random() < self._trouble)
+        self._num_under_way += 1
+
+        def end() -> None:
+            self._num_under_way -= 1
+            copy.end()
+
+        self._world.after(self._delay * self._rng.uniform(0.1, 2.0), end)
+        return copy
+
+
+class SwapCopy:
+    """A copy under way. After `cancel` it may still write until it is quiet."""
+
+    def __init__(self, write: Callable[[], None], fails: bool) -> None:
+        self._write = write
+        self._fails = fails
+        self._has_ended = self._cancelled = False
+
+    def end(self) -> None:
+        if not self._fails:
+            self._write()
+        self._has_ended = True
+
+    def is_done(self) -> bool:
+        return self._has_ended and not self.has_failed()
+
+    def has_failed(self) -> bool:
+        return self._cancelled or (self._has_ended and self._fails)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def is_quiet(self) -> bool:
+        return self._has_ended
+
+
+class CheckedShadow:
+    """Shadow weights of as many matrices as an adapter has pages, at most three; a call makes one. Some adapters weigh
+    too much.
+    """
+
+    def __init__(self, memory: dict, world: World) -> None:
+        self.adapter: Adapter | None = None
+        self.runs: list[range] = []
+        self._made = 0
+        self._memory = memory
+        self._world = world
+
+    def sizes(self, adapter: Adapter) -> list[int]:
+        return [1, 2, 3][: adapter.num_pages]
+
+    def begin(self, adapter: Adapter, runs: list[range]) -> None:
+        promise(bool(adapter.pages) and adapter.transfer is None, f"{adapter} is merged before it is there")
+        promise([len(run) for run in runs] == self.sizes(adapter), "the shadow has too many pages, or too few")
+        self.adapter, self.runs, self._made = adapter, runs, 0
+
+    def advance(self, max_seconds: float) -> bool:
+        self._world.advance(0.0003)
+        adapter = self.adapter
+        if adapter is None or not adapter.pages:
+            raise Violation(f"{adapter} was evicted while it is merged")
+        if adapter.manifest.mtime_ns % 7 == 0:
+            raise CannotMerge("it outweighs the weights")
+        for page in self.runs[self._made]:
+            self._memory[page, -1] = ("shadow", adapter.manifest.mtime_ns)
+        self._made += 1
+        return self._made == len(self.runs)
+
+    def drop(self) -> None:
+        self.adapter, self.runs, self._made = None, [], 0
+
+    def check(self, merged: Adapter, pool: PagePool) -> None:
+        """Raise Violation unless the whole of an adapter's shadow is in the arena."""
+        promise(merged is self.adapter and self._made == len(self.runs), "a step with a shadow that is not whole")
+        want = ("shadow", merged.manifest.mtime_ns)
+        for page in itertools.chain.from_iterable(self.runs):
+            if pool.kind(page) is not PageKind.SHADOW or self._memory.get((page, -1)) != want:
+                raise Violation(f"page {page} of the shadow of {merged} is of another kind, or was overwritten")
+
+
+class CheckedExecutor:
+    """Executes plans on the memory of contents; raises Violation, kept in `violations`, where a plan is wrong.
+
+    shadow, swaps: None where it has no merged mode, or KV is only computed again.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        adapters: CheckedAdapters,
+        world: World,
+        memory: dict,
+        shadow: CheckedShadow | None = None,
+        swaps: CheckedSwaps | None = None,
+    ) -> None:
         assert config.num_pages is not None
         self.config = config
         self.model = ModelInfo(VOCAB, MAX_MODEL_LEN, EOS)
         self.layout = PageLayout(1, 1, 8, config.block_tokens, 4)
         self.num_pages = config.num_pages
-        self.shadow = self.swaps = self.start = None
+        self.shadow, self.swaps = shadow, swaps
+        self.start = None
         self.adapters = adapters
         self.violations: list[Violation] = []
         self.raises_for: set[str] = set()
@@ -240,6 +377,9 @@ class CheckedExecutor:
             for page in adapter.pages:
                 if pool.kind(page) is not PageKind.ADAPTER or owner.setdefault(page, adapter.name) != adapter.name:
                     raise Violation(f"page {page} of {adapter} is of another kind, or another's")
+        if plan.merged is not None:
+            promise(self.shadow is not None, "a merged step without a shadow")
+            self.shadow.check(plan.merged, pool)
         for row in rows:
             promise(bool(row.tokens) and row.kv_len <= len(row.pages) * block, "pages don't cover the tokens")
             first = row.start // block  # whose page is written

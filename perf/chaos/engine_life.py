@@ -62,6 +62,7 @@ class EngineLife:
     def _register(self, name: str, path: Path) -> None:
         try:
             self.current[name] = self.engine.store.register(name, path)
+            self.reached["loaded"] += 1
         except AdapterFormatError:
             adapters = self.engine.executor.adapters
             pages = adapters.layout(adapters.inspect(path)).num_pages
@@ -124,6 +125,7 @@ class EngineLife:
         name = self.rng.choice(self.names)
         if self.current.pop(name, None) is not None:
             self.engine.store.unregister(name)
+            self.reached["unloaded"] += 1
 
     def _pin(self) -> None:
         name = self.rng.choice(self.names)

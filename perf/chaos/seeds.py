@@ -2,9 +2,10 @@
 
 The real engine, scheduler, adapter store, page pool and prefix cache run in virtual time over an executor that checks
 every step, with reads that are slow, fail, end early or never end, and with aborts, reloads in place, pins, preemption,
-moves of requests, faults and tiny memory, under options drawn from all there are. After every step the books must add
-up, every answer must be the one that the request gets alone, told in as many pieces as it may, and nothing may come
-from the cache of another tenant. Prints each failing seed with its cause; the same seed gives the same life.
+KV that is copied out and back, merges, moves of requests, faults and tiny memory, under options drawn from all there
+are. After every step the books must add up, every answer must be the one that the request gets alone, told in as many
+pieces as it may, and nothing may come from the cache of another tenant. Prints each failing seed with its cause; the
+same seed gives the same life.
 
     python -m chorus.perf.chaos.seeds --first 250000 --seeds 750000 --jobs 1 --log seeds.log
 """
@@ -31,6 +32,8 @@ from .checked_executor import (
     VOCAB,
     CheckedAdapters,
     CheckedExecutor,
+    CheckedShadow,
+    CheckedSwaps,
     Disk,
     next_token,
 )
@@ -60,7 +63,10 @@ class Life(EngineLife):
         memory: dict = {}
         reads = VirtualReads(self.world, rng.randint(1, 3))
         adapters = CheckedAdapters(self.disk, reads, self.world, memory, rng)
-        self.executor = CheckedExecutor(config, adapters, self.world, memory)
+        shadow = CheckedShadow(memory, self.world) if rng.random() < 0.7 else None
+        is_swapping = config.preemption != "recompute"
+        swaps = CheckedSwaps(config.block_tokens, memory, self.world, rng) if is_swapping else None
+        self.executor = CheckedExecutor(config, adapters, self.world, memory, shadow, swaps)
         self.engine = Engine(config, late_results(self.executor, seed), self.world, reads)
         self.executor.pool = self.engine.pool
         for name in self.names[: rng.randint(1, len(self.names))]:
@@ -74,12 +80,12 @@ class Life(EngineLife):
             model=Path("made-up"), block_tokens=block,
             num_pages=2 + -(-rng.choice([24, MAX_MODEL_LEN, 64, 120]) // block) + rng.randint(1, 12), max_num_seqs=seqs,
             max_num_batched_tokens=max(seqs, rng.choice([4, 8, 16, 64])), chunked_prefill=rng.random() < 0.8,
-            host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20]), eviction=rng.choice(["cost", "lru"]),
+            host_cache_bytes=rng.choice([0, 1, 500, 2000, 1 << 20, 1 << 20]), eviction=rng.choice(["cost", "lru"]),
             prefix_cache=rng.random() < 0.7, lookahead=rng.choice([1, 2, 8]), prefetch=rng.choice([0, 1, 3]),
             max_adapters_per_step=rng.choice([None, None, 1, 2]), max_overtake_seconds=rng.choice([0.0, 0.05, 1.0]),
             max_load_stall_seconds=rng.choice([0.0, 0.001, 0.02]), max_waiting=rng.choice([None, None, 3, 12]),
             share_prefix_cache=rng.random() < 0.3, adapter_read_seconds=rng.choice([0.05, 1.0, 30.0]),
-            seed=rng.randrange(1 << 30),
+            preemption=rng.choice(["recompute", "swap", "swap", "auto"]), seed=rng.randrange(1 << 30),
         )  # fmt: skip
 
     def _span(self) -> range:
@@ -122,6 +128,11 @@ class Life(EngineLife):
         if params.prompt_logprobs is not None:
             told.scores = [TokenLogprobs(token, -float(at)) for at, token in enumerate(prompt) if at]
         return told
+
+    def _preempt(self) -> None:
+        """One after another, so that copies out and back overlap."""
+        for _ in range(self.rng.choice([1, 1, 2, 4])):
+            super()._preempt()
 
     # -- adapters
 

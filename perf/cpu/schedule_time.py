@@ -43,6 +43,7 @@ class Load:
     running: int = 256
     waiting: int = 1000
     adapters: int = 1000
+    tenants: int = 1
 
 
 def schedule_times(
@@ -59,13 +60,17 @@ def schedule_times(
 def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -> list[float]:
     engine, executor = _busy_engine(state, load, samples)
     scheduler = engine.scheduler
+    waiting = 0
+    while waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
+        waiting = len(scheduler.waiting)
+        engine.step()
     took = []
     for _ in range(samples):
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
         scheduler.update(plan, executor.execute(plan))
-        if len(plan.rows) != load.running or len(scheduler.waiting) != load.waiting:
+        if len(plan.rows) != load.running or len(scheduler.waiting) != waiting:
             raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
     engine.close()
     return took
@@ -90,7 +95,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     for index in range(load.adapters):
         engine.store.register(f"a{index}", _path(index))
     for index in range(load.running):
-        engine.add_request(_request(index, index % load.adapters, _PROMPT, samples))
+        engine.add_request(_request(index, index % load.adapters, _PROMPT, samples, index % load.tenants))
     while len(engine.scheduler.running) < load.running:
         engine.step()
     reads.stopped = state == "reads"
@@ -101,7 +106,7 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     for index in range(load.waiting):
         adapter = load.running + index % fresh if fresh > 0 and state != "pages" else index % load.running
         prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
-        engine.add_request(_request(load.running + index, adapter, prompt, samples))
+        engine.add_request(_request(load.running + index, adapter, prompt, samples, index % load.tenants))
     return engine, executor
 
 
@@ -109,9 +114,9 @@ def _path(index: int) -> Path:
     return Path(f"a{index}-{_RANK}")
 
 
-def _request(index: int, adapter: int, prompt_tokens: int, steps: int) -> Request:
+def _request(index: int, adapter: int, prompt_tokens: int, steps: int, tenant: int) -> Request:
     params = SamplingParams(max_tokens=_max_tokens(steps), temperature=0.0, ignore_eos=True)
-    return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}")
+    return Request(f"r{index}", [1] * prompt_tokens, params, f"a{adapter}", tenant=f"t{tenant}")
 
 
 def _max_tokens(steps: int) -> int:
@@ -158,9 +163,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--running", type=int, default=256)
     add("--waiting", type=int, default=1000)
     add("--adapters", type=int, default=1000)
+    add("--tenants", type=int, default=1, help="that the requests are from")
     add("--steps", type=int, default=50, help="of which the median counts")
     args = command.parse_args(argv)
-    load = Load(args.running, args.waiting, args.adapters)
+    load = Load(args.running, args.waiting, args.adapters, args.tenants)
     times = {state: round(1000 * took, 4) for state, took in schedule_times(load, args.steps).items()}
     for state, took in times.items():
         print(f"{state:8} {took:8.4f} ms")

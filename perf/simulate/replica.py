@@ -86,6 +86,7 @@ class Replica:
         most_rows: int | None = None,
         read_threads: int = 2,
         keep_idle: bool = True,
+        tells_tenants: bool = True,
         policies: Policies | None = None,
         degree: int = 1,
         now: float = 0.0,
@@ -93,7 +94,7 @@ class Replica:
         """adapters: shared by all replicas; adapters that requests name are registered when they first come.
 
         keep_idle: adapters that nobody uses stay in the arena until their pages are wanted, instead of being dropped at
-        once. now: when it begins to serve. The others are
+        once. tells_tenants: the engine is told whose requests are. now: when it begins to serve. The others are
         `simulated_engine`'s.
         """
         self.index = index
@@ -118,6 +119,7 @@ class Replica:
         self._reads = reads
         self._adapters = adapters
         self._keep_idle = keep_idle
+        self._tells_tenants = tells_tenants
         self._block_tokens = self.executor.layout.block_tokens
         self._inbox: list[SimRequest | Callable[[], None]] = []
         self._open: dict[str, _Open] = {}
@@ -145,7 +147,7 @@ class Replica:
         params = _params(item.output_tokens)
         tokens = [0] * item.prompt_tokens if prompt is None else prompt
         request = SimRequest(str(item.id), tokens, params, item.adapter, item.arrival)
-        request.tenant = item.tenant or ""
+        request.tenant = (item.tenant or "") if self._tells_tenants else ""
         request.token_ids += [TOKEN] * progress.tokens
         request.has_told = progress.first_token is not None
         rank = 0 if item.adapter is None else self._adapters.rank(item.adapter)

@@ -254,10 +254,9 @@ def _completed(study: Study, run: Mapping[str, Mapping[str, float]]) -> _Run:
     for row in study.rows:
         metrics = full[row.name]
         for name, base in INCREASES.items():
-            if row.reference is not None:
-                metrics[name] = run[row.name][base] / run[row.reference][base] - 1
-            elif base in metrics:
-                metrics[name] = 0.0
+            if base not in metrics:
+                continue
+            metrics[name] = 0.0 if row.reference is None else run[row.name][base] / run[row.reference][base] - 1
         missing = [name for name in study.metrics if name not in metrics]
         if missing:
             raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")

@@ -12,7 +12,7 @@ from typing import Any
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import SamplingParams
 from ...core.requests.types import BASE_SLOT, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
-from ...core.scheduling.admission import Admission, Step
+from ...core.scheduling.admission import Admission, Place, Step
 from ...core.scheduling.queue_order import QueueOrder
 from ...core.scheduling.running import Running
 from ...core.scheduling.scheduler import Scheduler
@@ -83,11 +83,11 @@ class SimAdmission(Admission):
             self._note_cold()
         return admitted
 
-    def _has_place(self, running: Running, rows: int) -> bool:
-        return rows < self._most_rows and super()._has_place(running, rows)
+    def _place(self, running: Running, rows: int) -> Place | None:
+        return super()._place(running, rows) if rows < self._most_rows else None
 
-    def _order(self, step: Step) -> QueueOrder:
-        self._current_order = super()._order(step)
+    def _order(self, step: Step, place: Place) -> QueueOrder:
+        self._current_order = super()._order(step, place)
         return self._current_order
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
@@ -108,7 +108,9 @@ class SimAdmission(Admission):
         loaded, and known blocks may be shared: None where somebody may be admitted sooner.
         """
         limits, until = self._limits, math.inf
-        if len(running) >= limits.max_num_seqs or (self.most_rows is not None and len(running) >= self.most_rows):
+        if len(running) >= limits.max_num_seqs:
+            return until if len(self._waiting.accounts.keys() | running.accounts.keys()) == 1 else None
+        if self.most_rows is not None and len(running) >= self.most_rows:
             return until
         if self.awaits_growth or self._memory.use_prefix_cache or len(self._waiting.accounts) > 1:
             return None
@@ -184,7 +186,8 @@ class SimScheduler(Scheduler):
     def schedule(self) -> StepPlan | None:
         """Decide the next step; a `RepeatedPlan` where the steps after it would be decided alike."""
         plan = super().schedule()
-        if plan is None or len(plan.rows) != self._num_decoding:
+        # Nothing is repeated where somebody else has a row of one that decodes; then the plan is not to be reused.
+        if plan is None or self.running.plan is None or len(plan.rows) != self._num_decoding:
             return plan if plan is None or self.mix else _prompts_first(plan)
         return self._repeated(plan)
 

@@ -61,7 +61,7 @@ def run_serving(setup: Setup) -> Outcome:
         return Replica(
             profile, adapters.catalogue, adapters.config, index=index, stream=setup.stream, mix=setup.mix,
             most_prompts=setup.most_prompts, most_rows=setup.most_rows, read_threads=setup.read_threads,
-            keep_idle=setup.keep_idle, degree=setup.tensor_parallel, now=now,
+            keep_idle=setup.keep_idle, tells_tenants=setup.tells_tenants, degree=setup.tensor_parallel, now=now,
             policies=_policies(setup, adapters.config, profile),
         )  # fmt: skip
 
@@ -243,6 +243,11 @@ def _outcome(
         metrics["cold_share" if name == "cold_share" else f"{name}_mean"] = float(values.mean()) if len(values) else 0.0
         if name in ("ttft", "time_per_token"):
             metrics[f"{name}_p99"] = float(np.percentile(values, 99))
+    if setup.flood is not None:
+        others = samples["ttft"][records.column("tenant")[counted] != setup.flood]
+        if not len(others):
+            raise StudyError(f"flood is {setup.flood!r} and no other tenant sends; set workload.tenants")
+        metrics["others_ttft_p99"] = float(np.percentile(others, 99))
     if setup.slo is not None or setup.slo_classes:
         metrics["slo_attainment"] = _attainment(setup, samples["time_per_token"], records.column("slo")[counted])
     metrics["tokens_per_second"] = float(tokens.sum()) / seconds

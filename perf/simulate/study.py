@@ -103,11 +103,12 @@ class Setup(Strict):
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
-    metrics. slo: seconds per token, the prompt's time included; slo_classes: of requests of a class of the workload's
-    own. read_threads, stream, mix, most_prompts, most_rows, keep_idle: `Replica`'s; tensor_parallel: its
-    degree. placement: for each replica, or the first few, numbers of adapters that it has in the arena from the start,
-    the most popular being 0. script: what is done to replicas when. mode: a policy of modes that only studies compare
-    with, in place of the engine's (`MergedOnly`). mode_prices: what the engine's compares modes by.
+    metrics. flood: a tenant whose requests the others' metrics leave out. slo: seconds per token, the prompt's time
+    included; slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
+    most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
+    first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
+    done to replicas when. mode: a policy of modes that only studies compare with, in place of the engine's
+    (`MergedOnly`). mode_prices: what the engine's compares modes by.
     """
 
     profile: str
@@ -121,6 +122,7 @@ class Setup(Strict):
     think: float = Field(default=0.0, ge=0)
     turns: float = Field(default=1.0, ge=1)
     warmup: float = Field(default=0.0, ge=0)
+    flood: str | None = None
     slo: PositiveFloat | None = None
     slo_classes: dict[str, PositiveFloat] = {}
     placement: list[list[int]] = []
@@ -131,6 +133,7 @@ class Setup(Strict):
     most_prompts: PositiveInt | None = None
     most_rows: PositiveInt | None = None
     keep_idle: bool = True
+    tells_tenants: bool = True
     tensor_parallel: PositiveInt = 1
     mode: Literal["merged-only"] | None = None
     mode_prices: Literal["learned", "profile"] = "learned"

@@ -506,7 +506,7 @@ class EngineMachine(RuleBasedStateMachine):
 
     @initialize(
         block_tokens=st.sampled_from([1, 2, 4, 8]),
-        kv_tokens=st.sampled_from([24, MAX_MODEL_LEN, 64, 100]),
+        kv_tokens=st.sampled_from([24, MAX_MODEL_LEN, 64, 100, 600]),
         adapter_pages=st.lists(st.integers(1, 9), min_size=len(NAMES), max_size=len(NAMES)),
         max_num_seqs=st.sampled_from([1, 2, 2, 3, 3, 4, 6, 9]),
         spare_tokens=st.sampled_from([0, 1, 5, 40]),
@@ -536,7 +536,7 @@ class EngineMachine(RuleBasedStateMachine):
         host_pages, lookahead, max_adapters, max_overtake, prefetch, eviction, max_load_stall, patience, max_waiting,
         share, fair_by, weights, max_turn, preemption, swaps_at_once, ahead, fails_at_once,
     ):  # fmt: skip
-        """The arena holds little more than one long request and the largest adapter, so that all compete."""
+        """Mostly the arena holds little more than one long request and the largest adapter, so that all compete."""
         self.config = EngineConfig(
             model=Path("fake"),
             num_pages=1 - (-kv_tokens // block_tokens) + max(adapter_pages),
@@ -584,6 +584,8 @@ class EngineMachine(RuleBasedStateMachine):
         self.aborted: set[str] = set()
         self.removed: set[str] = set()
         """Requests that were ended because their adapter was removed by force."""
+        self.sat_out: set[str] = set()
+        """Requests that ran but had no row of the last step."""
         self.had_shadow = False
         self.ids = itertools.count()
         for name, pages in zip(NAMES, adapter_pages, strict=True):
@@ -724,6 +726,7 @@ class EngineMachine(RuleBasedStateMachine):
             self._step()
 
     def _preempt(self, request):
+        self._note_turns()  # its account had nothing waiting until now
         self.scheduler.preempt(request)
         self.requests[request.id].preempted = True
 
@@ -775,7 +778,7 @@ class EngineMachine(RuleBasedStateMachine):
     def _step(self):
         if self.streams:
             self._bring_first_layers()
-        self.running_before = {request.id for request in self.scheduler.running}
+        self.running_before = [request.id for request in self.scheduler.running]
         self.overdue_before = self.clock.now - self.config.max_overtake_seconds
         self.preemptions_before = self.scheduler.num_preemptions
         here = (Tier.DEVICE, Tier.HOST)
@@ -792,6 +795,8 @@ class EngineMachine(RuleBasedStateMachine):
             self._check_turns([r for r in self.scheduler.running if r.id not in self.running_before], [])
         reached["run again, with none ahead"] += self.was_under_way and self.scheduler.num_steps == num_steps
         self._note_preemptions()
+        still = [request.id for request in self.scheduler.running if request.id in self.running_before]
+        assert still == [each for each in self.running_before if each in still], "sent back, it began again at once"
         for output in outputs:
             expected = self.requests[output.request_id]
             assert output.request_id not in self.aborted, "output of an aborted request"
@@ -838,7 +843,9 @@ class EngineMachine(RuleBasedStateMachine):
             self.turns[account] = self.clock.now, self.scheduler.num_steps  # it had its turn while adapters were loaded
 
     def _note_preemptions(self):
-        """Requests that were sent back go on before all others, even one that began in this very step."""
+        """Requests that were sent back go on before all others, even one that began in this very step, but in a later
+        one.
+        """
         for request in self.scheduler.waiting:
             if request.state in (RequestState.SWAPPED, RequestState.LATE):
                 reached["preempted"] += 1
@@ -859,9 +866,17 @@ class EngineMachine(RuleBasedStateMachine):
         in_step = {row.request_id for row in plan.rows}
         sitting_out = [r for r in self.scheduler.running if r.id not in in_step]
         reached["sat out"] += bool(sitting_out)
-        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available:
-            waits = self.engine.swapped.frees_pages  # for pages that are being copied out
-            assert all(r.call or r.coming is not None or waits for r in sitting_out), "one alone in its call sat out"
+        reached["went on after sitting out"] += not self.sat_out.isdisjoint(in_step)
+        self.sat_out = {request.id for request in sitting_out}
+        alone = [request for request in sitting_out if not request.call and request.coming is None]
+        waits = self.engine.swapped.frees_pages  # for pages that are being copied out
+        preempted = self.scheduler.num_preemptions - self.preemptions_before  # whose rows nobody takes in this step
+        free_rows = self.config.max_num_seqs - len(plan.rows)
+        reached["sat out for another account"] += not free_rows and bool(alone)
+        if plan.num_tokens < self.config.max_num_batched_tokens and self.engine.reclaimer.available and not waits:
+            assert not alone or free_rows <= preempted, "one that is alone in its call sat out"
+        if not free_rows:
+            self._check_rows(in_step)
         full = len(using) >= (self.config.max_adapters_per_step or 100)
         overdue = []
         for request in started:
@@ -912,6 +927,26 @@ class EngineMachine(RuleBasedStateMachine):
         reached["a step ahead without those that end"] += bool(ending)
         reached["a step ahead while others wait"] += bool(self.scheduler.waiting)
         assert not any(row.params.looks_back for row in plan.rows)
+
+    def _check_rows(self, in_step):
+        """No account that could begin waits without a row while another has two, where there is room for all."""
+        running, waiting = self.scheduler.running, self.scheduler.waiting
+        rows = Counter(request.account for request in running if request.id in in_step)
+        here = {request.account for request in running if request.coming is None}
+        assert rows.keys() == here or running.calls, "an account whose requests all sit out"
+        block, used = self.config.block_tokens, self.executor.whole.num_tokens
+        growth = sum(1 + (r.max_length - r.num_tokens) // block for r in running)
+        growth += sum(2 + r.max_length // block for r in waiting) + sum(a.num_pages for a in self._adapters())
+        has_room = growth <= self.engine.reclaimer.available and used < self.config.max_num_batched_tokens
+        if self.scheduler.num_preemptions > self.preemptions_before or not has_room or self.config.weights:
+            return
+        if self.engine.swapped.frees_pages:  # nobody begins until they have been copied
+            return
+        if self.config.chunked_prefill and self.config.max_adapters_per_step is None and not running.calls:
+            reached["room for all"] += 1
+            for account, groups in waiting.accounts.items():
+                if account not in running.accounts and None in groups:
+                    assert max(rows.values()) == 1, f"{account!r} waits beside {rows}"
 
     def _check_output(self, expected, output: RequestOutput):
         assert (output.error is not None) == (output.finish_reason is FinishReason.ERROR)
@@ -1131,9 +1166,11 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
         stats = self.engine.stats()
         running, seats = self.scheduler.running, self.config.max_num_seqs
-        assert running.num_calls <= seats
-        assert all(len(members) <= seats for members in running.calls.values())
-        assert stats.num_running <= (2 * seats - 1 if running.calls else seats)
+        assert running.accounts == Counter(request.account for request in running)
+        assert len(running.accounts) <= seats or running.calls, "one call may have several"
+        assert all(count <= seats for count in Counter((r.call, r.account) for r in running if r.call).values())
+        several = running.calls or len(running.accounts) > 1
+        assert stats.num_running <= (2 * seats - 1 if several else seats)
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages
@@ -1264,6 +1301,7 @@ def test_the_machine_went_everywhere():
     everywhere |= {"sat out", "begun beyond the seats", "late for its turn", "a turn that was late"}
     everywhere |= {"a step ahead", "a step ahead without those that end", "a step ahead while others wait"}
     everywhere |= {"dropped: it had ended", "dropped: it was aborted or sent back", "run again, with none ahead"}
+    everywhere |= {"sat out for another account", "went on after sitting out", "room for all"}
     everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}
     everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}

@@ -12,6 +12,7 @@ from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling import queue_order
 from chorus.core.scheduling.policies import TokenCounters
 from chorus.core.scheduling.queue_order import QueueOrder, Turns
 from chorus.core.scheduling.waiting import WaitingQueue
@@ -62,10 +63,17 @@ def request_of(account):
     return request
 
 
+def turns_of(queue, policy=None, **limits):
+    """Turns of those that wait, at second 100 and step 7, since when they do."""
+    turns = Turns(EngineConfig(model=Path("fake"), **limits), queue, policy or TokenCounters())
+    turns.restart(100.0, 7)
+    return turns
+
+
 def order(queue, overdue_before=0.0, policy=None, charge=0):
     """Ids as they are considered when each can be admitted at once."""
     policy = policy or TokenCounters()
-    found, candidates = [], QueueOrder(queue, policy, FakeStore(), overdue_before)
+    found, candidates = [], QueueOrder(queue, turns_of(queue, policy), FakeStore(), overdue_before)
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
         queue.remove(request)
@@ -115,39 +123,57 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     for account, cost in (("a", 1), ("b", 2), ("c", 1000)):
         policy.arrive(account, ())
         policy.charge(request_of(account), cost)
-    candidates = QueueOrder(queue, policy, FakeStore(), 0.0, late={"c": 3.0, "b": 4.0})
+    turns = turns_of(queue, policy)
+    for account, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
+        turns.take(account, since, 7)
+    turns.restart(104.5, 7)
+    candidates = QueueOrder(queue, turns, FakeStore(), 0.0)
     found = []
     while (request := candidates.next()) is not None:
         found.append(int(request.id))
+        assert candidates.is_late() == (len(found) <= 2)
         queue.remove(request)
         candidates.go_on()
-        candidates.end_turn(request.account)
+        turns.take(request.account, 104.5, 7)
     assert found == [4, 2, 0, 1, 3, 5], "one turn each, who has waited longest first"
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(5.0, 0), (0.0, 50)])
 def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
-    turns = Turns(EngineConfig(model=Path("fake"), max_turn_seconds=5, max_turn_steps=50))
-    for account in "ab":
-        turns.take(account, 100.0, 7)
-    assert turns.late("ab", 100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == {}
-    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"a": 100.0, "b": 100.0}
-    assert turns.late("a", 100.0 + seconds, 7 + steps) == {}, "alone, all turns are its own"
+    turns = turns_of(waiting(None, None, tenants="ab"), max_turn_seconds=5, max_turn_steps=50)
+
+    def late(now, step):
+        turns.restart(now, step)
+        found = []
+        while (account := turns.top()) is not None and turns.is_late:
+            found.append(account)
+            turns.pass_over()
+        return found
+
+    assert late(100.0 + 0.99 * seconds, 7 + steps - bool(steps)) == []
+    assert late(100.0 + seconds, 7 + steps) == ["a", "b"]
+    assert late(100.0 + seconds, 7 + steps) == ["a", "b"], "who was passed over is looked at again"
     turns.take("a", 100.0 + seconds, 7 + steps)
-    assert turns.late("ab", 100.0 + seconds, 7 + steps) == {"b": 100.0}
+    assert late(100.0 + seconds, 7 + steps) == ["b"]
 
 
 def test_turns_forget_accounts_that_wait_no_more():
-    turns = Turns(EngineConfig(model=Path("fake")))
-    for index in range(10_000):
-        turns.take(str(index), float(index), index)
-        turns.late([str(index), "other"], float(index), index)
-    assert turns.num_accounts < 200
+    queue = waiting(None, tenants=["other"])
+    turns = turns_of(queue)
+    for index in range(2_000):
+        request = request_of(str(index))
+        queue.append(request)
+        turns.take(str(index), 100.0 + index, index)
+        turns.restart(100.0 + index, index)
+        assert turns.top()
+        turns.pass_over()
+        queue.remove(request)
+    assert max(len(each) for each in vars(turns).values() if hasattr(each, "__len__")) < 200
 
 
 def test_a_group_that_cannot_run_is_passed_over_whole():
     queue = waiting(Tier.HOST, None, Tier.HOST)
-    candidates = QueueOrder(queue, TokenCounters(), FakeStore(), 0.0)
+    candidates = QueueOrder(queue, turns_of(queue), FakeStore(), 0.0)
     assert candidates.next().id == "1"
     candidates.pass_over()
     assert candidates.next().id == "0"
@@ -340,3 +366,40 @@ def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
         queue.append_first(requests[4])
         queue.append_first(requests[1])
         assert order(queue) == [1, 4], "again, and from further behind"
+
+
+@given(st.data())
+def test_only_those_who_can_run_are_looked_at_and_the_order_is_the_same(data):
+    """Among many, some of whom have waited too long, while each is charged for what it begins."""
+    tiers = data.draw(st.lists(st.sampled_from([None, *Tier]), max_size=20))
+    tenants = [data.draw(st.sampled_from("abcdefgh")) for _ in tiers]
+    costs = {each: data.draw(st.integers(1, 50)) for each in "abcdefgh"}
+    since = {each: data.draw(st.sampled_from([91.0, 92.0, 99.0, 100.0])) for each in "abcdefgh"}
+    skipped = data.draw(st.sets(st.integers(0, 20)))
+
+    def considered(many):
+        queue, policy = waiting(*tiers, tenants=tenants), TokenCounters()
+        for account, cost in costs.items():
+            policy.charge(request_of(account), cost)
+        turns = turns_of(queue, policy)
+        for account, then in sorted(since.items(), key=lambda each: each[1]):
+            turns.take(account, then, 7)
+        turns.restart(103.0, 7)
+        found = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(queue_order, "MANY", many)
+            patch.setattr(queue_order, "SHARE", 0)
+            candidates = QueueOrder(queue, turns, FakeStore(), 5.0)
+        assert isinstance(candidates._turns, queue_order.SomeTurns) == (many < 99 and bool(tiers))  # noqa: SLF001
+        while (request := candidates.next()) is not None:
+            found.append((request.id, candidates.is_late()))
+            if int(request.id) in skipped:
+                candidates.pass_over()
+                continue
+            queue.remove(request)
+            candidates.go_on()
+            policy.charge(request, 10)
+            turns.take(request.account, 103.0, 7)
+        return found
+
+    assert considered(1) == considered(99)

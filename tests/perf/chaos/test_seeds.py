@@ -10,7 +10,7 @@ from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.pages.prefix import PrefixCache
-from chorus.perf.chaos.checked_executor import CheckedTransfer
+from chorus.perf.chaos.checked_executor import CheckedTransfer, SwapCopy
 from chorus.perf.chaos.seeds import live
 
 
@@ -32,6 +32,16 @@ def blind_prefixes(monkeypatch):
 def hasty_release(monkeypatch):
     """Pages of a cancelled load are free while a copy still writes to them."""
     monkeypatch.setattr(CheckedTransfer, "is_quiet", lambda self: True)
+
+
+def hasty_swaps(monkeypatch):
+    """Pages are free while a copy of a preempted request's KV still reads or writes them."""
+    monkeypatch.setattr(SwapCopy, "is_quiet", lambda self: True)
+
+
+def lost_swaps(monkeypatch):
+    """A copy that failed is taken for one that is done."""
+    monkeypatch.setattr(SwapCopy, "has_failed", lambda self: False)
 
 
 def lasting_pins(monkeypatch):
@@ -85,10 +95,19 @@ def rows_left_ahead(monkeypatch):
     monkeypatch.setattr(ahead, "take_back", lambda plan: None)
 
 
-FAULTS = [blind_prefixes, hasty_release, lasting_pins, stale_versions, shared_cache, scores_of_what_is_left]
+FAULTS = [
+    blind_prefixes,
+    hasty_release,
+    hasty_swaps,
+    lost_swaps,
+    lasting_pins,
+    stale_versions,
+    shared_cache,
+    scores_of_what_is_left,
+]
 
 
 @pytest.mark.parametrize("plant", [*FAULTS, forgetful_moves, rows_of_the_gone, rows_left_ahead])
 def test_a_planted_fault_is_found(plant, monkeypatch):
     plant(monkeypatch)
-    assert any(cause is not None for _, cause, _ in map(live, range(300)))
+    assert any(cause is not None for _, cause, _ in map(live, range(600)))

@@ -149,6 +149,7 @@ def traces(draw):
     max_adapters=st.sampled_from([None, None, 1]),
     max_overtake=st.sampled_from([0.03, 0.2, 5.0]),
     prefetch=st.sampled_from([0, 3]),
+    fair_by=st.sampled_from(["tenant", "adapter"]),
 )
 @example(
     [
@@ -157,11 +158,15 @@ def traces(draw):
         (0.005, "y", [7] * 17, 20, "c"),
         (0.01, "x", [6] * 180, 5, None),
     ],
-    *(20, 16, 16, False, True, 0.0, 0.0, None, 0.3, 0),
+    *(20, 16, 16, False, True, 0.0, 0.0, None, 0.3, 0, "tenant"),
 )  # x, which needs no adapter, doesn't fit and is before y, until y has been overtaken for long enough
 @example(
-    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0, 0
+    [(0.0, f"r{i}", [3] * 16, 100, None) for i in range(4)], 40, 16, 4, True, False, 0.0, 0.0, None, 1.0, 0, "tenant"
 )  # equal prompts and answers: who makes a block known first decides what is cached
+@example(
+    [*((0.0, f"r{i}", [3] * 16, 100, "a") for i in range(3)), (0.31, "new", [4] * 40, 20, None)],
+    *(120, 3, 16, False, True, 0.0, 0.0, None, 5.0, 0, "adapter"),
+)  # new takes a row of one that decodes: the step has as many rows as before, and a prompt among them
 def test_steps_together_are_the_same_as_steps_one_by_one(
     arrivals,
     num_pages,
@@ -174,6 +179,7 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
     max_adapters,
     max_overtake,
     prefetch,
+    fair_by,
 ):
     profile = PROFILE.model_copy(update={"disk": terms(latency=disk, contention=0.3), "link": terms(latency=link)})
 
@@ -183,7 +189,7 @@ def test_steps_together_are_the_same_as_steps_one_by_one(
             engine_type=engine_type, num_pages=num_pages * 16 // block_tokens, block_tokens=block_tokens,
             max_num_seqs=max_num_seqs, max_num_batched_tokens=48, prefix_cache=prefix_cache, max_model_len=190,
             max_adapters_per_step=max_adapters, host_cache_bytes=7 * PAGE_BYTES, max_overtake_seconds=max_overtake,
-            prefetch=prefetch,
+            prefetch=prefetch, fair_by=fair_by,
         ).serve(arrivals)  # fmt: skip
 
     one, many = run(Engine), run(SimEngine)

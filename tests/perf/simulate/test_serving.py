@@ -49,6 +49,18 @@ def test_each_class_has_a_limit_of_its_own():
     assert metrics(slo=1e-6, slo_classes={"slow": 1.0})["slo_attainment"] == strict
 
 
+def test_a_flood_is_noticed_by_others_where_the_engine_is_not_told_whose_requests_are():
+    tenants = {"flood": 10.0, "other": 1.0}
+    workload = {
+        **BASE["workload"], "requests": 300, "arrivals": {"process": "poisson", "rate": 300.0}, "tenants": tenants,
+        "adapters": {"count": 22, "ranks": {"kind": "fixed", "rank": 8}},
+    }  # fmt: skip
+    changes = {"workload": workload, "engine": {"max_num_seqs": 4}}
+    fair, untold = (metrics(**changes, flood="flood", tells_tenants=told) for told in (True, False))
+    assert fair["others_ttft_p99"] < 0.5 * untold["others_ttft_p99"]
+    assert "others_ttft_p99" not in metrics(**changes)
+
+
 def test_a_router_may_know_little():
     rank_aware = {"policy": "rank_aware", "slo": 0.05, "mean_output_tokens": 58.0}
     found = metrics(router={**rank_aware, "choices": 1, "staleness": 0.2})
@@ -61,6 +73,7 @@ def test_a_router_may_know_little():
     [
         ({"placement": [[0], [0], [0]]}, "placement has 3 replicas, the setup has 2"),
         ({"placement": [[4]]}, "the workload has no adapter number 4"),
+        ({"flood": "all", "workload": {**BASE["workload"], "tenants": {"all": 1.0}}}, "no other tenant sends"),
         ({"script": [{"at": 0.5, "do": "fail", "replica": 7}]}, "there is no replica 7 at 0.5 s"),
         ({"script": [{"at": 0.5, "do": "fail"}]}, "fail needs replica; set it"),
         ({"script": [{"at": 0.5, "do": "boot", "replica": 1}]}, "boot takes no replica; leave it out"),

@@ -1,0 +1,173 @@
+"""Shares of the seats: who gives the row of a step away, and to whom, where more requests run than it has rows."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+
+from ...memory.adapters.adapter import Adapter
+from ..requests.request import Request
+from .running import Running
+
+WINDOW_SECONDS = 10.0
+"""Time in which what an account was given is forgotten, but for a part of 1/e. Chosen: as long as a turn."""
+
+
+class SeatShares:
+    """Deals the rows of a step to accounts by what each was given lately.
+
+    That is the cost, by the queue's policy, of the requests that it has running and of those that ended lately. With
+    every seat taken, an account may still begin a request if it has no row, or was given less than the one that was
+    given most of those with two rows or more: the newest decoding request of that one sits out for it. It keeps its
+    pages and its state, nothing is computed twice, and it goes on when a row is free. An account keeps one row at
+    least, of its oldest request, and begins nothing while one of its own sits out. Whoever begins keeps its row of that
+    step.
+    """
+
+    def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
+        """max_rows: of a step. running: the requests that run, which others change."""
+        self._max_rows = max_rows
+        self._most_running = 2 * max_rows - 1
+        self._running = running
+        self._clock = clock
+        self._held: dict[str, float] = {}  # cost of running requests, by account
+        self._ended: dict[str, tuple[float, float]] = {}  # cost of those that ended, and as of when
+        self._taking: Sequence[Request] = running  # those that have rows of the step being decided
+        self._only: Collection[Adapter | None] | None = None  # whose requests alone may have; None: everybody's
+        self._begun: set[Request] = set()
+        self._rows: dict[str, int] = {}  # their number by account, with those that begin
+        self._yields: dict[str, int] = {}  # of these those that others may take, who begin
+
+    # -- what accounts were given
+
+    def begin(self, request: Request) -> None:
+        """Note that a request begins to run, which its account has been charged for, and takes a row of the step."""
+        account = request.account
+        self._held[account] = self._held.get(account, 0.0) + request.charged
+        self._begun.add(request)
+        if request.coming is not None:  # it has nothing to compute yet
+            return
+        self._rows[account] = self._rows.get(account, 0) + 1
+        if sum(self._rows.values()) > self._max_rows and (giver := self._find_giver()) is not None:
+            self._take_row(giver)
+
+    def end(self, request: Request, expected: float) -> None:
+        """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
+        account = request.account
+        self._held[account] -= expected
+        if account not in self._running.accounts:
+            del self._held[account]
+        now = self._clock()
+        self._ended[account] = self._lately(account, now) + request.charged, now
+        if len(self._ended) > 2 * self._max_rows + 64:  # those that were given least
+            kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self._max_rows - 32 :]
+            self._ended = {each: self._ended[each] for each in kept}
+
+    def given(self, account: str) -> float:
+        """Return the cost of what an account was given lately."""
+        return self._held.get(account, 0.0) + self._lately(account, self._clock())
+
+    def _lately(self, account: str, now: float) -> float:
+        cost, then = self._ended.get(account, (0.0, now))
+        return cost * math.exp((then - now) / WINDOW_SECONDS)
+
+    # -- rows
+
+    def deal(self, requests: Sequence[Request], begun: Container[Request] = ()) -> list[Request]:
+        """Return those of `requests`, which are in order of admission, that share a step: as many as it has rows.
+
+        begun: those of them that have a row in any case.
+        """
+        short = len(requests) - self._max_rows
+        members: dict[str, list[Request]] = {}
+        for request in requests:
+            members.setdefault(request.account, []).append(request)
+        rows = {account: len(each) for account, each in members.items()}
+        yielding: dict[str, list[Request]] = {}
+        sits_out: set[Request] = set()
+        while len(sits_out) < short:
+            account = self._giver(rows)
+            if account not in yielding:  # the newest last; a prompt that has begun is computed to its end
+                yielding[account] = sorted((r for r in members[account] if r not in begun), key=_decodes)
+            if yielding[account]:
+                sits_out.add(yielding[account].pop())
+                rows[account] -= 1
+            else:
+                rows[account] = 0
+        return [request for request in requests if request not in sits_out]
+
+    def begin_step(self, taking: Sequence[Request], only: Collection[Adapter | None] | None = None) -> None:
+        """Take note of a step before requests are admitted to it.
+
+        taking: the running requests that have rows of it. only: adapters whose requests alone may; None: all.
+        """
+        self._taking, self._begun, self._only = taking, set(), only
+        everybody = len(taking) == len(self._running)
+        accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
+        self._rows, self._yields = dict(accounts), dict(accounts)
+
+    def is_open_to(self, waiting: Collection[str]) -> bool:
+        """True if one of the accounts that wait may begin a request though every seat is taken."""
+        running = self._running.accounts
+        if self._find_giver() is None:
+            return False
+        if len(running) < self._max_rows and any(account not in running for account in waiting):
+            return True
+        return len(running) > 1 and any(self.may_begin(account) for account in running if account in waiting)
+
+    def may_begin(self, account: str) -> bool:
+        """True if an account may begin a request though every seat is taken: another can give it a row."""
+        own, accounts = self._rows.get(account, 0), self._running.accounts
+        if not self._rows:  # nobody runs, or none of them can yet
+            return False
+        if own < accounts.get(account, 0):  # some of its own sit out
+            return False
+        if self.is_crowded() if own else len(accounts) >= self._max_rows:  # each account keeps a row
+            return False
+        giver = self._find_giver()
+        return giver is not None and (not own or self.given(account) < self.given(giver))
+
+    def is_crowded(self) -> bool:
+        """True if so many sit out that one of them has to leave before another request begins."""
+        return len(self._running) >= self._most_running
+
+    def sitting_out(self, account: str) -> Request | None:
+        """Return the newest request of another account that sits out the step for others; None where there is none.
+
+        Not one whose KV is coming back, or who may not run now: these keep what they have.
+        """
+        if len(self._taking) >= len(self._running):
+            return None
+        taking, only = self._begun.union(self._taking), self._only
+        for request in reversed(self._running):
+            may_run = request.coming is None and (only is None or request.adapter in only)
+            if may_run and request not in taking and request.account != account:
+                return request
+        return None
+
+    def earlier(self) -> list[Request]:
+        """Return the running requests that had a row of the step before requests were admitted to it."""
+        had = set(self._taking).difference(self._begun)
+        return [request for request in self._running if request in had]
+
+    def free_row(self, request: Request) -> None:
+        """Note that a request that had a row of the step before others were admitted goes back to the queue."""
+        self._take_row(request.account)
+
+    def _take_row(self, account: str) -> None:
+        self._rows[account] -= 1
+        self._yields[account] -= 1
+
+    def _find_giver(self) -> str | None:
+        """Return the account that gives a row to the next that begins; None where none has one to give."""
+        most = {account: rows for account, rows in self._rows.items() if rows > 1 and self._yields.get(account, 0) > 0}
+        return self._giver(most) if most else None
+
+    def _giver(self, rows: Mapping[str, int]) -> str:
+        """Return the account that was given most of those with two rows or more; of all where none has."""
+        return max(rows, key=lambda account: (rows[account] > 1, self.given(account), rows[account]))
+
+
+def _decodes(request: Request) -> bool:
+    return request.num_tokens - request.num_computed_tokens == 1

@@ -1,0 +1,339 @@
+"""Shares of the seats: who begins though every seat is taken, and who sits out for it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.scheduling.policies import Policies, TokenCounters
+from chorus.core.scheduling.running import Running
+from chorus.core.scheduling.seat_shares import WINDOW_SECONDS, SeatShares
+
+from .test_scheduling import HeldReads, House
+
+
+def flooded(**config):
+    """A house in which every seat is taken by one tenant, with more of its requests behind them."""
+    house = House(**config)
+    for index in range(8):
+        house.add(f"many {index}", prompt=[5] * 4, max_tokens=30, tenant="many")
+    for _ in range(3):
+        house.step()
+    return house
+
+
+def rows(house):
+    return [name for name, _ in house.plans[-1]]
+
+
+class TestNewcomer:
+    def test_begins_at_once_beside_a_tenant_that_has_every_seat(self):
+        house = flooded()
+        house.add("new", tenant="few")
+        house.step()
+        assert sorted(rows(house)) == ["many 0", "many 1", "many 2", "new"], "the newest sits out"
+        house.step()
+        house.step()
+        assert house.expected["new"].reason is not None
+        house.step()
+        assert sorted(rows(house)) == [f"many {index}" for index in range(4)]
+        house.drain()
+        assert house.computed == 8 * 33 + 5, "nothing is computed twice"
+        assert house.engine.stats().num_preemptions == 0
+
+    def test_begins_though_decode_rows_take_all_tokens_of_a_step(self):
+        house = flooded(max_num_batched_tokens=4)
+        while len(house.engine.scheduler.running) < 4:
+            house.step()
+        house.add("new", tenant="few")
+        house.step()
+        assert "new" in rows(house)
+        house.drain()
+
+    def test_begins_beside_a_prompt_that_takes_all_tokens_of_a_step(self):
+        house = House(max_num_batched_tokens=8, max_num_seqs=2)
+        for index in range(2):
+            house.add(f"long {index}", prompt=[5] * 36, tenant="many")
+        while len(house.engine.scheduler.running) < 2:
+            house.step()
+        house.add("new", tenant="few")
+        house.step()
+        assert "new" in rows(house)
+        house.drain()
+
+    def test_whose_adapter_is_not_here_takes_nobodys_row(self):
+        reads = HeldReads()
+        house = flooded(reads=reads, adapters=["cold"], max_load_stall_seconds=0)
+        house.add("new", "cold", tenant="few")
+        house.step()
+        assert sorted(rows(house)) == [f"many {index}" for index in range(4)]
+        reads.finish()
+        for _ in range(2):
+            house.step()
+        assert "new" in rows(house)
+        house.drain()
+
+    def test_has_its_adapter_read_though_others_have_sent_more_than_are_looked_at(self):
+        house = House(adapters=["cold"], lookahead=2, max_load_stall_seconds=0)
+        for index in range(12):
+            house.add(f"many {index}", max_tokens=30, tenant="many")
+        for _ in range(3):
+            house.step()
+        house.add("new", "cold", tenant="few")
+        for _ in range(3):
+            house.step()
+        assert "new" in rows(house)
+        house.drain()
+
+    def test_gets_as_many_rows_as_anybody_and_no_more(self):
+        house = flooded()
+        for tenant, index in itertools.product(("a", "b"), range(3)):
+            house.add(f"{tenant} {index}", max_tokens=30, tenant=tenant)
+        tenants = Counter()
+        for _ in range(4):
+            house.step()
+            tenants = Counter(name.split()[0] for name in rows(house))
+            assert sum(tenants.values()) == 4
+            assert max(tenants.values()) == 2
+        assert tenants.keys() == {"many", "a", "b"}
+        house.drain()
+
+    def test_of_more_weight_gets_more_rows(self):
+        house = flooded(weights={"heavy": 3.0})
+        for index in range(4):
+            house.add(f"heavy {index}", max_tokens=30, tenant="heavy")
+        for _ in range(4):
+            house.step()
+        assert Counter(name.split()[0] for name in rows(house)) == {"heavy": 3, "many": 1}
+        house.drain()
+
+    def test_waits_for_an_end_where_each_row_is_another_tenants(self):
+        house = House(max_num_seqs=2)
+        for tenant in "abc":
+            house.add(tenant, max_tokens=9, tenant=tenant)
+        for _ in range(9):
+            house.step()
+            assert sorted(rows(house)) == ["a", "b"]
+        house.step()
+        assert rows(house) == ["c"]
+        house.drain()
+
+
+class TestRoom:
+    def test_who_sits_out_yields_its_pages(self):
+        """An arena for the flood and one newcomer: the second one takes the pages of who sits out for the first."""
+        house = flooded(num_pages=1 + 4 * 9 + 4)
+        for _ in range(20):
+            house.step()
+        house.add("new", max_tokens=12, tenant="few")
+        house.step()
+        assert "new" in rows(house)
+        house.add("newer", prompt=[7] * 30, max_tokens=9, tenant="fewer")
+        for _ in range(3):
+            house.step()
+        assert "newer" in rows(house)
+        assert house.engine.stats().num_preemptions > 0
+        house.drain()
+
+    def test_who_made_way_does_not_begin_again_in_that_step(self):
+        """Sent back it is charged for less, so that it would come next, and take what it has given."""
+        house = House(num_pages=1 + 30)
+        for index in range(2):
+            house.add(f"rich {index}", prompt=[5] * 4, max_tokens=16, tenant="rich")
+        house.add("many 0", prompt=[6] * 4, max_tokens=12, tenant="many")
+        house.add("many 1", prompt=[7] * 24, max_tokens=16, tenant="many")
+        house.step()
+        house.add("first", prompt=[8] * 4, max_tokens=12, tenant="first")
+        house.step()
+        assert "many 1" not in rows(house)
+        house.add("many 2", tenant="many")
+        house.add("second", prompt=[9] * 30, max_tokens=9, tenant="second")
+        house.step()
+        assert house.engine.stats().num_preemptions == 1
+        assert sorted(rows(house)) == ["first", "many 0", "rich 0", "second"]
+        house.drain()
+
+    @pytest.mark.parametrize("limit", [{"max_turn_steps": 10}, {"max_turn_seconds": 0.015}])
+    def test_who_is_late_for_its_turn_gets_pages_of_who_has_more(self, limit):
+        house = House(num_pages=1 + 20, max_num_seqs=8, **limit)
+        for index in range(2):
+            house.add(f"many {index}", prompt=[5] * 20, max_tokens=16, tenant="many")
+        house.step()
+        house.add("new", prompt=[6] * 30, max_tokens=9, tenant="few")
+        for _ in range(12):
+            house.step()
+        assert house.engine.stats().num_preemptions == 1
+        assert house.expected["new"].output, "it began long before the others' ends"
+        house.drain()
+
+    def test_who_has_just_begun_yields_no_pages(self):
+        """Two are late in one step: the first begins, the second lacks pages and would take them from it."""
+        house = House(num_pages=1 + 14, max_turn_steps=3)
+        house.add("first 0", prompt=[5] * 4, max_tokens=20, tenant="first")
+        house.add("other", prompt=[6] * 30, max_tokens=6, tenant="other")
+        house.step()
+        house.add("first 1", prompt=[7] * 28, tenant="first")
+        house.add("second", prompt=[8] * 32, tenant="second")
+        while "first 1" not in rows(house):
+            house.step()
+        assert house.engine.stats().num_preemptions == 0
+        assert "second" not in rows(house)
+        house.drain()
+
+    def test_no_more_sit_out_than_there_are_seats(self):
+        house = House(max_num_seqs=4)
+        for wave in range(6):
+            for index in range(4):
+                house.add(f"{wave} {index}", max_tokens=37, tenant=f"{wave}")
+            for _ in range(3):
+                house.step()
+                assert len(house.engine.scheduler.running) < 8
+        assert len({name.split()[0] for name in rows(house)}) == 4
+        house.drain(20_000)
+
+
+def test_an_account_with_a_request_held_back_does_not_come_anew():
+    """It keeps its turn: what it waits for is a prompt that another computes."""
+
+    class Arrivals(TokenCounters):
+        seen = []
+
+        def arrive(self, account, waiting):
+            self.seen.append(account)
+            super().arrive(account, waiting)
+
+    house = House(policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8)
+    prompt = [5] * 30
+    house.add("leader", prompt=prompt, tenant="a")
+    house.step()
+    house.add("follower", prompt=prompt, tenant="b")
+    house.step()
+    assert "b" not in house.engine.scheduler.waiting.accounts
+    house.add("later", prompt=[6] * 9, tenant="b")
+    house.drain()
+    assert Arrivals.seen == ["a", "b"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+def made(account, index, decodes=True, cost=1.0):
+    request = Request(f"{account} {index}", [5] * (1 if decodes else 9), SamplingParams())
+    request.account, request.charged = account, cost
+    return request
+
+
+def taken(seats, requests):
+    """Shares, and the running requests, of which nobody sits out."""
+    running = Running()
+    shares = SeatShares(seats, running, Clock())
+    shares.begin_step(running)
+    for request in requests:
+        running.append(request)
+        shares.begin(request)
+    shares.begin_step(running)
+    return shares, running
+
+
+@given(st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), min_size=1, max_size=24), st.integers(4, 12))
+def test_whoever_was_given_most_gives_first_and_the_oldest_keep_their_rows(asked, seats):
+    requests = [made(account, index, cost=float(cost)) for index, (account, cost) in enumerate(asked)]
+    shares, _ = taken(100, requests)
+    shares._max_rows = seats  # noqa: SLF001 - all have begun before
+    dealt = shares.deal(requests)
+    assert len(dealt) == min(seats, len(requests))
+    had, have = (Counter(request.account for request in each) for each in (requests, dealt))
+    assert have.keys() == had.keys(), "each keeps a row"
+    for account in had:
+        own = [request for request in requests if request.account == account]
+        assert [request for request in dealt if request.account == account] == own[: have[account]]
+        if have[account] < had[account]:
+            richer = [each for each in had if shares.given(each) > shares.given(account)]
+            assert all(have[each] == 1 for each in richer)
+
+
+def test_a_prompt_that_has_begun_is_computed_to_its_end():
+    requests = [made("a", 0), made("a", 1), made("a", 2, decodes=False)]
+    assert [request.id for request in SeatShares(2, Running(), Clock()).deal(requests)] == ["a 0", "a 2"]
+
+
+def test_what_was_given_is_forgotten_once_it_has_ended():
+    shares, running = taken(4, [made("a", 0, cost=8.0), made("a", 1, cost=4.0)])
+    shares._clock.now = 1000.0  # noqa: SLF001
+    assert shares.given("a") == 12.0, "however long they run"
+    ended = running[0]
+    running.remove(ended)
+    shares.end(ended, ended.charged)
+    assert shares.given("a") == 12.0
+    shares._clock.now += WINDOW_SECONDS  # noqa: SLF001
+    assert shares.given("a") == pytest.approx(4.0 + 8.0 / math.e)
+
+
+def test_a_burst_of_one_that_was_given_little_goes_before_what_another_has_beyond_a_row():
+    """Beside an account that had much lately, with no more rows than it has now."""
+    house = flooded()
+    while house.engine.scheduler.waiting:
+        house.step()
+    for index in range(3):
+        house.add(f"few {index}", max_tokens=4, tenant="few")
+    for _ in range(3):
+        house.step()
+    assert Counter(name.split()[0] for name in rows(house)) == {"many": 1, "few": 3}
+    house.drain()
+
+
+def test_accounts_that_were_given_something_are_forgotten():
+    shares, running = taken(4, [])
+    for index in range(5000):
+        request = made(f"{index}", index)
+        running.append(request)
+        shares.begin_step(running)
+        shares.begin(request)
+        running.remove(request)
+        shares.end(request, request.charged)
+        shares._clock.now += 1.0  # noqa: SLF001
+    assert shares.given("10") == 0
+    assert shares.given("4999") > 0
+
+
+@given(st.lists(st.sampled_from("abcdef"), min_size=4, max_size=4), st.lists(st.sampled_from("abcdef"), max_size=30))
+def test_no_more_begin_than_have_a_seat_or_sit_out(holders, comers):
+    shares, running = taken(4, [made(account, index) for index, account in enumerate(holders)])
+    for index, account in enumerate(comers):
+        if shares.may_begin(account):
+            request = made(account, 10 + index)
+            running.append(request)
+            shares.begin(request)
+            assert len(running) <= 7 + (running.accounts[account] == 1), "one without any has another leave for it"
+    assert len(running.accounts) <= 4
+
+
+@given(
+    st.lists(st.sampled_from("ab"), min_size=1, max_size=8),
+    st.lists(st.tuples(st.sampled_from("abcd"), st.integers(1, 9)), max_size=24),
+)
+@example(["a"] * 3, [("b", 1), ("b", 1), ("c", 1)])
+def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holders, comers):
+    shares, running = taken(len(holders), [made(account, index, cost=9.0) for index, account in enumerate(holders)])
+    begun = []
+    for index, (account, cost) in enumerate(comers):
+        if shares.may_begin(account):
+            begun.append(made(account, 10 + index, cost=float(cost)))
+            running.append(begun[-1])
+            shares.begin(begun[-1])
+    assert len(begun) < max(2, len(holders)), "the row of whoever has just begun is nobody's to take"
+    dealt = shares.deal(running, begun)
+    assert len(dealt) == len(holders)
+    assert {*begun} <= {*dealt}
+    assert {request.account for request in dealt} == running.accounts.keys()
