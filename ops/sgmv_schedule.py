@@ -153,4 +153,5 @@ def expand_constants(
     if schedule.tensor_cores:
         return constants | {"BLOCK_T": schedule.tile_tokens}
     constants |= {"PAGES": pages, "SPLIT_BLOCK": 1 << (splits - 1).bit_length()}
-    return constants | {"STAGES": schedule.stages, "PDL": 0}
+    stages = schedule.stages if itemsize <= 2 else 1  # a block of float32 takes the registers of two
+    return constants | {"STAGES": stages, "PDL": 0}
