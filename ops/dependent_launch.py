@@ -55,7 +55,7 @@ def is_supported(capability: int) -> bool:
         target = GPUTarget("cuda", capability, 32)
         triton.compile(ASTSource(wait_alone, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
     except Exception as error:  # of any part of the compiler
-        logger.warning("kernels wait for each other's end: Triton %s does not compile otherwise: %s",
-                       triton.__version__, error)  # fmt: skip
+        reason = type(error.__cause__ or error).__name__
+        logger.warning("no kernel begins before another ends: Triton %s: %s", triton.__version__, reason)
         return False
     return True
