@@ -27,14 +27,15 @@ def allow(wanted: bool) -> None:
     """Have launches from now on begin early where they can, or never; what is captured stays as it is."""
     global _allowed
     _allowed = wanted
-
-
-def begins_early(device: torch.device) -> bool:
-    """Return if launches on a device begin early."""
-    return _allowed and device.type == "cuda" and is_supported(_capability(device))
+    begins_early.cache_clear()
 
 
 @cache
+def begins_early(device: torch.device) -> bool:
+    """Return if launches on a device begin early; asked by every launch, so the answer is kept."""
+    return _allowed and device.type == "cuda" and is_supported(_capability(device))
+
+
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

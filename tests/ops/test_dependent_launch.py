@@ -25,6 +25,7 @@ class Device:
 def begins_early(monkeypatch):
     monkeypatch.setattr(dependent_launch, "_capability", lambda device: device.capability)
     dependent_launch.is_supported.cache_clear()
+    dependent_launch.allow(True)
     yield dependent_launch.begins_early
     dependent_launch.is_supported.cache_clear()
     dependent_launch.allow(True)
