@@ -27,14 +27,15 @@ def allow(wanted: bool) -> None:
     """Have launches from now on begin early where they can, or never; what is captured stays as it is."""
     global _allowed
     _allowed = wanted
-
-
-def begins_early(device: torch.device) -> bool:
-    """Return if launches on a device begin early."""
-    return _allowed and device.type == "cuda" and is_supported(_capability(device))
+    begins_early.cache_clear()
 
 
 @cache
+def begins_early(device: torch.device) -> bool:
+    """Return if launches on a device begin early; asked by every launch, so the answer is kept."""
+    return _allowed and device.type == "cuda" and is_supported(_capability(device))
+
+
 def _capability(device: torch.device) -> int:
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
@@ -55,7 +56,7 @@ def is_supported(capability: int) -> bool:
         target = GPUTarget("cuda", capability, 32)
         triton.compile(ASTSource(wait_alone, {}, {}), target=target, options={"enable_fp_fusion": True, **OPTIONS})
     except Exception as error:  # of any part of the compiler
-        logger.warning("kernels wait for each other's end: Triton %s does not compile otherwise: %s",
-                       triton.__version__, error)  # fmt: skip
+        reason = type(error.__cause__ or error).__name__
+        logger.warning("no kernel begins before another ends: Triton %s: %s", triton.__version__, reason)
         return False
     return True

@@ -25,6 +25,7 @@ class Device:
 def begins_early(monkeypatch):
     monkeypatch.setattr(dependent_launch, "_capability", lambda device: device.capability)
     dependent_launch.is_supported.cache_clear()
+    dependent_launch.allow(True)
     yield dependent_launch.begins_early
     dependent_launch.is_supported.cache_clear()
     dependent_launch.allow(True)
@@ -45,4 +46,4 @@ def test_not_where_triton_does_not_compile_it(begins_early, monkeypatch, caplog)
     monkeypatch.setattr("triton.compile", compile)
     assert not begins_early(Device(90))
     assert not begins_early(Device(90))
-    assert [record.message.count("launch_pdl") for record in caplog.records] == [1], "said once"
+    assert ["KeyError" in record.message for record in caplog.records] == [True], "said once"
