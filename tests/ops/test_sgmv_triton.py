@@ -400,18 +400,21 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_values_equal_the_reference():
     result = run("-m", "tests.ops.test_sgmv_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_what_is_not_finite_stays_in_its_row():
     result = run("-c", "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     result = run("-c", "from tests.ops.test_sgmv_triton import *; interpret_companies()", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
