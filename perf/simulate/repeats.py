@@ -62,7 +62,7 @@ def _missing_pages(request: Request, steps: int) -> int:
 def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int) -> None:
     """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
 
-    Their tokens are known already. Blocks become known, and others are evicted for new ones, in the order of these
+    Their tokens are known already; their `num_computed_tokens` are the caller's to set. Blocks become known, and others are evicted for new ones, in the order of these
     steps.
     """
     if not memory.use_prefix_cache or not any(request.caching for request in requests):
@@ -86,5 +86,3 @@ def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Reques
             memory.remember(requests[index])
         for index in indices:
             memory.grow(requests[index], starts[index] + end + 2)
-    for request, start in zip(requests, starts, strict=True):
-        request.num_computed_tokens = start + steps

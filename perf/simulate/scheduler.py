@@ -279,6 +279,8 @@ class SimScheduler(Scheduler):
             row.start += steps
             requests.append(request)
         catch_up(self._memory, self._memory.block_tokens, requests, steps)
+        for request, row in zip(requests, rows, strict=True):
+            request.num_computed_tokens = row.start
         self.num_steps += steps
         self.num_generated_tokens += steps * len(rows)
 
