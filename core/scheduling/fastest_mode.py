@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from ...memory.adapters.adapter import Adapter
 from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
 
@@ -14,9 +12,6 @@ EARNED = 2.0
 """Costs of a merge that must have been lost without it; chosen: requests come and go, and with 1 what the last ones
 missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
 """
-
-REVIEW_STEPS = 8
-"""Steps for which a choice stands while the same requests are there; chosen: its prices hardly move meanwhile."""
 
 
 class FastestMode:
@@ -31,21 +26,8 @@ class FastestMode:
     def __init__(self, prices: ModePrices) -> None:
         self._prices = prices
         self._lost: dict[Adapter, float] = {}  # tokens, without the merged weights of each
-        self._choice = ModeChoice()
-        self._made_for: ModeState | None = None
-        self._num_steps = 0  # since the choice was made
-        self._seconds = 0.0  # of these steps
 
     def choose(self, state: ModeState) -> ModeChoice:
-        now = replace(state, context=0.0, step_seconds=0.0)
-        self._num_steps += 1
-        self._seconds += state.step_seconds
-        if now != self._made_for or self._num_steps >= REVIEW_STEPS:
-            self._choice, self._made_for = self._chosen(state), now
-            self._num_steps, self._seconds = 0, 0.0
-        return self._choice
-
-    def _chosen(self, state: ModeState) -> ModeChoice:
         if state.is_under_way:  # it has been decided
             return ModeChoice(state.shadowed)
         if not state.fcfs:
@@ -82,7 +64,7 @@ class FastestMode:
         lost = {}
         for adapter in self._candidates(state):
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
-            tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * self._seconds)
+            tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
             if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
                 self._lost = {}
                 return adapter
