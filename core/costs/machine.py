@@ -43,7 +43,7 @@ class Measured:
 
     @property
     def noise(self) -> float:
-        """How far a median round is above the best one."""
+        """Share by which a median round is above the best one."""
         return max(self.decode.noise, self.prefill.noise)
 
     def drift(self, before: Measured) -> float:

@@ -110,7 +110,7 @@ class PacedDevice(StubDevice):
 
     @property
     def done_at(self) -> float:
-        """When all that it was given so far is done."""
+        """Time at which all that it was given so far is done."""
         return self._busy_until or 0.0
 
     def wait(self, until: float) -> None:

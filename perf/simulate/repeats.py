@@ -62,8 +62,8 @@ def _missing_pages(request: Request, steps: int) -> int:
 def catch_up(memory: RequestMemory, block_tokens: int, requests: Sequence[Request], steps: int) -> None:
     """Do what `steps` decode steps of all of `requests`, then planning one more, would have done to their pages.
 
-    Their tokens are known already; their `num_computed_tokens` are the caller's to set. Blocks become known, and others are evicted for new ones, in the order of these
-    steps.
+    Their tokens are known already; `num_computed_tokens` is the caller's to set. Blocks become known, and others are
+    evicted for new ones, in the order of these steps.
     """
     if not memory.use_prefix_cache or not any(request.caching for request in requests):
         if steps > len(requests) * block_tokens:

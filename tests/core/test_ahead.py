@@ -192,7 +192,7 @@ def test_whoever_looks_back_at_its_tokens_has_steps_wait_for_them(both, way):
 @pytest.mark.parametrize("at", range(1, 9))
 @pytest.mark.parametrize("lasts", [False, True], ids=["once", "for one request"])
 def test_a_step_that_fails_costs_the_one_behind_it_and_no_token(gqa, drive, at, lasts):
-    """Whether it is launched or read by then, and whether it was ahead itself."""
+    """True if it is launched, or read, by then, and if it was ahead itself."""
     calls = []
 
     def before(plan):

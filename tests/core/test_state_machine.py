@@ -918,7 +918,7 @@ class EngineMachine(RuleBasedStateMachine):
             reached["prefix hit of an adapter"] += request.num_cached_tokens > 0 and request.adapter is not None
 
     def _check_ahead(self, plan):
-        """Whoever runs takes part in the step ahead, but those that the step under way is known to end."""
+        """All that run take part in the step ahead, but those that the step under way is known to end."""
         reached["a step ahead"] += 1
         in_step = {row.request_id for row in plan.rows}
         running = self.scheduler.running

@@ -1,4 +1,4 @@
-"""Where launches begin while the one before them ends."""
+"""GPUs on which launches begin while the one before them ends."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def test_segments_are_cut_into_tiles():
 
 
 def test_a_slot_that_becomes_anothers_is_so_in_tiles_that_stay():
-    """What is the same in every layer stands in the tile, which says no more than its slot about the rest."""
+    """The tile has all that is the same in every layer, and no more than its slot of the rest."""
     tables = make_tables(slots=1)
     tables.plan(make_segments((0, 3, make_rows())), tile_tokens=3)
     tables.plan(make_segments((0, 3, make_rows(rank=2))), tile_tokens=3)

@@ -28,7 +28,7 @@ MAX_RANK = 32
 
 @dataclass(eq=False)
 class Resident:
-    """What of an adapter a step's tables are written from."""
+    """The part of an adapter that a step's tables are written from."""
 
     layout: AdapterLayout
     manifest: SimpleNamespace

@@ -83,7 +83,7 @@ def forgetful_moves(monkeypatch):
 
 
 def rows_of_the_gone(monkeypatch):
-    """What a step ahead has drawn for a request that was aborted goes to one that came by its name."""
+    """The token that a step ahead has drawn for an aborted request goes to one that came by its name."""
     update = Scheduler.update
     monkeypatch.setattr(
         Scheduler, "update", lambda self, plan, result: update(self, replace(plan, sources=None), result)

@@ -1,4 +1,4 @@
-"""What is read off a kernel's PTX, on a few written by hand."""
+"""Loads, barriers and bytes that are read off a kernel's PTX, on a few written by hand."""
 
 from __future__ import annotations
 
