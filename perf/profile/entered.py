@@ -50,9 +50,11 @@ def of_cpu(kernels: str) -> dict[str, list[str]]:
     config = EngineConfig(model=str(BUILTIN_MODEL), device="cpu", cpu_kernels=kernels, adapters=BUILTIN_ADAPTERS)
     engine = Engine.from_config(config)
     try:
-        for name in (None, "reverse"):
-            engine.add_request(Request(str(name), [5, 6, 7], SamplingParams(max_tokens=64, ignore_eos=True), name))
-        for _ in range(8):  # until both decode, and nothing is made for the first time
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        requests = [Request(str(name), [5, 6, 7], params, name) for name in (None, "reverse")]
+        for request in requests:
+            engine.add_request(request)
+        while min(request.num_output_tokens for request in requests) < 4:  # the adapter has to be read
             engine.step()
         return entered(engine.step)
     finally:
