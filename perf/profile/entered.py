@@ -56,7 +56,8 @@ def of_cpu(kernels: str) -> dict[str, list[str]]:
             engine.add_request(request)
         while min(request.num_output_tokens for request in requests) < 4:  # the adapter has to be read
             engine.step()
-        return entered(engine.step)
+        steps = [entered(engine.step) for _ in range(3)]
+        return min(steps, key=len)  # in two of them at most a request's block may become full
     finally:
         engine.close()
 
