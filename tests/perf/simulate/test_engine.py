@@ -137,6 +137,27 @@ def traces(draw):
     return arrivals
 
 
+def test_repeated_steps_leave_requests_at_what_they_have_computed():
+    """The scheduler goes on from there: once it did not, and the next repeat was of fewer than no steps."""
+    run = Run()
+    request = run.request("long", 20, 200)
+    run.engine.add_request(request)
+    repeats = 0
+    for _ in range(20):
+        before, plan = run.engine.scheduler.num_steps, run.engine.begin_step()
+        if plan is None:
+            break
+        run.engine.end_step(plan)
+        count = run.engine.scheduler.num_steps - before
+        assert count >= 1
+        if request.row is not None and count > 1:
+            repeats += 1
+            assert request.num_computed_tokens == request.num_tokens - 1 == request.row.start
+    assert repeats or request.finish_reason is not None
+    assert run.engine.scheduler.num_steps == 200, "a step for each token, the prompt's first"
+
+
+
 @given(
     arrivals=traces(),
     num_pages=st.sampled_from([20, 26, 40, 120]),
