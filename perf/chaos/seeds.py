@@ -33,10 +33,10 @@ from .checked_executor import (
     CheckedAdapters,
     CheckedExecutor,
     CheckedShadow,
-    CheckedSwaps,
     Disk,
     next_token,
 )
+from .checked_swaps import CheckedSwaps
 from .engine_life import Campaign, EngineLife, Lived, lived
 from .late_results import late_results
 from .virtual_reads import VirtualReads, World

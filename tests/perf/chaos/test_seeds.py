@@ -10,7 +10,8 @@ from chorus.core.scheduling.request_memory import RequestMemory
 from chorus.core.scheduling.scheduler import Scheduler
 from chorus.memory.adapters.store import AdapterStore
 from chorus.memory.pages.prefix import PrefixCache
-from chorus.perf.chaos.checked_executor import CheckedTransfer, SwapCopy
+from chorus.perf.chaos.checked_executor import CheckedTransfer
+from chorus.perf.chaos.checked_swaps import SwapCopy
 from chorus.perf.chaos.seeds import live
 
 

@@ -1,0 +1,89 @@
+"""KV of preempted requests on its way to host memory and back, in virtual time, on the memory of contents."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+from .asked import promise
+from .virtual_reads import World
+
+
+class CheckedSwaps:
+    """Copies of KV pages to host memory and back, in virtual time; some fail, and what they were to bring is void."""
+
+    page_seconds = 1e-4
+
+    def __init__(self, block_tokens: int, memory: dict, world: World, rng: random.Random) -> None:
+        self._offsets = range(block_tokens)
+        self._memory = memory
+        self._world = world
+        self._rng = rng
+        self._delay = rng.choice([0.0, 0.005, 0.1])
+        self._trouble = rng.choice([0.0, 0.3])
+        self._num_under_way = 0
+
+    def copy_out(self, pages: Sequence[int]) -> tuple[list[list[object]], SwapCopy | None]:
+        image: list[list[object]] = []
+        held = list(pages)
+
+        def write() -> None:
+            image.extend([self._memory.get((page, offset)) for offset in self._offsets] for page in held)
+
+        return image, self._begin(write)
+
+    def copy_in(self, image: list[list[object]], skip: int, pages: Sequence[int]) -> SwapCopy | None:
+        promise(len(pages) == len(image) - skip, "KV comes back into more or fewer pages than it had")
+        places = [(page, offset) for page in pages for offset in self._offsets]
+        values = [value for content in image[skip:] for value in content]
+
+        def write() -> None:
+            self._memory.update(zip(places, values, strict=True))
+
+        self._memory.update(dict.fromkeys(places, "not there yet"))
+        return self._begin(write)
+
+    def wait(self, timeout: float) -> None:
+        end, before = self._world.now + timeout, self._num_under_way
+        while self._num_under_way == before and self._world.next_time <= end:
+            self._world.next_event()
+
+    def _begin(self, write: Callable[[], None]) -> SwapCopy | None:
+        if not self._delay:
+            write()
+            return None
+        copy = SwapCopy(write, self._rng.random() < self._trouble)
+        self._num_under_way += 1
+
+        def end() -> None:
+            self._num_under_way -= 1
+            copy.end()
+
+        self._world.after(self._delay * self._rng.uniform(0.1, 2.0), end)
+        return copy
+
+
+class SwapCopy:
+    """A copy under way. After `cancel` it may still write until it is quiet."""
+
+    def __init__(self, write: Callable[[], None], fails: bool) -> None:
+        self._write = write
+        self._fails = fails
+        self._has_ended = self._cancelled = False
+
+    def end(self) -> None:
+        if not self._fails:
+            self._write()
+        self._has_ended = True
+
+    def is_done(self) -> bool:
+        return self._has_ended and not self.has_failed()
+
+    def has_failed(self) -> bool:
+        return self._cancelled or (self._has_ended and self._fails)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+
+    def is_quiet(self) -> bool:
+        return self._has_ended
