@@ -131,7 +131,7 @@ class Merging:
         self._store.hold(adapter)  # what a request waits for is not evicted for the runs
         try:
             sizes = backend.sizes(adapter)
-            runs = self._reclaimer.make_runs(sizes)
+            runs = self._reclaimer.make_runs(sizes, backend.wished_runs(adapter))
             if runs is None:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 raise CannotMerge(

@@ -39,12 +39,14 @@ class DecodeBuckets:
 class StepMode(StrEnum):
     """base: no row has an adapter, so no LoRA work is captured and base traffic pays nothing for LoRA being on.
 
-    merged: one adapter is part of a copy of the weights, and the rows of others add what they differ by.
+    merged: one adapter is part of a copy of the weights, and the rows of others add what they differ by. mixture: where
+    launches are captured, those of merged steps that have such rows; the others then have no LoRA work.
     """
 
     BASE = "base"
     LORA = "lora"
     MERGED = "merged"
+    MIXTURE = "mixture"
 
 
 @dataclass(frozen=True, slots=True)

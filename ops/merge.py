@@ -8,6 +8,9 @@ import torch
 
 from .sgmv import AdapterRows
 
+#: Elements that are added up at once: on a GPU 64 MiB of float32, whatever the matrix.
+_CHUNK_ELEMS = 1 << 24
+
 
 def merge(
     origin: torch.Tensor,
@@ -21,15 +24,27 @@ def merge(
 
     origin, out: `[outputs, inputs]`, the weights of projections that share an input. modules: (module id, first row,
     number of rows) of each. Returns by how much the norm of a row grows, at most; infinity where a sum is not finite.
+    The device's result is waited for once, and what is made beside out does not grow with the matrix.
     """
-    before = origin.float()
-    after = before.clone()
+    num_rows, width = origin.shape
+    terms = []
     for part in parts:
         for module, first, count in modules:
-            a, b = part.matrices(arena, layer, module, origin.shape[1], count)
+            a, b = part.matrices(arena, layer, module, width, count)
             if a is not None and b is not None:
-                after[first : first + count].addmm_(b.float().T, a.float(), alpha=part.scale)
-    out.copy_(after)
-    old, new = before.norm(dim=1), out.float().norm(dim=1)
-    growth = torch.where(new == 0, 0.0, new / old)
-    return float(growth.max()) if bool(growth.isfinite().all()) else float("inf")
+                terms.append((first, first + count, b.float(), a.float(), part.scale))
+    step = max(1, _CHUNK_ELEMS // width)
+    growths = []
+    for begin in range(0, num_rows, step):
+        end = min(begin + step, num_rows)
+        total = origin[begin:end].to(torch.float32, copy=True)
+        old = total.norm(dim=1)
+        for first, last, b, a, scale in terms:
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                total[low - begin : high - begin].addmm_(b[:, low - first : high - first].T, a, alpha=scale)
+        out[begin:end].copy_(total)
+        new = out[begin:end].float().norm(dim=1)
+        growth = torch.where(new == 0, 0.0, new / old)
+        growths.append(torch.where(growth.isfinite(), growth, torch.inf).max())
+    return float(torch.stack(growths).max())

@@ -52,6 +52,12 @@ class ShadowBackend(Protocol):
         """Return the lengths of the runs of pages that an adapter's shadow takes."""
         ...
 
+    def wished_runs(self, adapter: Adapter) -> list[range] | None:
+        """Return runs of `sizes` where an adapter's shadow is made sooner than elsewhere, because steps have been
+        captured with these places in them; None if it does not matter.
+        """
+        ...
+
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         """Give an adapter that is complete in the arena the runs of `sizes`; what was there is forgotten."""
         ...

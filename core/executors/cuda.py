@@ -22,6 +22,7 @@ from ..requests.types import StepPlan, StepResult
 from . import cuda_memory
 from .adapters import CudaAdapters
 from .base import ModelExecutor, watched
+from .cuda_merged import CudaShadow
 from .cuda_steps import CudaSteps
 from .swaps import PageSwaps
 
@@ -30,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 class CudaExecutor(ModelExecutor):
     """Runs steps on one GPU. One thread at a time, any thread."""
-
-    shadow = None  # its graphs have no merged mode: every adapter is served unmerged
 
     def __init__(self, config: EngineConfig, device: CudaDevice | None = None) -> None:
         """device: the configuration's GPU by default. Raises DeviceError, UnsupportedModel, OutOfDeviceMemory."""
@@ -51,6 +50,8 @@ class CudaExecutor(ModelExecutor):
                 self.config, self.arena, self._dtype, self._device, config.max_lora_rank, config.host_bytes
             )
             self.swaps = PageSwaps(self.arena, self.adapters.dma, partial(watched, self._device))
+            steps = self.steps
+            self.shadow = CudaShadow(steps.decoder, self.arena, steps.lora, steps.merged_graphs, self._device)
             with torch.inference_mode():
                 self.steps.capture_ahead()
             self._device.synchronize()
@@ -68,10 +69,12 @@ class CudaExecutor(ModelExecutor):
         with watched(self._device), torch.inference_mode(), span(_name(plan)):
             self.adapters.advance()
             rows, steps = plan.rows, self.steps
+            if plan.merged is not None:
+                self.shadow.check(plan.merged)
             if plan.bucket is None:
-                outputs = steps.ragged(rows, plan.adapters)
+                outputs = steps.ragged(rows, plan.adapters, plan.merged)
             else:
-                outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources)
+                outputs = steps.decode(plan.bucket, rows, plan.adapters, plan.sources, plan.merged)
             read = steps.draw(rows, *outputs)
             return _Started(self._device, read, steps.lora.late_requests(rows) if plan.adapters else [])
 
@@ -80,7 +83,7 @@ class CudaExecutor(ModelExecutor):
         self._device.synchronize()
         self.adapters.close()
         self.steps.close()
-        del self.steps, self.arena, self.adapters, self.swaps
+        del self.steps, self.arena, self.adapters, self.swaps, self.shadow
         self._device.release()
 
     def _load(self) -> CudaSteps:
@@ -150,4 +153,4 @@ def _index(device: str) -> int:
 def _name(plan: StepPlan) -> str:
     """The step's name for profilers: `step.decode.b8.lora`, `step.ragged.base`."""
     kind = "ragged" if plan.bucket is None else f"decode.b{plan.bucket}"
-    return f"step.{kind}.{'lora' if plan.adapters else 'base'}"
+    return f"step.{kind}.{plan.mode}"

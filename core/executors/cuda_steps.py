@@ -28,6 +28,7 @@ from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 from .base import RunAlone
+from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +93,12 @@ class CudaSteps:
             make_copy=partial(Upload, device),
         )
         self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
+        ahead = sizes[::-1] if self._captures and config.graph_capture == "ahead" else ()
+        self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
 
     def use_arena(self, arena: Arena) -> None:
         """Work on another arena of the same layout from now on; nothing may have been captured."""
@@ -103,18 +107,19 @@ class CudaSteps:
 
     @property
     def captured(self) -> Sequence[CapturedStep]:
-        """The captured buckets and modes, in order of capture."""
-        return self.graphs.report
+        """The captured buckets and modes, in order of capture; those with shadow weights last."""
+        return [*self.graphs.report, *self.merged_graphs.report]
 
     # -- steps
 
-    def ragged(self, rows: list[ScheduledRow], adapters: Sequence[Adapter]) -> Outputs:
-        """Run a step of any rows."""
-        lora = None
-        if adapters:
-            lora = self.lora.begin_ragged(adapters, [row.slot for row in rows], [len(row.tokens) for row in rows])
+    def ragged(self, rows: list[ScheduledRow], adapters: Sequence[Adapter], merged: Adapter | None = None) -> Outputs:
+        """Run a step of any rows. merged: the adapter that its weights have in them."""
+        lora, is_merged = None, merged is not None
+        if adapters or is_merged:
+            slots, lengths = [row.slot for row in rows], [len(row.tokens) for row in rows]
+            lora = self.lora.begin_ragged(adapters, slots, lengths, merged)
         batch = self._to_device(
-            ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora)
+            ragged_batch(rows, self._layout.block_tokens, PagePool.DUMMY, self._ragged_attention, lora, is_merged)
         )
         logits, chosen = self._outputs(len(rows))
         self.decoder.forward(batch, logits)
@@ -122,24 +127,35 @@ class CudaSteps:
         return logits, chosen
 
     def decode(
-        self, bucket: int, rows: list[ScheduledRow], adapters: Sequence[Adapter], sources: Sequence[int] | None = None
+        self,
+        bucket: int,
+        rows: list[ScheduledRow],
+        adapters: Sequence[Adapter],
+        sources: Sequence[int] | None = None,
+        merged: Adapter | None = None,
     ) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens; None: the rows have them.
+        sources: the rows of the last step that drew the tokens; None: the rows have them. merged: as in `ragged`.
         """
         self._fill(bucket, rows)
         if sources is not None:
             self._buffers.views[bucket].token_ids[: len(rows)].copy_(pick(self._tokens, sources))
-        mode, launches, captured = StepMode.BASE, None, None
-        if adapters:
+        mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
+        if merged is not None:
+            graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
+            padding = adapters.index(merged) if merged in adapters else BASE_SLOT
+            slots = [*(row.slot for row in rows), *([padding] * (bucket - len(rows)))]
+            launches = self.lora.begin_bucket(adapters, slots, captured, merged)
+            mode, captured = (StepMode.MERGED, None) if launches is None else (StepMode.MIXTURE, captured)
+        elif adapters:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             slots = [*(row.slot for row in rows), *([BASE_SLOT] * (bucket - len(rows)))]
             launches = self.lora.begin_bucket(adapters, slots, captured)
         if self._captures and launches is captured:
-            self.graphs.replay(bucket, mode)
+            graphs.replay(bucket, mode)
         else:
-            self._step(bucket, launches)()
+            self._step(bucket, launches, merged is not None)()
         return self._outputs(bucket)
 
     def draw(
@@ -203,10 +219,12 @@ class CudaSteps:
         )
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 
-    def _step(self, bucket: int, lora: LoraLaunches | None) -> Callable[[], None]:
+    def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
         """A bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
-        batch = StepBatch(views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora)
+        batch = StepBatch(
+            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged
+        )
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -248,7 +266,7 @@ class CudaSteps:
         keys = [(bucket, mode) for bucket in reversed(self._sizes) for mode in _MODES]
         with progress("capturing decode steps", len(keys)) as advance:
             for bucket, mode in keys:
-                self._fill(bucket, [])
+                self._prepare(bucket)
                 self.graphs.capture(bucket, mode)
                 advance(1)
         seconds, num_bytes = (sum(getattr(step, name) for step in self.captured) for name in ("seconds", "num_bytes"))
@@ -259,11 +277,11 @@ class CudaSteps:
         if not self._captures:
             return 0
         for bucket in self._sizes[:-3:-1]:
-            self._fill(bucket, [])
+            self._prepare(bucket)
             self.graphs.capture(bucket, StepMode.LORA)
         first, *second = (step.num_bytes for step in self.captured)
         self.graphs.clear()
-        return first + (len(self._sizes) * len(_MODES) - 1) * sum(second)
+        return first + (len(self._sizes) * (len(_MODES) + KEPT_PLACES * len(MERGED_MODES)) - 1) * sum(second)
 
     def largest_step(self) -> None:
         """A prefill of as many tokens, with a draw for as many rows and scores of as many prompt tokens as a step may
@@ -287,11 +305,17 @@ class CudaSteps:
     def close(self) -> None:
         """Free the graphs and their memory."""
         self.graphs.close()
+        self.merged_graphs.close()
+
+    def _prepare(self, bucket: int) -> None:
+        """Have a bucket's buffers, and the tables of adapters, hold a step without rows."""
+        self._fill(bucket, [])
+        self.lora.rest()
 
     def _capture(self, bucket: int, mode: StepMode) -> Callable[[], None]:
         """Capture a bucket whose attention is planned."""
-        lora = self.bucket_lora[bucket] if mode is StepMode.LORA else None
-        return self._device.capture(self._step(bucket, lora))
+        lora = {StepMode.LORA: self.bucket_lora, StepMode.MIXTURE: self.mixture_lora}.get(mode, {}).get(bucket)
+        return self._device.capture(self._step(bucket, lora, mode in MERGED_MODES))
 
 
 def _pick(logits: torch.Tensor, out: torch.Tensor) -> None:

@@ -59,7 +59,7 @@ class CudaLoraState(LoraState):
             (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
         )
         self.tables = SgmvTables(
-            slots=max_adapters * MAX_PARTS,
+            slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
             layers=config.num_layers,
             max_pages=widest.num_pages,
             max_rank=max_rank,
@@ -75,20 +75,27 @@ class CudaLoraState(LoraState):
         """Read adapters from another arena of the same layout from now on."""
         self.arena = arena
 
-    def bucket(self, size: int) -> LoraLaunches:
+    def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
-        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8))
+        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8), passes=passes)
 
     def begin_bucket(
-        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], captured: LoraLaunches
-    ) -> LoraLaunches:
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        captured: LoraLaunches,
+        merged: Adapter | None = None,
+    ) -> LoraLaunches | None:
         """Write a decode step's tables and wait for its adapters; `captured`, or launches over more tiles if need be.
+        None where the weights have all in them that the rows need.
 
-        slots: of every row, padding rows too.
+        slots: of every row, padding rows too. merged: see `set_step`.
         """
-        self.set_step(adapters, slots, [1] * len(slots))
+        self.set_step(adapters, slots, [1] * len(slots), merged)
         for layer in range(self._num_layers if self._coming else 0):  # an adapter may leave out any, the last too
             self.wait(layer)
+        if merged is not None and not self.segments.rows:
+            return None
         num_tiles = self.tables.plan(self.segments, captured.schedule.tile_tokens)
         passes = self.tables.passes
         if num_tiles <= captured.num_tiles and passes <= captured.passes:
@@ -96,15 +103,22 @@ class CudaLoraState(LoraState):
         return LoraLaunches(self, captured.schedule, num_tiles, passes=passes)
 
     def begin_ragged(
-        self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], lengths: Sequence[int]
-    ) -> LoraLaunches:
-        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming.
+        self,
+        adapters: Sequence[Adapter],
+        slots: Sequence[RowAdapters],
+        lengths: Sequence[int],
+        merged: Adapter | None = None,
+    ) -> LoraLaunches | None:
+        """Write a step's tables; its launches, which wait for each layer of adapters that are still coming. None where
+        the weights have all in them that the rows need.
 
         Rows of one token behind the others, which is where decode rows are, have the launches of a decode step, so
         that they wait for no tile of many tokens and their products are the same in either.
         """
-        self.set_step(adapters, slots, lengths)
+        self.set_step(adapters, slots, lengths, merged)
         segments, tokens = self.segments, sum(lengths)
+        if merged is not None and not segments.rows:
+            return None
         covered = sum(end - begin for begin, end, _ in segments)
         if tokens <= self._max_rows and covered <= _SHORT * len(segments.rows):
             schedule = decode(tokens, self.max_rank)
@@ -119,6 +133,11 @@ class CudaLoraState(LoraState):
             self, schedule, num_tiles, self.wait, self.tables.passes,
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
         )  # fmt: skip
+
+    def rest(self) -> None:
+        """Have the tables say that there is nothing to do, whatever is launched."""
+        self.set_step((), (), ())
+        self.tables.plan(self.segments, 1)
 
     def warm_up(self) -> None:
         """Compile every kernel, as many at once as there are processors, and launch each with nothing to do, so that

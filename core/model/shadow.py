@@ -49,16 +49,46 @@ class MergeableModel(Protocol):
         ...
 
 
+#: Places of a shadow's matrices: layer, group and run of pages of each.
+Places = tuple[tuple[int, int, range], ...]
+
+
+class CapturedSteps(Protocol):
+    """Steps that are captured with the places of their weights in them."""
+
+    @property
+    def places(self) -> Sequence[Places]:
+        """Those that steps have been captured with, the last used first."""
+        ...
+
+    def use(self, places: Places, /) -> None:
+        """Have steps in merged mode go by these."""
+        ...
+
+    @property
+    def num_left(self) -> int:
+        """Steps that are yet to be captured with them."""
+        ...
+
+    def capture_next(self) -> None:
+        """Capture one of those."""
+        ...
+
+
 class ShadowWeights:
     """The shadow of one adapter at a time, in runs of pages of the arena; made matrix by matrix between steps.
 
     adapter: whose it is, None when there is none.
     """
 
-    def __init__(self, model: MergeableModel, arena: Arena, lora: LoraState) -> None:
+    def __init__(
+        self, model: MergeableModel, arena: Arena, lora: LoraState, captured: CapturedSteps | None = None
+    ) -> None:
+        """captured: steps that are made ready once the weights are; None where nothing needs to be."""
         self._model = model
         self._arena = arena
         self._lora = lora
+        self._captured = captured
         self.adapter: Adapter | None = None
         self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of what is to be made
         self._layers: list[LayerWeights] = []
@@ -68,13 +98,26 @@ class ShadowWeights:
         page = self._arena.layout.page_elems
         return [-(-self._origin(*at).numel() // page) for at in self._targets(adapter)]
 
+    def wished_runs(self, adapter: Adapter) -> list[range] | None:
+        """Return the runs in which another adapter of the same matrices was, if steps are captured with them."""
+        if self._captured is None:
+            return None
+        targets = self._targets(adapter)
+        for places in self._captured.places:
+            if [(layer, group) for layer, group, _ in places] == targets:
+                return [run for _, _, run in places]
+        return None
+
     def begin(self, adapter: Adapter, runs: Sequence[range]) -> None:
         """Give an adapter that is complete in the arena the runs of `sizes`, for `advance` to fill."""
         self.drop()
         self.adapter = adapter
         elems, page = self._arena.pages.view(-1), self._arena.layout.page_elems
         self._layers = list(self._model.layers)
-        for (layer, group), run in zip(self._targets(adapter), runs, strict=True):
+        targets = self._targets(adapter)
+        if self._captured is not None:
+            self._captured.use(tuple((*at, run) for at, run in zip(targets, runs, strict=True)))
+        for (layer, group), run in zip(targets, runs, strict=True):
             origin = self._origin(layer, group)
             place = elems[run.start * page :][: origin.numel()].view(origin.shape)
             self._left.append((layer, group, place))
@@ -84,6 +127,7 @@ class ShadowWeights:
     def advance(self, max_seconds: float) -> bool:
         """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
 
+        Where steps are captured with their weights' places, those come last, and each is a pause of its own.
         CannotMerge when the adapter outweighs the weights; then it is to be dropped.
         """
         if self.adapter is None:
@@ -107,7 +151,12 @@ class ShadowWeights:
                     f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
                 )
         self._model.use_merged(self._layers)
-        return True
+        captured = self._captured
+        if captured is None or not captured.num_left:
+            return True
+        if not done:
+            captured.capture_next()
+        return not captured.num_left
 
     def drop(self) -> None:
         """Forget the shadow; its pages are others' then."""

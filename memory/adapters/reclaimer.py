@@ -53,11 +53,11 @@ class Reclaimer:
                 self.shadow.give_up()
         return True
 
-    def make_runs(self, sizes: Sequence[int]) -> list[range] | None:
+    def make_runs(self, sizes: Sequence[int], wished: Sequence[range] | None = None) -> list[range] | None:
         """Evict until there are runs of so many free pages each; None, and nothing evicted, if that can't be had.
 
         They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
-        waiting request will use: steps can do without a shadow.
+        waiting request will use: steps can do without a shadow. wished: the very runs to take if they can be had.
         """
         pool, prefix = self.pool, self.prefix
         owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
@@ -67,8 +67,9 @@ class Reclaimer:
                 costs[page] = 0
             elif kind is PageKind.CACHED or page in owners:
                 costs[page] = 1
-        runs = place_runs(sizes, costs)
-        if runs is None:
+        if wished is not None and all(np.isfinite(costs[run.start : run.stop]).all() for run in wished):
+            runs = list(wished)
+        elif (runs := place_runs(sizes, costs)) is None:
             return None
         self.shadow.give_up()
         for page in itertools.chain.from_iterable(runs):

@@ -200,6 +200,7 @@ class CheckedShadow:
     def __init__(self, memory: dict, world: World) -> None:
         self.adapter: Adapter | None = None
         self.runs: list[range] = []
+        self._last: list[range] = []
         self._made = 0
         self._memory = memory
         self._world = world
@@ -207,10 +208,14 @@ class CheckedShadow:
     def sizes(self, adapter: Adapter) -> list[int]:
         return [1, 2, 3][: adapter.num_pages]
 
+    def wished_runs(self, adapter: Adapter) -> list[range] | None:
+        """The last ones, as of steps that were captured with them."""
+        return self._last if [len(run) for run in self._last] == self.sizes(adapter) else None
+
     def begin(self, adapter: Adapter, runs: list[range]) -> None:
         promise(bool(adapter.pages) and adapter.transfer is None, f"{adapter} is merged before it is there")
         promise([len(run) for run in runs] == self.sizes(adapter), "the shadow has too many pages, or too few")
-        self.adapter, self.runs, self._made = adapter, runs, 0
+        self.adapter, self.runs, self._last, self._made = adapter, runs, runs, 0
 
     def advance(self, max_seconds: float) -> bool:
         self._world.advance(0.0003)

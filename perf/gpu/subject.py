@@ -35,7 +35,7 @@ class Subject:
     """An idle engine with `adapters` registered. Use as a context: leaving it frees the device.
 
     max_seqs, max_batched, max_len: as in EngineConfig. adapter_pages: room for adapters beside the KV of `max_seqs`
-    requests of `max_len` tokens. graph_capture: as in EngineConfig.
+    requests of `max_len` tokens. graph_capture: as in EngineConfig. shadow: there is room to merge an adapter.
     inline_reads: adapters are read when they are asked for, so that steps don't depend on how fast a disk is.
     """
 
@@ -49,6 +49,7 @@ class Subject:
         max_len: int,
         graph_capture: Literal["ahead", "lazy", "off"] = "lazy",
         inline_reads: bool = False,
+        shadow: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._context = context
@@ -61,12 +62,15 @@ class Subject:
         kv_pages = max_seqs * page.pages_for_tokens(max_len)
         files = {name: sum(file.stat().st_size for file in path.iterdir()) for name, path in adapters.items()}
         adapter_pages = sum(size // page.page_bytes + 1 for size in files.values())
+        geometry = context.size.geometry
+        shadow_bytes = geometry.layer_params * context.dtype.itemsize if shadow else 0
+        shadow_pages = shadow_bytes // page.page_bytes + 4 * geometry.layers if shadow else 0
         model = context.work_dir / context.size.name / context.dtype_name
         config = EngineConfig(
             model=context.size.write_config(model, context.dtype_name), load_format="dummy", dtype=context.dtype_name,
             device=context.device, cpu_kernels="torch", max_model_len=max_len, max_num_seqs=max_seqs,
             max_num_batched_tokens=max(max_batched, max_seqs), block_tokens=page.block_tokens,
-            num_pages=2 + kv_pages + adapter_pages, max_lora_rank=MAX_RANK, graph_capture=graph_capture,
+            num_pages=2 + kv_pages + adapter_pages + shadow_pages, max_lora_rank=MAX_RANK, graph_capture=graph_capture,
             host_cache_bytes=2 * sum(files.values()) + (1 << 20), prefix_cache=False, lookahead=max(1, max_seqs),
             threads=1 if context.smoke else None, seed=context.seed,
         )  # fmt: skip
@@ -211,6 +215,19 @@ class Subject:
         while not request.num_output_tokens:
             seconds.append(self._step_seconds())
         return max(seconds)
+
+    @property
+    def num_captured(self) -> int:
+        """Graphs that there are."""
+        return len(getattr(self.executor, "captured", ()))
+
+    def merge(self, name: str) -> None:
+        """Have an idle engine's steps run with an adapter in the weights."""
+        self.engine.merge(name)
+        while self.engine.merging.is_under_way:
+            self.engine.merging.advance(1.0)
+        if self.engine.stats().merged_adapter != name:
+            raise Unsettled(f"adapter {name!r} is not merged")
 
     def load(self, names: Sequence[str], prompt_tokens: int = 1) -> None:
         """Make adapters resident, by a request for each, one after another."""

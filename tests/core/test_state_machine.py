@@ -278,6 +278,7 @@ class FakeShadow:
     def __init__(self, memory: dict[tuple[int, int], object], clock: Clock) -> None:
         self.adapter: Adapter | None = None
         self.runs: list[range] = []
+        self.last: list[range] = []
         self.made = 0
         self._memory = memory
         self._clock = clock
@@ -285,11 +286,15 @@ class FakeShadow:
     def sizes(self, adapter: Adapter) -> list[int]:
         return [2, 3, 4][: adapter.num_pages]
 
+    def wished_runs(self, adapter: Adapter) -> list[range] | None:
+        """The last ones, as of steps that were captured with them."""
+        return self.last if [len(run) for run in self.last] == self.sizes(adapter) else None
+
     def begin(self, adapter: Adapter, runs: list[range]) -> None:
         assert adapter.pages
         assert adapter.transfer is None
         assert [len(run) for run in runs] == self.sizes(adapter)
-        self.adapter, self.runs, self.made = adapter, runs, 0
+        self.adapter, self.runs, self.last, self.made = adapter, runs, runs, 0
 
     def advance(self, max_seconds: float) -> bool:
         self._clock.now += 0.0003

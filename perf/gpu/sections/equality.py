@@ -44,15 +44,20 @@ def run(context: Context) -> dict[str, Any]:
     largest = context.pick(4, 24, 64)
     size = {"max_seqs": largest, "max_batched": context.pick(64, 2048, 4096), "max_len": 64}
     found: dict[str, Any] = {"compared": f"tokens, log-probabilities of the {_TOP} likeliest, all KV", "cases": []}
-    size |= {"inline_reads": True}
+    size |= {"inline_reads": True, "shadow": True}
     with (
         Subject(context, adapters, graph_capture="ahead", **size) as captured,
         Subject(context, adapters, graph_capture="off", **size) as eager,
     ):
         for subject in (captured, eager):  # the same pages in both
             subject.load(list(adapters))
-        for name, chosen in cases(list(adapters), largest):
+        all_cases = cases(list(adapters), largest)
+        merged = next(iter(adapters))
+        for name, chosen in [*all_cases, *((f"{name}, {merged} merged", chosen) for name, chosen in all_cases)]:
             say(f"graph against eager: {name}")
+            if name.endswith("merged"):
+                for subject in (captured, eager):
+                    subject.merge(merged)
             steps = context.pick(3, 12, 24)
             one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
             _compare(name, one, other)

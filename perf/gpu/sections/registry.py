@@ -17,6 +17,7 @@ SECTIONS = {
     "sgmv": "(b) SGMV beside other ways",
     "ttft": "(e) time to first token, adapter resident and not",
     "tests": "the tests that need a GPU",
+    "merged": "(h) decode steps with an adapter in the weights",
     "prefill": "(d) prefill against its floor",
     "mixes": "(f) output tokens per second, end to end",
 }

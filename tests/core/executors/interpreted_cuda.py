@@ -7,6 +7,7 @@ launch, so everything is tiny.
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 from collections import Counter
 from dataclasses import dataclass, field
@@ -27,6 +28,7 @@ from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import InlineReads, ThreadReads
+from chorus.memory.pages.pool import PageKind
 from chorus.ops import attention_flashinfer, sgmv_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.perf.profile.entered import entered
@@ -155,6 +157,117 @@ def test_a_step_of_more_tiles_than_captured_runs_eagerly(drive, tiny):
     parts = len(driver.engine.store.get("pattern").manifest.parts)
     assert parts > steps.bucket_lora[1].num_tiles
     check(driver, ask(driver, tiny, ("pattern", 2, 2)))
+
+
+class Addresses(LateDevice):
+    """A device whose replays must read the weights that the step was captured with, as a graph does."""
+
+    steps: CudaSteps
+
+    def _merged_weights(self):
+        return [layer.qkv.data_ptr() for layer in self.steps.decoder._merged]  # noqa: SLF001
+
+    def capture(self, work):
+        captured = super().capture(work)
+        begun = self._merged_weights() if hasattr(self, "steps") else []
+
+        def replay():
+            if self.replays_merged:
+                assert self._merged_weights() == begun, "the graph reads weights that were elsewhere"
+            captured()
+
+        return replay
+
+    replays_merged = False
+
+
+def merge(driver: Driver, name: str) -> None:
+    """Have an adapter merged, beside a request of the base model."""
+    driver.run(f"load {name} {len(driver.answers)}", name, [3], max_tokens=1)
+    driver.engine.merge(name)
+    driver.add(beside := f"beside {name} {len(driver.answers)}", None, [5, 6], max_tokens=60)
+    while driver.engine.merging.is_under_way:
+        driver.step()
+    driver.engine.abort(beside)
+    assert driver.engine.stats().merged_adapter == name
+
+
+def test_merged_steps_of_the_adapter_alone_and_of_others(drive, tiny):
+    """Chunks of prompts and decode rows; the merged adapter's own rows launch nothing of LoRA."""
+    driver = drive(graph_capture="off", adapters=["r17-all", "pattern"])
+    merge(driver, "r17-all")
+    plans = driver.plans
+    plans.clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sgmv_triton, "sgmv", None)
+        check(driver, ask(driver, tiny, ("r17-all", 15, 4), ("r17-all", 3, 6)))
+    check(driver, ask(driver, tiny, ("r17-all", 13, 2), (None, 2, 4), ("pattern", 2, 3)))
+    assert {plan.mode for plan in plans} == {StepMode.MERGED}
+    assert any(plan.bucket and len(plan.rows) < plan.bucket for plan in plans), "no padding"
+
+
+def test_an_adapter_of_several_parts_is_taken_off_the_rows_of_others(drive, tiny):
+    driver = drive(graph_capture="lazy", adapters=["pattern", "r1-qv"], max_num_seqs=3)
+    merge(driver, "pattern")
+    check(driver, ask(driver, tiny, ("r1-qv", 3, 3), (None, 2, 3), ("pattern", 2, 2)))
+
+
+def test_merging_another_adapter_captures_nothing(drive, tiny, monkeypatch):
+    """Graphs have the addresses of weights in them: the next shadow of the same matrices lies where the last one did.
+
+    Another set of matrices has graphs of its own; the base model's and unmerged ones stay.
+    """
+    monkeypatch.setattr(sys.modules[__name__], "LateDevice", Addresses)
+    monkeypatch.setattr(Addresses, "replays_merged", False)
+    driver = drive(adapters=["r1-qv", "pattern", "r5-o-down"], max_num_seqs=2)
+    executor = driver.executor.inner
+    device = executor._device  # noqa: SLF001
+    device.steps = executor.steps
+    unmerged = len(executor.captured)
+    counts = []
+    for name in ("r1-qv", "pattern", "r5-o-down", "r1-qv"):
+        merge(driver, name)
+        device.replays_merged = True
+        check(driver, ask(driver, tiny, (name, 2, 2), (None, 2, 2)))
+        device.replays_merged = False
+        counts.append(len(executor.captured) - unmerged)
+        driver.engine.unmerge()
+    assert counts == [4, 4, 8, 8]
+    assert driver.engine.stats().num_merges == 4
+
+
+def test_a_shadow_elsewhere_has_graphs_of_its_own(drive, tiny):
+    """Others have taken the pages in which the last one was."""
+    driver = drive(adapters=["r1-qv"], max_num_seqs=1, graph_capture="ahead")
+    merge(driver, "r1-qv")
+    graphs = driver.executor.inner.steps.merged_graphs
+    first = graphs.places[0]
+    driver.engine.unmerge()
+    driver.engine.reclaim_idle()
+    taken = [page for *_, run in first for page in run]
+    driver.engine.pool.take(taken, PageKind.ADAPTER)  # by nobody that the engine knows
+    driver.engine.check_integrity = lambda: None
+    merge(driver, "r1-qv")
+    assert graphs.places[1] == first
+    assert graphs.places[0] != first
+    check(driver, ask(driver, tiny, ("r1-qv", 2, 3)))
+
+
+def test_switches_between_steps(drive, tiny):
+    """One step ahead where nothing is being made: merged, unmerged and merged again while requests run."""
+    driver = drive(adapters=["r1-qv", "r5-o-down"], max_num_seqs=2, graph_capture="lazy")
+    driver.run("load", "r5-o-down", [3], max_tokens=1)
+    merge(driver, "r1-qv")
+    want = ask(driver, tiny, ("r1-qv", 3, 12), (None, 4, 12))
+    for index in range(6):
+        if driver.engine.stats().merged_adapter:
+            driver.engine.unmerge()
+        elif not driver.engine.merging.is_under_way:
+            driver.engine.merge("r5-o-down" if index % 4 < 2 else "r1-qv")
+        driver.step()
+        driver.step()
+    check(driver, want)
+    assert {plan.mode for plan in driver.plans} >= {StepMode.MERGED, StepMode.LORA}
 
 
 class ComingTransfer:

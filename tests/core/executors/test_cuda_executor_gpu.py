@@ -17,6 +17,7 @@ from chorus.core.executors.base import Executor
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
+from chorus.core.model.shadow import MOST_GROWTH
 from chorus.graphs.runner import StepMode
 from chorus.memory.host.images import InlineReads, Reads, ThreadReads
 from chorus.perf.cpu.random_model import adapters, checkpoint
@@ -155,6 +156,75 @@ def test_adapters_that_come_while_others_decode(drive):
     add_all(cold, [(adapter, prompt) for adapter, prompt in asked], 8)
     answers = cold.drain()
     assert all(answer.error is None for answer in answers.values())
+
+
+def merge(driver: Driver, name: str) -> None:
+    """Have an adapter merged, beside a request of the base model."""
+    driver.run(f"load {name}", name, [3], max_tokens=1)
+    driver.engine.merge(name)
+    driver.add(f"beside {name}", None, [5, 6, 7], max_tokens=200)
+    while driver.engine.merging.is_under_way:
+        driver.step()
+    driver.engine.abort(f"beside {name}")
+    assert driver.engine.stats().merged_adapter == name
+
+
+def test_merged_float32_tokens_equal_the_cpus(drive):
+    reference = drive("float32", device="cpu", cpu_kernels="torch", max_num_seqs=1)
+    gpu = drive("float32", max_num_batched_tokens=48)
+    merge(gpu, "a03-r33")
+    gpu.plans.clear()
+    want = {}
+    for index, (adapter, prompt) in enumerate(zip(itertools.cycle(names(gpu)), prompts(40, seed=9), strict=False)):
+        answer = reference.run(f"r{index}", adapter, prompt, max_tokens=12, logprobs=2)
+        if margin(answer) >= MIN_MARGIN:
+            want[str(index)] = answer.tokens
+            gpu.add(str(index), adapter, prompt, max_tokens=12)
+    assert len(want) >= 20, "too few clear choices to compare"
+    answers = gpu.drain()
+    assert {name: answers[name].tokens for name in want} == want
+    assert {plan.mode for plan in gpu.plans} == {StepMode.MERGED}
+
+
+def test_merged_graphs_equal_eager_steps_bit_for_bit_and_outlive_their_adapter(drive):
+    captured, eager = drive("bfloat16"), drive("bfloat16", graph_capture="off")
+    counts = []
+    for turn, name in enumerate(["a02-r16", "a04-r64", "a02-r16"]):
+        for driver in (captured, eager):
+            merge(driver, name)
+            asked = list(zip(itertools.cycle(names(driver)), prompts(16, seed=turn), strict=False))
+            add_all(driver, [*asked, *[(name, prompt) for prompt in prompts(4)]], 10)
+        assert captured.drain() == eager.drain()
+        counts.append(len(captured.executor.inner.captured))
+        for driver in (captured, eager):
+            driver.engine.unmerge()
+            driver.answers.clear()
+    assert counts == [2 * len(ALL_KEYS)] * 3, "merging another adapter captured something"
+    assert eager.executor.inner.captured == []
+
+
+def test_merged_bfloat16_logits_are_as_close_to_float32_as_unmerged_ones(drive):
+    """Of rows of the merged adapter, of others and of none; rounding may be as much larger as weights may grow."""
+    exact, rounded = drive("float32", graph_capture="off"), drive("bfloat16")
+    asked = list(zip(itertools.cycle(names(exact)), prompts(14, seed=12), strict=False))
+
+    def scores(driver: Driver) -> torch.Tensor:
+        """Log-probabilities of the prompts' tokens, which are the same whatever is answered."""
+        found = []
+        for index, (adapter, prompt) in enumerate(asked):
+            answer = driver.run(str(index), adapter, prompt, max_tokens=1, prompt_logprobs=0)
+            found += [entry.logprob for entry in answer.prompt_logprobs or ()]
+        driver.answers.clear()
+        driver.engine.reclaim_idle()
+        return torch.tensor(found)
+
+    want = scores(exact)
+    unmerged = (scores(rounded) - want).abs().mean()
+    merge(rounded, "a02-r16")
+    rounded.plans.clear()
+    distance = (scores(rounded) - want).abs().mean()
+    assert {plan.mode for plan in rounded.plans[:3]} == {StepMode.MERGED}
+    assert distance <= MOST_GROWTH[2] * unmerged
 
 
 def test_draws_and_logprobs_come_from_device_logits(drive):

@@ -235,6 +235,19 @@ def test_runs_for_another_shadow_take_the_place_of_the_last():
     memory.check()
 
 
+def test_runs_that_are_wished_for_are_taken_where_they_can_be_had():
+    memory = Memory()
+    kv = memory.pool.allocate(2, PageKind.KV)  # 1, 2
+    memory.block(1)  # 3
+    idle = memory.adapter("idle", "two")  # 4, 5
+    assert memory.reclaimer.make_runs([3], [range(2, 5)]) == [range(8, 11)], "a page of it is in use"
+    assert memory.left() == {"idle", 1}
+    assert memory.reclaimer.make_runs([2, 1], [range(3, 5), range(8, 9)]) == [range(3, 5), range(8, 9)]
+    assert not idle.pages
+    assert memory.left() == set()
+    memory.check(kv)
+
+
 def test_shadow_pages_at_rest_compete():
     memory = Memory(host_adapter_page=1.0, prefix_page=1.0)
     memory.block(1)

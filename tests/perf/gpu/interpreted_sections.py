@@ -42,9 +42,18 @@ def test_decode(context):
     assert all(row["base_device_ms"] > 0 and row["lora_device_ms"] > 0 for row in rows)
 
 
+def test_merged(context, monkeypatch):
+    monkeypatch.setattr(section("merged"), "MIXES", {"mixture": "mo"})
+    values = section("merged").run(context)
+    assert [row["mix"] for row in values["rows"]] == ["mixture"]
+    assert all(row["base_over_merged"] > 0 for row in values["rows"])
+    assert len(values["merges"]) == 2
+    assert not any(merge["captured"] for merge in values["merges"]), "they are captured when they are replayed"
+
+
 def test_equality(context, monkeypatch):
-    """A few of its cases: the interpreter takes seconds for each."""
-    monkeypatch.setattr(equality, "cases", lambda names, largest: [("mixed", [*names[::3], None]), ("base", [None])])
+    """One of its cases, unmerged and merged: the interpreter takes seconds for each."""
+    monkeypatch.setattr(equality, "cases", lambda names, largest: [("mixed", [*names[::3], None])])
     values = equality.run(context)
     assert all(case["equal"] and case["pages"] for case in values["cases"])
-    assert values["startup"]["graphs"] >= 6, "both modes of buckets 1, 2 and 4"
+    assert values["startup"]["graphs"] >= 6, "base and LoRA of buckets 1, 2 and 4"

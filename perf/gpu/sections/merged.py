@@ -1,0 +1,108 @@
+"""Decode steps with an adapter in the weights, beside the base model's and unmerged ones; and what merging takes."""
+
+from __future__ import annotations
+
+from statistics import median
+from typing import Any
+
+from ...report.table import Table
+from ..context import Context
+from ..subject import Subject, Unsettled
+from .registry import rows_table
+
+RANK = 16
+
+#: Name → the adapters of a step's rows: "m" the merged one's, "o" another's, in turns up to the number of rows.
+MIXES = {"one adapter": "m", "mixture": "mmmmmmmo", "with base": "mmmmmmm-"}
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Milliseconds of whole engine steps, in turns: base, the mix unmerged, the mix with its adapter in the weights."""
+    buckets = context.pick((2,), (8, 32, 64), (1, 8, 16, 32, 64))
+    most = max(buckets)
+    found: dict[str, Any] = {
+        "timed": "engine steps by the host clock, median over rounds of the medians of a round",
+        "rank": RANK,
+        "rows": [],
+        "merges": [],
+    }
+    size = {"max_seqs": most, "max_batched": context.pick(64, 8192, 8192), "max_len": context.pick(64, 512, 1024)}
+    adapters = context.adapters(RANK, context.pick(2, 3, 3))
+    with Subject(context, adapters, shadow=True, inline_reads=True, **size) as subject:
+        names = list(adapters)
+        subject.load(names)
+        for bucket in buckets:
+            for mix, kinds in MIXES.items():
+                with context.row(found, f"merged, {mix}, {bucket} rows", subject.abort_all):
+                    found["rows"].append(_row(context, subject, names, mix, kinds, bucket))
+        for name in context.pick(names[:2], names * 2, names * 2):  # graphs are captured once
+            with context.row(found, f"merging {name}", subject.abort_all):
+                found["merges"].append({"adapter": name, **_merge(context, subject, name)})
+    return found
+
+
+def _row(context: Context, subject: Subject, names: list[str], mix: str, kinds: str, bucket: int) -> dict[str, Any]:
+    rounds = context.pick(1, 5, 10)
+    of = {"m": names[0], "o": names[1], "-": None}
+    chosen = [of[kinds[index % len(kinds)]] for index in range(bucket)]
+    seconds: dict[str, list[float]] = {"base": [], "unmerged": [], "merged": []}
+    subject.merge(names[0])
+    for index in range(rounds):
+        for variant in sorted(seconds, reverse=bool(index % 2)):
+            if variant == "merged":
+                subject.merge(names[0])
+            else:
+                subject.engine.unmerge()
+            seconds[variant].append(_steps(context, subject, [None] * bucket if variant == "base" else chosen))
+    ratios = {
+        variant: median(its / base for its, base in zip(seconds[variant], seconds["base"], strict=True))
+        for variant in ("unmerged", "merged")
+    }
+    return {
+        "bucket": bucket, "mix": mix, **{f"{name}_ms": median(its) * 1e3 for name, its in seconds.items()},
+        "base_over_unmerged": 1 / ratios["unmerged"], "base_over_merged": 1 / ratios["merged"],
+    }  # fmt: skip
+
+
+def _steps(context: Context, subject: Subject, adapters: list[str | None]) -> float:
+    """Median seconds of a decode step."""
+    count = context.pick(3, 16, 50)
+    requests = subject.decoding(adapters, context.pick(8, 256, 512), count)
+    try:
+        return median(subject.step_seconds(count, len(adapters)))
+    finally:
+        subject.clear(requests)
+
+
+def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
+    """What merging takes beside decoding requests of the base model: in all, the longest pause, and graphs captured."""
+    before, steps = subject.num_captured, 0
+    subject.engine.unmerge()
+    requests = subject.decoding([None] * 2, context.pick(8, 256, 512), context.pick(40, 200, 400))
+    subject.engine.merge(name)
+    while subject.engine.merging.is_under_way and subject.engine.has_work():
+        subject.step()
+        steps += 1
+    subject.clear(requests)
+    stats = subject.engine.stats()
+    if stats.merged_adapter != name:
+        raise Unsettled(f"adapter {name!r} was not merged within {steps} steps")
+    return {
+        "steps": steps, "ms": stats.merge_seconds * 1e3, "longest_pause_ms": stats.longest_merge_pause * 1e3,
+        "shadow_pages": stats.num_shadow_pages, "captured": subject.num_captured - before,
+    }  # fmt: skip
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    steps = {
+        "rows": "bucket", "requests": "mix", "base": "base_ms", "unmerged": "unmerged_ms", "merged": "merged_ms",
+        "base/unmerged": "base_over_unmerged", "base/merged": "base_over_merged",
+    }  # fmt: skip
+    merges = {
+        "adapter": "adapter", "beside steps": "steps", "ms": "ms", "longest pause so far, ms": "longest_pause_ms",
+        "pages": "shadow_pages", "graphs captured": "captured",
+    }  # fmt: skip
+    return [
+        rows_table(f"(h) decode step with an r{values['rank']} adapter in the weights, ms", steps, values["rows"]),
+        rows_table("(h) merging beside steps", merges, values["merges"]),
+    ]
