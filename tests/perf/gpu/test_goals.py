@@ -15,7 +15,7 @@ def cell(tokens: int, share: float, ranks: str = "16", popularity: str = "distin
 
 
 def test_nothing_measured():
-    assert [goal.met for goal in goals({})] == [None] * 5
+    assert [goal.met for goal in goals({})] == [None] * 7
 
 
 def test_the_worst_case_counts():
@@ -29,13 +29,22 @@ def test_the_worst_case_counts():
                 {"rank": 64, "loading": "stream", "prompt_tokens": 128, "cold_over_warm": 1.5},
             ]
         },
+        "merged": {
+            "rows": [
+                {"bucket": 8, "mix": "one adapter", "base_over_merged": 0.98},
+                {"bucket": 64, "mix": "one adapter", "base_over_merged": 0.96},
+                {"bucket": 8, "mix": "mixture", "base_over_merged": 0.95},
+            ]
+        },
     }
-    base, lora, plain, share, cold = goals(sections)
+    base, lora, plain, share, cold, one, mixture = goals(sections)
     assert (base.value, base.met, base.where) == (1.3, False, "batch 1")
     assert (lora.value, lora.met) == (1.05, True)
     assert (plain.value, plain.met) == (1.0, True)
     assert (share.value, share.met, share.where) == (0.76, True, "batch 64")
     assert (cold.value, cold.met, cold.where) == (1.05, True, "prompt of 128")
+    assert (one.value, one.met, one.where) == (0.96, False, "batch 64")
+    assert (mixture.value, mixture.met) == (0.95, True)
 
 
 def test_a_value_that_is_missing_is_not_met():

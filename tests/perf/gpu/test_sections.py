@@ -301,6 +301,6 @@ def test_a_gpu_run_shows_the_goals(tmp_path, capsys):
     combined = store.combine(SECTIONS, environment)
     report(combined, tmp_path / "report.txt")
     shown = capsys.readouterr().out
-    assert shown.count("not measured") == 5
+    assert shown.count("not measured") == 7
     assert SMOKE not in shown
-    assert len(digest(combined, tmp_path / RESULT)["goals"]) == 5
+    assert len(digest(combined, tmp_path / RESULT)["goals"]) == 7
