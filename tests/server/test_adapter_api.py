@@ -204,8 +204,18 @@ def test_a_stream_finishes_with_the_version_it_began_with(live, reference, root)
 
 
 def stream_until(live, body, at, then):
-    """Stream an answer and call `then` when `at` tokens have come; the tokens, and the error if there is one."""
-    tokens, error, called = [], None, False
+    """Stream an answer and call `then` when `at` tokens have come; the tokens, and the error if there is one.
+
+    Steps take a tenth of a second until `then` is done, so that a slow client finds the request running.
+    """
+    tokens, error, called, done = [], None, False, threading.Event()
+    execute = live.engine.executor.execute
+
+    def slowly(plan):
+        done.wait(0.1)
+        return execute(plan)
+
+    live.engine.executor.execute = slowly
     body = {"temperature": 0, "stream": True, "ignore_eos": True, "return_token_ids": True, **body}
     with live.client.stream("POST", "/v1/completions", json=body) as stream:
         for line in stream.iter_lines():
@@ -216,6 +226,7 @@ def stream_until(live, body, at, then):
             if len(tokens) >= at and not called:
                 called = True
                 then()
+                done.set()
     return tokens, error
 
 
