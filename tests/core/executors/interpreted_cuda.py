@@ -142,7 +142,7 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     prompt = tiny.prompt("r5-o-down", 3, 2, seed=50)
     driver.add("replaced", "r1-qv", prompt, max_tokens=2)
     check(driver, {**want, "replaced": tiny.greedy("r5-o-down", prompt, 2)})
-    monkeypatch.setattr(sgmv_triton, "sgmv", None)
+    monkeypatch.setattr(sgmv_triton.Sgmv, "__call__", None)
     check(driver, ask(driver, tiny, (None, 2, 2), (None, 3, 2)))
     assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA), (2, StepMode.BASE)]
     assert places == [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
