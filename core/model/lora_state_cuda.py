@@ -197,7 +197,7 @@ class LoraLaunches:
         tail: Tail | None = None,
     ) -> None:
         self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
-        self._state, self._tail = state, tail
+        self._state, self.tail = state, tail
         self._tiles = state.tables.tiles_of_pass[:passes]
         self._tokens = None if tail is None else tail.border
         self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
@@ -208,14 +208,14 @@ class LoraLaunches:
 
     @cached_property
     def _tail_groups(self) -> list[Sgmv]:
-        return [] if self._tail is None else self._state.products(self._tail.schedule)
+        return [] if self.tail is None else self._state.products(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
 
         compile_only: see `sgmv_triton.Sgmv`.
         """
-        if (tail := self._tail) is not None:
+        if (tail := self.tail) is not None:
             last = y[tail.border :], x[tail.border :]
             self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
         self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)

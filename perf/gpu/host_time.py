@@ -171,7 +171,7 @@ def host_times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
-    with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
+    with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
         _begin(engine, rows, tokens, lora, steps)
         took = {part: [] for part in _PARTS}
         with _timed(engine, took, clock):
@@ -189,7 +189,7 @@ def exposed_times(
     found = {}
     for name, ahead in zip(_SAMPLES, (False, True), strict=True):
         device = PacedDevice(device_seconds)
-        with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
+        with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
             _begin(engine, rows, tokens, lora, steps)
             device.gaps.clear()
             for _ in range(steps):
@@ -211,7 +211,7 @@ def prefill_time(
     max_len = tokens + 3 * steps + 8
     with (
         idle_kernels(),
-        _engine(decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True) as engine,
+        idle_engine(decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True) as engine,
     ):
         assert isinstance(engine.executor, CudaExecutor)
         decoder = engine.executor.steps.decoder
@@ -251,10 +251,10 @@ def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> No
 
 
 @contextmanager
-def _engine(
+def idle_engine(
     rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, ahead: bool, forward: bool = False
 ) -> Iterator[Engine]:
-    """forward: steps compute, as far as the caller lets them."""
+    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
     workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows

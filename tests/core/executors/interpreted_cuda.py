@@ -359,4 +359,4 @@ def test_a_decode_step_enters_few_files(drive, tiny):
         driver.step()
     counts = entered(driver.engine.step)
     assert "ops/sgmv_triton.py" in counts
-    assert len(counts) <= 24, sorted(counts)
+    assert len(counts) <= 25, sorted(counts)
