@@ -30,16 +30,25 @@ class watched:
     __slots__ = ("_device", "_scope")
 
     def __init__(self, device: CudaDevice) -> None:
-        self._device, self._scope = device, device.scope()
+        self._device = device
 
     def __enter__(self) -> None:
-        self._scope.__enter__()
+        try:
+            self._scope = self._device.scope()
+            self._scope.__enter__()
+        except Exception as error:
+            self._tell(error)
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._scope.__exit__(kind, error, trace)
-        if isinstance(error, Exception) and (failure := self._device.failure()) is not None:
+        if isinstance(error, Exception):
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if (failure := self._device.failure()) is not None:
             raise ExecutorLost(f"the device failed: {failure}") from error
 
 
