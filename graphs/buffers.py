@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from .device import CudaDevice, Upload
+from .device import Blocks, CudaDevice
 
 #: Per-token tensors of a step: `DecodeViews`' first four.
 _COLUMNS = 4
@@ -55,7 +55,8 @@ class DecodeBuffers:
         self.columns = self._vectors.numpy()  # the same memory; writing a few numbers through torch is slow
         self._page_table = torch.full((largest, max_pages_per_row), dummy_page, dtype=torch.long)
         self._table = self._page_table.numpy()
-        self._filled: list[tuple[Sequence[int], int]] = [((), 0)] * largest  # per row: block table, pages copied of it
+        self._tables: list[Sequence[int]] = [()] * largest  # of each row, as it is in the page table
+        self._lengths = [0] * largest  # pages copied of each
         self.views = {
             size: DecodeViews(
                 *self._vectors[:, :size].unbind(0),
@@ -70,8 +71,18 @@ class DecodeBuffers:
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
         """Write a step's rows into `bucket`'s views and make the rest padding. Returns the views."""
+        return self.write(self.columns, bucket, token_ids, positions, block_tables)
+
+    def write(
+        self,
+        columns: np.ndarray,
+        bucket: int,
+        token_ids: Sequence[int],
+        positions: Sequence[int],
+        block_tables: Sequence[Sequence[int]],
+    ) -> DecodeViews:
+        """As `fill`, but with the per-token vectors in the rows of `columns`, int64 `[4, bucket or more]`."""
         views, block_tokens, used = self.views[bucket], self._block_tokens, len(token_ids)
-        columns = self.columns
         if used < bucket:
             columns[:, used:bucket] = self._padding
         columns[:, :used] = (
@@ -80,13 +91,15 @@ class DecodeBuffers:
             [table[position // block_tokens] for table, position in zip(block_tables, positions, strict=True)],
             [position % block_tokens for position in positions],
         )
-        for row in range(bucket):
-            table = block_tables[row] if row < used else ()
-            previous, copied = self._filled[row]
-            if previous is not table or copied != len(table):
-                self._fill_row(row, table)
-        views.kv_lens[:] = [*(position + 1 for position in positions), *([1] * (bucket - used))]
-        views.tables[:] = [*block_tables, *([()] * (bucket - used))]
+        padding = bucket - used
+        tables = [*block_tables, *([()] * padding)]
+        lengths = [len(table) for table in tables]
+        if lengths != self._lengths[:bucket] or tables != self._tables[:bucket]:
+            for row, table in enumerate(tables):
+                if self._tables[row] is not table or self._lengths[row] != lengths[row]:
+                    self._fill_row(row, table)
+        views.kv_lens[:] = [position + 1 for position in positions] + [1] * padding
+        views.tables[:] = tables
         return views
 
     def _fill_row(self, row: int, table: Sequence[int]) -> None:
@@ -94,14 +107,13 @@ class DecodeBuffers:
 
         A block table is a list that only ever grows: the same list needs no more than its new pages.
         """
-        previous, copied = self._filled[row]
-        used = len(table)
-        start = copied if previous is table else 0
+        used, copied = len(table), self._lengths[row]
+        start = copied if self._tables[row] is table else 0
         if used > start:
             self._table[row, start:used] = table[start:]
         if copied > used:
             self._table[row, used:copied] = self._dummy_page
-        self._filled[row] = (table, used)
+        self._tables[row], self._lengths[row] = table, used
 
 
 class DeviceDecodeBuffers:
@@ -119,8 +131,8 @@ class DeviceDecodeBuffers:
         self._host = DecodeBuffers(sizes, max_pages_per_row, block_tokens, dummy_page)
         values = torch.zeros(_COLUMNS * max(widths.values()), dtype=torch.long, device=device.torch_device)
         self._columns = {size: values[: _COLUMNS * width].view(_COLUMNS, width) for size, width in widths.items()}
-        self._staged = np.zeros(values.numel(), np.int64)
-        self._upload = Upload(device, values.numel() * values.itemsize)
+        self._device = device
+        self._blocks = Blocks(device, values.numel() * values.itemsize)
         self.views = {
             size: DecodeViews(
                 *self._columns[size][:, :size].unbind(0),
@@ -135,9 +147,17 @@ class DeviceDecodeBuffers:
         self, bucket: int, token_ids: Sequence[int], positions: Sequence[int], block_tables: Sequence[Sequence[int]]
     ) -> DecodeViews:
         """Write a step's rows into `bucket`'s views, in the device's turn, and make the rest padding."""
-        self._host.fill(bucket, token_ids, positions, block_tables)
         target = self._columns[bucket]
-        staged = self._staged[: target.numel()].reshape(target.shape)
-        staged[:, :bucket] = self._host.columns[:, :bucket]
-        self._upload(target, torch.from_numpy(staged))
+        staged, event = self._blocks.next(target.shape, target.dtype)
+        event.synchronize()
+        self._host.write(staged.numpy(), bucket, token_ids, positions, block_tables)
+        self._device.copy(target, staged)
+        event.record()
         return self.views[bucket]
+
+    def take(self, bucket: int, tokens: torch.Tensor) -> None:
+        """Have each row take the token at the place in `tokens` that its token id says, padding that at 0, in the
+        device's turn.
+        """
+        token_ids = self.views[bucket].token_ids
+        token_ids.copy_(tokens.index_select(0, token_ids))

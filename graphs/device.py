@@ -9,6 +9,9 @@ from weakref import WeakSet
 
 import torch
 
+#: Shapes and dtypes that views of a block are kept for.
+_KEPT_PARTS = 256
+
 
 class DeviceError(RuntimeError):
     """The device that was asked for can't be used; the text names the mend."""
@@ -113,27 +116,44 @@ class CudaDevice:
         self._graphs.clear()  # later ones share no pool with those
 
 
-class Upload:
-    """Copies host values into device tensors, beside the host.
+class Blocks:
+    """Two pinned blocks that take turns, each guarded by an event: neither is written again before its copy is done."""
 
-    Two pinned blocks take turns, each guarded by an event: neither is written again before its copy is done.
-    """
+    def __init__(self, device: CudaDevice, num_bytes: int) -> None:
+        self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
+        self._turn = 0
+        self._parts: dict[tuple[int, torch.Size, torch.dtype], torch.Tensor] = {}
+
+    def next(self, shape: torch.Size, dtype: torch.dtype) -> tuple[torch.Tensor, Any]:
+        """The beginning of the next block as a tensor, and the block's event, to be recorded behind each copy."""
+        self._turn = 1 - self._turn
+        block, event = self._blocks[self._turn]
+        key = self._turn, shape, dtype
+        if (part := self._parts.get(key)) is None:
+            num_bytes = shape.numel() * dtype.itemsize
+            if num_bytes > len(block):
+                raise ValueError(f"{num_bytes} bytes are to be copied through a block of {len(block)}")
+            if len(self._parts) >= _KEPT_PARTS:
+                self._parts.clear()
+            part = self._parts[key] = block[:num_bytes].view(dtype).view(shape)
+        return part, event
+
+
+class Upload:
+    """Copies host values into device tensors, beside the host, through `Blocks`."""
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         """num_bytes: of the largest copy."""
         self._device = device
-        self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
-        self._turn = 0
+        self._blocks = Blocks(device, num_bytes)
 
     def __call__(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """`target.copy_(source)`, in the device's turn; source may change as soon as this returns.
 
         target: contiguous, of source's shape and dtype. ValueError when source is larger than the blocks.
         """
-        block, event = self._blocks[self._turn]
-        self._turn = 1 - self._turn
+        staged, event = self._blocks.next(source.shape, source.dtype)
         event.synchronize()
-        staged = _part(block, source)
         staged.copy_(source)
         self._device.copy(target, staged)
         event.record()
@@ -142,23 +162,20 @@ class Upload:
 class Download:
     """Fetches device values: begun in the device's turn, waited for later, the host asleep until they are there.
 
-    Two blocks of pinned memory take turns, so that one fetch may begin before the one before it is waited for.
+    By `Blocks`, so that one fetch may begin before the one before it is waited for.
     """
 
     def __init__(self, device: CudaDevice, num_bytes: int) -> None:
         """num_bytes: of the largest fetch."""
         self._device = device
-        self._blocks = [(device.pinned(num_bytes), device.event()) for _ in range(2)]
-        self._turn = 0
+        self._blocks = Blocks(device, num_bytes)
 
     def __call__(self, source: torch.Tensor) -> Callable[[], torch.Tensor]:
         """Begin to fetch the contiguous source's values; what is returned waits for them.
 
         They lie in memory that is overwritten when the next fetch but one begins.
         """
-        block, event = self._blocks[self._turn]
-        self._turn = 1 - self._turn
-        staged = _part(block, source)
+        staged, event = self._blocks.next(source.shape, source.dtype)
         self._device.copy(staged, source)
         event.record()
 
@@ -167,11 +184,3 @@ class Download:
             return staged
 
         return values
-
-
-def _part(block: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The beginning of `block` as a tensor like `values`."""
-    num_bytes = values.numel() * values.itemsize
-    if num_bytes > len(block):
-        raise ValueError(f"{num_bytes} bytes are to be copied through a block of {len(block)}")
-    return block[:num_bytes].view(values.dtype).view(values.shape)

@@ -5,7 +5,6 @@ kept from step to step where rows only grow.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
 
 import numpy as np
 import torch
@@ -38,8 +37,9 @@ class PlanBuffers:
             view.numpy() for view in (self.host_indptr, self.host_last_page_len, self.on_host[2 * part :])
         )
         self.num_indices = 0
-        self._tables: tuple[Sequence[int], ...] = ()  # of the rows that the list holds, where they are known
-        self._counts = np.zeros(0, np.int64)  # pages of each row
+        self._tables: list[Sequence[int]] | None = None  # of the rows that the list holds, where they are known
+        self._counts, self._count_bytes = np.zeros(0, np.int64), b""  # pages of each row
+        self._head = self.on_device[: self._first], self.on_host[: self._first]  # all but the list
         self._is_new = False  # True while the device does not have the list
 
     def write(
@@ -56,6 +56,12 @@ class PlanBuffers:
         only ever grow: where they are those of the last step, only new pages are written. ValueError where a row has no
         token or too many pages, or the step too many rows.
         """
+        last = np.array(kv_lens, dtype=np.int64) - 1
+        counts = last // self._block_tokens + 1
+        is_same = tables is not None and tables == self._tables
+        if is_same and counts.tobytes() == self._count_bytes:  # as in most steps: no row has got a page
+            self._last[: len(last)] = last - (counts - 1) * self._block_tokens + 1
+            return 0
         rows, width = len(kv_lens), page_table.shape[1]
         if page_table.device.type != "cpu":
             raise ValueError(f"page_table is on {page_table.device}; a plan reads it in host memory")
@@ -64,17 +70,14 @@ class PlanBuffers:
         least, most = min(kv_lens, default=1), max(kv_lens, default=1)
         if least < 1 or most > width * self._block_tokens:
             raise ValueError(f"rows have {least} to {most} tokens, a page table row {width} pages")
-        last = np.array(kv_lens, dtype=np.int64) - 1
-        counts = last // self._block_tokens
-        self._last[:rows] = last - counts * self._block_tokens + 1
-        counts += 1
-        if tables is not None and self._grow(counts, tables):
+        self._last[:rows] = last - (counts - 1) * self._block_tokens + 1
+        if tables is not None and is_same and self._grow(counts, tables):
             return 0
         total = int(counts.sum())
         if total > len(self._indices):
             raise ValueError(f"the step has {total} pages, the buffers have room for {len(self._indices)}")
-        self._tables = () if tables is None else tuple(tables)
-        self._counts, self._is_new = counts, True
+        self._tables = None if tables is None else list(tables)
+        self._keep(counts)
         ends = np.cumsum(counts)
         # page j of row i lies at i · width + j of the table and at ends[i] - counts[i] + j of the list
         places = np.repeat(np.arange(rows) * width - (ends - counts), counts) + np.arange(total)
@@ -89,9 +92,7 @@ class PlanBuffers:
         return split
 
     def _grow(self, counts: np.ndarray, tables: Sequence[Sequence[int]]) -> bool:
-        """Add to the list the pages that rows have got since the last step; False where it was of other rows."""
-        if len(tables) != len(self._tables) or not all(map(is_, tables, self._tables)):
-            return False
+        """Add to the list the pages that the same rows have got since the last step; False where it can't be."""
         more = counts - self._counts
         grown = more.nonzero()[0]
         if not len(grown):
@@ -106,11 +107,17 @@ class PlanBuffers:
             self._indices[behind + shift - added : behind + shift] = tables[row][had : had + added]
             end, shift = behind, shift - added
         np.cumsum(counts, out=self._indptr[1 : len(counts) + 1], dtype=np.int32)
-        self._counts, self._is_new = counts, True
+        self._keep(counts)
         return True
+
+    def _keep(self, counts: np.ndarray) -> None:
+        self._counts, self._count_bytes, self._is_new = counts, counts.tobytes(), True
 
     def upload(self) -> None:
         """Start the one copy to the device of what is written; page lists that are there already are left out."""
-        used = self._first + (self.num_indices if self._is_new else 0)
-        self.on_device[:used].copy_(self.on_host[:used], non_blocking=True)
+        on_device, on_host = self._head
+        if self._is_new:
+            used = self._first + self.num_indices
+            on_device, on_host = self.on_device[:used], self.on_host[:used]
+        on_device.copy_(on_host, non_blocking=True)
         self._is_new = False

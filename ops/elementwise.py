@@ -6,8 +6,17 @@ On a CPU by torch; on a GPU each is one pass of a kernel in `elementwise_triton`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 
 import torch
+
+
+@cache
+def _kernels() -> ModuleType:
+    from . import elementwise_triton  # needs triton
+
+    return elementwise_triton
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,9 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x: `[tokens, hidden]`; on a CPU any number of dimensions.
     """
     if x.is_cuda:
-        from . import elementwise_triton
-
-        return elementwise_triton.rms_norm(x, weight, eps)
+        return _kernels().rms_norm(x, weight, eps)
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return weight * wide.to(x.dtype)
@@ -27,9 +34,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """`residual += x` in place; returns the norm of the sum. x, residual: `[tokens, hidden]` of one dtype."""
     if x.is_cuda:
-        from . import elementwise_triton
-
-        return elementwise_triton.add_rms_norm(x, residual, weight, eps)
+        return _kernels().add_rms_norm(x, residual, weight, eps)
     return rms_norm(residual.add_(x), weight, eps)
 
 
@@ -100,9 +105,7 @@ def rotate_and_write(
     tokens point at the dummy page.
     """
     if qkv.is_cuda:
-        from . import elementwise_triton
-
-        return elementwise_triton.rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset)
+        return _kernels().rotate_and_write(qkv, rotation, norms, k_cache, v_cache, page, offset)
     kv_heads, head_dim = k_cache.shape[2:]
     num_heads = qkv.shape[1] // head_dim - 2 * kv_heads
     q, k, v = qkv.unflatten(1, (-1, head_dim)).split((num_heads, kv_heads, kv_heads), dim=1)
@@ -136,8 +139,6 @@ def write_kv(
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """`silu(gate) · up` for packed `[tokens, 2·ffn]` → `[tokens, ffn]`."""
     if gate_up.is_cuda:
-        from . import elementwise_triton
-
-        return elementwise_triton.silu_and_mul(gate_up)
+        return _kernels().silu_and_mul(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return torch.nn.functional.silu(gate) * up

@@ -9,6 +9,8 @@ dtype. Import this module lazily: it needs triton.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -26,11 +28,12 @@ from .elementwise_schedule import (
     silu_constants,
     silu_options,
 )
+from .launch_triton import Launcher
 
 
-def _early(x: torch.Tensor) -> dict[str, int | bool]:
+def _early(early: bool) -> dict[str, int | bool]:
     """Constants and options of a launch that may begin while the one before it ends."""
-    return {"PDL": 1, **dependent_launch.OPTIONS} if dependent_launch.begins_early(x.device) else {}
+    return {"PDL": 1, **dependent_launch.OPTIONS} if early else {}
 
 
 @triton.jit
@@ -86,11 +89,14 @@ def _launch_norm(x: torch.Tensor, residual: torch.Tensor | None, weight: torch.T
     stream = x if residual is None else residual
     if x.stride(1) != 1 or stream.stride(1) != 1:
         raise ValueError("rows of x and of the residual are contiguous")
-    rms_norm_rows[(tokens,)](
-        y, x, stream, weight, eps, x.stride(0), y.stride(0), stream.stride(0),
-        **norm_constants(width, residual is not None) | norm_options(width) | _early(x),
-    )  # fmt: skip
+    launch = _norm(width, residual is not None, dependent_launch.begins_early(x.device))
+    launch((tokens, 1, 1), (y, x, stream, weight), (eps,), (x.stride(0), width, stream.stride(0)))
     return y
+
+
+@cache
+def _norm(width: int, add: bool, early: bool) -> Launcher:
+    return Launcher(rms_norm_rows, norm_constants(width, add) | norm_options(width) | _early(early))
 
 
 @triton.jit
@@ -199,12 +205,19 @@ def rotate_and_write(
     if k_cache.stride() != v_cache.stride() or k_cache.stride(3) != 1 or qkv.stride(1) != 1:
         raise ValueError("K and V have the same strides; rows of qkv and heads of the cache are contiguous")
     q_norm, k_norm, eps = (qkv, qkv, 0.0) if norms is None else (norms.q, norms.k, norms.eps)
-    rotate_and_write_heads[(tokens, rotary_blocks(num_heads, kv_heads))](
-        q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm, eps,
-        qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3],
-        **rotary_constants(num_heads, kv_heads, head_dim, norms is not None) | rotary_options() | _early(qkv),
+    launch = _rotary(num_heads, kv_heads, head_dim, norms is not None, dependent_launch.begins_early(qkv.device))
+    launch(
+        (tokens, rotary_blocks(num_heads, kv_heads), 1),
+        (q, k_cache, v_cache, qkv, rotation.cos, rotation.sin, rotation.rows, page, offset, q_norm, k_norm), (eps,),
+        (qkv.stride(0), rotation.cos.stride(0), *k_cache.stride()[:3]),
     )  # fmt: skip
     return q
+
+
+@cache
+def _rotary(num_heads: int, kv_heads: int, head_dim: int, norm: bool, early: bool) -> Launcher:
+    constants = rotary_constants(num_heads, kv_heads, head_dim, norm)
+    return Launcher(rotate_and_write_heads, constants | rotary_options() | _early(early))
 
 
 @triton.jit
@@ -237,7 +250,11 @@ def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
         return y
     if gate_up.stride(1) != 1:
         raise ValueError("rows of gate_up are contiguous")
-    silu_and_mul_rows[(tokens, -(-ffn // SILU_BLOCK))](
-        y, gate_up, gate_up.stride(0), y.stride(0), **silu_constants(ffn) | silu_options() | _early(gate_up)
-    )
+    launch = _silu(ffn, dependent_launch.begins_early(gate_up.device))
+    launch((tokens, -(-ffn // SILU_BLOCK), 1), (y, gate_up), (), (gate_up.stride(0), ffn))
     return y
+
+
+@cache
+def _silu(ffn: int, early: bool) -> Launcher:
+    return Launcher(silu_and_mul_rows, silu_constants(ffn) | silu_options() | _early(early))

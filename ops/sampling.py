@@ -145,10 +145,10 @@ def pick(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
 
 
 def on_device(values: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A host tensor's values on the device, in its turn: the host does not wait, as it does for other ways to get a
-    list there.
+    """A host tensor's values on the device, in its turn: the host does not wait, as it may for other ways to get a list
+    there. The page-locked memory that they go through is torch's, which knows when it is read.
     """
-    return values.to(device, non_blocking=True)
+    return values if device.type == "cpu" else values.pin_memory().to(device, non_blocking=True)
 
 
 def _sample(logits: torch.Tensor, chances: Sequence[Chances], width: int) -> torch.Tensor:

@@ -31,6 +31,7 @@ import triton.language as tl
 import triton.language.extra.cuda as cuda
 
 from . import dependent_launch
+from .launch_triton import Launcher
 from .sgmv_schedule import Schedule, expand_constants, shrink_constants
 from .sgmv_tables import (
     BEGIN,
@@ -361,58 +362,79 @@ def expand_prefill(
     tl.store(target, after.to(y.dtype.element_ty), mask=mask)
 
 
-def sgmv(
-    y: torch.Tensor,
-    x: torch.Tensor,
-    arena: torch.Tensor,
-    tables: SgmvTables,
-    layer: int,
-    modules: Sequence[tuple[int, int, int]],
-    schedule: Schedule,
-    num_tiles: int,
-    passes: int = 1,
-    first_tile: int = 0,
-    *,
-    compile_only: bool = False,
-) -> None:
-    """Add the LoRA product of every planned tile to y, in place: what `sgmv.sgmv` does for `Segments`.
+class Sgmv:
+    """LoRA products of the projections that share an input, by one schedule: what `sgmv.sgmv` does for `Segments`."""
 
-    y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
-    arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by side.
-    num_tiles: the bucket's, at least what `tables.plan` returned for `schedule.tile_tokens`. first_tile: where they
-    begin; their tokens are counted from the first of x. passes: at least `tables.passes`; each adds to what those
-    before it have left in y. compile_only: have the kernels compiled, beside each other within `compiling`, and launch
-    nothing.
-    """
-    tokens, d_in = x.shape
-    if not tokens or not num_tiles:
-        return
-    if arena.shape[1] != tables.page_elems:
-        raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {tables.page_elems}")
-    if x.stride(1) != 1 or y.stride(1) != 1 or not arena.is_contiguous():
-        raise ValueError("pages lie side by side; rows of x and y are contiguous")
-    launch = _launch(
-        schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
-        dependent_launch.begins_early(x.device),
-    )  # fmt: skip
-    if tables.h.numel() < tables.scratch_elems(launch.splits, tokens, len(modules), tables.max_rank):
-        raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {launch.splits} splits")
-    places = (tables.first_elem, tables.pages, layer, tables.first_elem.shape[1], tables.pages.shape[1], tokens)
-    if not schedule.tensor_cores:
-        places = tables.places, *places
-    shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
-    expand = expand_prefill if schedule.tensor_cores else expand_decode
-    shrink_grid, expand_grid = (num_tiles, launch.groups, launch.splits), (launch.blocks, num_tiles)
-    for every in tables.tiles_of_pass[:passes]:
-        tiles = every[first_tile:] if first_tile else every
-        shrunk = tables.h, x, arena, tiles, tables.offsets, *places, x.stride(0)
-        expanded = y, tables.h, arena, tiles, tables.offsets, *places, y.stride(0)
-        if compile_only:
-            shrink.warmup(*shrunk, grid=shrink_grid, **launch.shrink)
-            expand.warmup(*expanded, grid=expand_grid, **launch.expand)
-        else:
-            shrink[shrink_grid](*shrunk, **launch.shrink)
-            expand[expand_grid](*expanded, **launch.expand)
+    def __init__(
+        self,
+        arena: torch.Tensor,
+        tables: SgmvTables,
+        modules: Sequence[tuple[int, int, int]],
+        d_in: int,
+        schedule: Schedule,
+    ) -> None:
+        """arena: `[num_pages, page_elems]`. modules: at most three of (module id, first column in y, width), side by
+        side. d_in: width of their input.
+        """
+        self._tables = tables
+        self.use_arena(arena)
+        self._launch = launch = _launch(
+            schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
+            dependent_launch.begins_early(arena.device),
+        )  # fmt: skip
+        self._of_slots = tables.offsets, tables.first_elem, tables.pages
+        if not schedule.tensor_cores:
+            self._of_slots = tables.offsets, tables.places, tables.first_elem, tables.pages
+        self._layers, self._max_pages = tables.first_elem.shape[1], tables.pages.shape[1]
+        per_token = tables.scratch_elems(launch.splits, 1, len(modules), tables.max_rank)
+        self._max_tokens = tables.h.numel() // per_token
+
+    def use_arena(self, arena: torch.Tensor) -> None:
+        """Read rank-rows from another arena of the same layout from now on."""
+        if arena.shape[1] != self._tables.page_elems:
+            raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {self._tables.page_elems}")
+        if not arena.is_contiguous():
+            raise ValueError("pages lie side by side")
+        self._arena = arena
+
+    def __call__(
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        layer: int,
+        tiles: Sequence[torch.Tensor],
+        num_tiles: int,
+        tokens: int | None = None,
+        *,
+        compile_only: bool = False,
+    ) -> None:
+        """Add the products of planned tiles to y, in place.
+
+        y: `[tokens, out]`, the packed outputs. x: `[tokens, in]`. tiles: `tables.tiles_of_pass`, or of each pass the
+        tiles from some on, which count tokens from the first of x; each pass adds to what those before it have left in
+        y. num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how
+        many of x the tiles may name; all by default. compile_only: have the kernels compiled, beside each other within
+        `compiling`, and launch nothing.
+        """
+        if tokens is None:
+            tokens = len(x)
+        if not tokens or not num_tiles:
+            return
+        if tokens > self._max_tokens:
+            raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {self._launch.splits} splits")
+        (x_stride, x_step), (y_stride, y_step) = x.stride(), y.stride()
+        if x_step != 1 or y_step != 1:
+            raise ValueError("rows of x and y are contiguous")
+        launch, arena, h = self._launch, self._arena, self._tables.h
+        free = layer, self._layers, self._max_pages, tokens
+        for every in tiles:
+            shrunk, expanded = (h, x, arena, every, *self._of_slots), (y, h, arena, every, *self._of_slots)
+            if compile_only:
+                launch.shrink.compile(shrunk, free, (x_stride,))
+                launch.expand.compile(expanded, free, (y_stride,))
+            else:
+                launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
+                launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
 
 
 @contextmanager
@@ -430,13 +452,13 @@ def compiling(threads: int) -> Iterator[None]:
 
 
 class _Launch(NamedTuple):
-    """Constants of every launch of a schedule over a group of projections."""
+    """Launches of a schedule over a group of projections, and their grids."""
 
     splits: int
     groups: int
     blocks: int
-    shrink: dict[str, int | bool]
-    expand: dict[str, int | bool]
+    shrink: Launcher
+    expand: Launcher
 
 
 @cache
@@ -457,10 +479,12 @@ def _launch(
         raise ValueError("pages are multiples of 16 bytes")
     shape = schedule, modules, d_in, page_elems, itemsize, rank, pages
     early = {"PDL": 1, **dependent_launch.OPTIONS} if pdl and not schedule.tensor_cores else {}
+    shrink = shrink_prefill if schedule.tensor_cores else shrink_decode
+    expand = expand_prefill if schedule.tensor_cores else expand_decode
     return _Launch(
         splits=schedule.splits(d_in),
         groups=len(modules) * schedule.lanes,
         blocks=sum(-(-width // schedule.block_n) for _, _, width in modules),
-        shrink=shrink_constants(*shape) | schedule.options(expand=False) | early,
-        expand=expand_constants(*shape) | schedule.options(expand=True) | early,
+        shrink=Launcher(shrink, shrink_constants(*shape) | schedule.options(expand=False) | early),
+        expand=Launcher(expand, expand_constants(*shape) | schedule.options(expand=True) | early),
     )

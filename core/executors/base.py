@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 from ...memory.adapters.adapter import Adapter, AdapterBackend
@@ -24,16 +24,32 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@contextmanager
-def watched(device: CudaDevice) -> Iterator[None]:
+class watched:
     """Scope of a device's work; raises ExecutorLost instead of an error that has ended the device."""
-    try:
-        with device.scope():
-            yield
-    except Exception as error:
-        if (failure := device.failure()) is not None:
+
+    __slots__ = ("_device", "_scope")
+
+    def __init__(self, device: CudaDevice) -> None:
+        self._device = device
+
+    def __enter__(self) -> None:
+        try:
+            self._scope = self._device.scope()
+            self._scope.__enter__()
+        except Exception as error:
+            self._tell(error)
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._scope.__exit__(kind, error, trace)
+        if isinstance(error, Exception):
+            self._tell(error)
+
+    def _tell(self, error: Exception) -> None:
+        if (failure := self._device.failure()) is not None:
             raise ExecutorLost(f"the device failed: {failure}") from error
-        raise
 
 
 @dataclass(frozen=True, slots=True)

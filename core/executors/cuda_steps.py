@@ -17,7 +17,7 @@ from ...memory.pages.arena import Arena
 from ...memory.pages.pool import PagePool
 from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
-from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling, pick
+from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling
 from ..config import EngineConfig
 from ..model.batch import StepBatch, ragged_batch
 from ..model.decoder import DecoderModel
@@ -75,6 +75,7 @@ class CudaSteps:
         )
         self.logits = torch.zeros(rows, model.config.vocab_size, device=where)
         self._chosen = torch.zeros(2 * rows, dtype=torch.long, device=where)
+        self._views: dict[int, Outputs] = {}  # of both, by rows
         self._download = Download(device, 8 * most_drawn_values(rows))
         self._tokens = self._chosen  # begins with the tokens that the last step drew
         self._num_steps = 0
@@ -96,6 +97,7 @@ class CudaSteps:
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
+        self._asking: tuple[Sequence[ScheduledRow], bool, bool] = (), False, False  # last rows: need logits, are scored
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
         ahead = sizes[::-1] if self._captures and config.graph_capture == "ahead" else ()
         self.merged_graphs = PlacedGraphs(self._capture, self._prepare, ahead)
@@ -136,21 +138,22 @@ class CudaSteps:
     ) -> Outputs:
         """Run a step of one token per row in the bucket's static buffers, captured if steps are.
 
-        sources: the rows of the last step that drew the tokens; None: the rows have them. merged: as in `ragged`.
+        sources: the rows of the last step that drew the tokens; None: the rows have them. They lie in the place of the
+        token ids until these are taken. merged: as in `ragged`.
         """
-        self._fill(bucket, rows)
+        self._fill(bucket, rows, sources)
         if sources is not None:
-            self._buffers.views[bucket].token_ids[: len(rows)].copy_(pick(self._tokens, sources))
+            self._buffers.take(bucket, self._tokens)
         mode, launches, captured, graphs = StepMode.BASE, None, None, self.graphs
         if merged is not None:
             graphs, captured = self.merged_graphs, self.mixture_lora[bucket]
             padding = adapters.index(merged) if merged in adapters else BASE_SLOT
-            slots = [*(row.slot for row in rows), *([padding] * (bucket - len(rows)))]
+            slots = [row.slot for row in rows] + [padding] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, slots, captured, merged)
             mode, captured = (StepMode.MERGED, None) if launches is None else (StepMode.MIXTURE, captured)
         elif adapters:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
-            slots = [*(row.slot for row in rows), *([BASE_SLOT] * (bucket - len(rows)))]
+            slots = [row.slot for row in rows] + [BASE_SLOT] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, slots, captured)
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
@@ -167,17 +170,21 @@ class CudaSteps:
         """
         self._num_steps += 1
         eos, vocab = self.decoder.config.eos_token_ids, self.decoder.config.vocab_size
-        if any(map(needs_logits, rows)):
+        if rows is not self._asking[0]:  # decode rows go from step to step, and what they ask for stays
+            self._asking = rows, any(map(needs_logits, rows)), any(row.scores_prompt for row in rows)
+        _, needed, scored = self._asking
+        if needed:
             read = self._draw_from_logits(rows, logits, chosen)
         else:
             self._tokens, fetched = self._chosen, self._download(chosen)
 
             def read() -> StepResult:
                 tokens, healthy = fetched().tolist()
-                likeliest = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
-                return draw(rows, likeliest, None, {}, self._sampling, eos)
+                if 0 in healthy:
+                    tokens = [token if good else -1 for token, good in zip(tokens, healthy, strict=True)]
+                return draw(rows, tokens, None, {}, self._sampling, eos)
 
-        if not any(row.scores_prompt for row in rows):
+        if not scored:
             return read
 
         def read_with_scores() -> StepResult:
@@ -213,10 +220,9 @@ class CudaSteps:
 
         return read
 
-    def _fill(self, bucket: int, rows: list[ScheduledRow]) -> None:
-        views = self._buffers.fill(
-            bucket, [row.tokens[0] for row in rows], [row.start for row in rows], [row.pages for row in rows]
-        )
+    def _fill(self, bucket: int, rows: list[ScheduledRow], sources: Sequence[int] | None = None) -> None:
+        tokens = [row.tokens[0] for row in rows] if sources is None else sources
+        views = self._buffers.fill(bucket, tokens, [row.start for row in rows], [row.pages for row in rows])
         self._attention[bucket].plan(range(bucket + 1), views.page_table, views.kv_lens, views.tables)
 
     def _step(self, bucket: int, lora: LoraLaunches | None, merged: bool = False) -> Callable[[], None]:
@@ -235,7 +241,9 @@ class CudaSteps:
 
     def _outputs(self, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Static logits `[rows, vocab]`, and what `_pick` writes `[2, rows]`, contiguous."""
-        return self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
+        if (found := self._views.get(rows)) is None:
+            found = self._views[rows] = self.logits[:rows], self._chosen[: 2 * rows].view(2, rows)
+        return found
 
     def _to_device(self, batch: StepBatch[Attention, LoraLaunches]) -> StepBatch[Attention, LoraLaunches]:
         """The batch with its tensors in static buffers of the device, in one copy."""

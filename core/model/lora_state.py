@@ -53,9 +53,7 @@ class LoraState:
         self._late: set[int] = set()
         self._slots: list[int] = []  # of each segment
         self._patience = 0.0  # seconds that the step may still wait
-        self._step: tuple[list[list[AdapterRows]], list[AdapterRows], list[RowAdapters], list[int]] | None = (
-            None  # what `segments` were made of
-        )
+        self._step: tuple[object, ...] | None = None  # what `segments` were made of
         self._rows: WeakKeyDictionary[Adapter, _Resident] = WeakKeyDictionary()
         self._scaled: WeakKeyDictionary[AdapterRows, dict[float, AdapterRows]] = WeakKeyDictionary()
         self._groups = lora_groups(config)
@@ -73,14 +71,20 @@ class LoraState:
         weights have in them: it is taken off the rows of others, neighbouring ones as one segment, and its own have
         nothing to add.
         """
+        transfers = [adapter.transfer for adapter in adapters]
+        step = None
+        if transfers.count(None) == len(transfers):
+            self._coming = {}
+            pages = [adapter.pages for adapter in adapters]
+            step = list(adapters), pages, list(slots), list(lengths), merged and (merged, merged.pages)
+            if step == self._step:
+                return  # most decode steps have the same segments as the step before
+        else:
+            self._coming = {slot: transfer for slot, transfer in enumerate(transfers) if transfer is not None}
+        self._step = step
         rows = [self.rows_of(adapter) for adapter in adapters]
         minus = [] if merged is None else [self._times(part, -1.0) for part in self.rows_of(merged)]
         own = next((slot for slot, adapter in enumerate(adapters) if adapter is merged), None)
-        self._coming = {slot: a.transfer for slot, a in enumerate(adapters) if a.transfer is not None}
-        step = None if self._coming else (rows, minus, list(slots), list(lengths))
-        if step is not None and step == self._step:
-            return  # most decode steps have the same segments as the step before
-        self._step = step
         self._late.clear()
         self._patience = self.max_stall
         self._slots = []
@@ -122,8 +126,10 @@ class LoraState:
 
     def late_requests(self, rows: Sequence[ScheduledRow]) -> list[str]:
         """Return the requests whose rows are void, because their adapter did not arrive in time."""
+        if not (self._late or self.segments.late):
+            return []
         late = self.late_slots()
-        return [row.request_id for row in rows if row.slot in late] if late else []
+        return [row.request_id for row in rows if row.slot in late]
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int) -> None:
         sgmv(y, x, self.arena, self.segments, layer, self._groups[group])

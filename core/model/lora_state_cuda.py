@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -17,6 +17,9 @@ from ...ops.sgmv_tables import Copy, SgmvTables
 from ..cpus import available_cpus
 from .config import ModelConfig
 from .lora_state import LoraState, RowAdapters, lora_groups
+
+if TYPE_CHECKING:
+    from ...ops.sgmv_triton import Sgmv
 
 #: Most parts of an adapter, which rank and alpha patterns make; each has a slot of its own in the tables.
 MAX_PARTS = 16
@@ -58,6 +61,7 @@ class CudaLoraState(LoraState):
         widest = AdapterLayout.build(
             (whole,), config.module_dims, config.num_layers, layout.page_elems, layout.itemsize
         )
+        self._products: dict[Schedule, list[Sgmv]] = {}
         self.tables = SgmvTables(
             slots=(max_adapters + 1) * MAX_PARTS,  # one more is taken off others' rows while it is in the weights
             layers=config.num_layers,
@@ -74,6 +78,8 @@ class CudaLoraState(LoraState):
     def use_arena(self, arena: torch.Tensor) -> None:
         """Read adapters from another arena of the same layout from now on."""
         self.arena = arena
+        for product in itertools.chain.from_iterable(self._products.values()):
+            product.use_arena(arena)
 
     def bucket(self, size: int, passes: int = 1) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
@@ -134,6 +140,15 @@ class CudaLoraState(LoraState):
             Tail(tail, self.tables.tail_tiles, border) if self.tables.tail_tiles else None,
         )  # fmt: skip
 
+    def products(self, schedule: Schedule) -> list[Sgmv]:
+        """A schedule's products with each group of projections, made once."""
+        if (found := self._products.get(schedule)) is None:
+            from ...ops.sgmv_triton import Sgmv  # needs triton
+
+            found = [Sgmv(self.arena, self.tables, modules, d_in, schedule) for d_in, modules in self.widths]
+            self._products[schedule] = found
+        return found
+
     def rest(self) -> None:
         """Have the tables say that there is nothing to do, whatever is launched."""
         self.set_step((), (), ())
@@ -184,7 +199,6 @@ class Tail(NamedTuple):
     border: int
 
 
-@dataclass(frozen=True, slots=True)
 class LoraLaunches:
     """A step's launches: one schedule over so many of the tables' tiles, and perhaps another one for its last tokens.
     They hold nothing of a step themselves.
@@ -192,25 +206,35 @@ class LoraLaunches:
     wait: called before every layer. passes: most entries of a token on one module.
     """
 
-    _state: CudaLoraState
-    schedule: Schedule
-    num_tiles: int
-    wait: Callable[[int], None] = lambda layer: None
-    passes: int = 1
-    tail: Tail | None = None
+    def __init__(
+        self,
+        state: CudaLoraState,
+        schedule: Schedule,
+        num_tiles: int,
+        wait: Callable[[int], None] = lambda layer: None,
+        passes: int = 1,
+        tail: Tail | None = None,
+    ) -> None:
+        self.schedule, self.num_tiles, self.wait, self.passes = schedule, num_tiles, wait, passes
+        self._state, self.tail = state, tail
+        self._tiles = state.tables.tiles_of_pass[:passes]
+        self._tokens = None if tail is None else tail.border
+        self._tail_tiles = [] if tail is None else [tiles[num_tiles:] for tiles in self._tiles]
+
+    @cached_property
+    def _groups(self) -> list[Sgmv]:
+        return self._state.products(self.schedule)
+
+    @cached_property
+    def _tail_groups(self) -> list[Sgmv]:
+        return [] if self.tail is None else self._state.products(self.tail.schedule)
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
 
-        compile_only: see `sgmv_triton.sgmv`.
+        compile_only: see `sgmv_triton.Sgmv`.
         """
-        from ...ops.sgmv_triton import sgmv  # needs triton
-
-        state, tail = self._state, self.tail
-        where = state.arena, state.tables, layer, state.widths[group][1]
-        if tail is not None:
-            sgmv(
-                y[tail.border :], x[tail.border :], *where, tail.schedule, tail.num_tiles, self.passes, self.num_tiles
-            )  # fmt: skip
-            y, x = y[: tail.border], x[: tail.border]
-        sgmv(y, x, *where, self.schedule, self.num_tiles, self.passes, compile_only=compile_only)
+        if (tail := self.tail) is not None:
+            last = y[tail.border :], x[tail.border :]
+            self._tail_groups[group](*last, layer, self._tail_tiles, tail.num_tiles)
+        self._groups[group](y, x, layer, self._tiles, self.num_tiles, self._tokens, compile_only=compile_only)

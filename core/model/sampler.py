@@ -80,7 +80,7 @@ def draw(
     those in `chosen`, whose logits are only scored.
     """
     if logits is None:
-        return _Asked(rows, ()).result(likeliest, likeliest, None)
+        return _result(rows, likeliest, likeliest)
     asked = _Asked(rows, at, chosen)
     tokens, scores = list(likeliest), None
     if asked.drawn:
@@ -170,20 +170,25 @@ class _Asked:
         return edited(logits, reshaped, eos_token_ids) if reshaped else nullcontext()
 
     def result(self, likeliest: Sequence[int], tokens: Sequence[int], scores: Scores | None) -> StepResult:
-        """Return the step's result. likeliest, tokens: of every row, -1 where there is none."""
-        result = StepResult()
-        for row, best, token in zip(self._rows, likeliest, tokens, strict=False):
-            if not row.samples:
-                continue
-            if best < 0 or token < 0:
-                result.errors[row.request_id] = NOT_FINITE if best < 0 else ALL_BANNED
-            else:
-                result.tokens[row.request_id] = token
+        """Return the step's result, see `_result`."""
+        result = _result(self._rows, likeliest, tokens)
         if scores is not None:
             found = _logprobs(scores, [tokens[index] for index in self.scored], self.counts)
             names = [self._rows[index].request_id for index in self.scored]
             result.logprobs = {name: it for name, it in zip(names, found, strict=True) if name in result.tokens}
         return result
+
+
+def _result(rows: Sequence[ScheduledRow], likeliest: Sequence[int], tokens: Sequence[int]) -> StepResult:
+    """Return the tokens or errors of rows. likeliest, tokens: of every row, -1 where there is none."""
+    drawn, errors = {}, {}
+    for row, best, token in zip(rows, likeliest, tokens, strict=False):
+        if row.samples:
+            if best >= 0 and token >= 0:
+                drawn[row.request_id] = token
+            else:
+                errors[row.request_id] = NOT_FINITE if best < 0 else ALL_BANNED
+    return StepResult(drawn, errors=errors)
 
 
 def score_prompts(

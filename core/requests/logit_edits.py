@@ -9,6 +9,7 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from ...ops.sampling import on_device
 from .types import ScheduledRow
 
 _MOST = float(np.finfo(np.float32).max)
@@ -164,4 +165,4 @@ def _allow(scores: torch.Tensor, allowed: np.ndarray) -> tuple[torch.Tensor, sli
 
 
 def _to(values: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(values).to(device, non_blocking=True)
+    return on_device(torch.from_numpy(values), device)

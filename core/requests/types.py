@@ -73,7 +73,8 @@ class ScheduledRow:
 class StepPlan:
     """One engine iteration: prefill rows first, then decode rows, rows of one slot adjacent within each (Punica §6).
 
-    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step.
+    rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step. The list never changes:
+    the same list in a later plan has the same rows.
     bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
     merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
     sources: of a step launched before the one before it was read: the row of that one whose token each row goes on

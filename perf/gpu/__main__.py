@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ..report.command import conclude, say
-from .environment import describe
+from .environment import describe, interpreter_obstacle
 from .options import Options
 from .report import REPORT, digest, report
 from .sections.registry import SECTIONS, section
@@ -34,6 +34,9 @@ def main(argv: list[str] | None = None, clock: Callable[[], float] = time.monoto
     store = options.store()
     if options.worker is not None:
         return 0 if run_section(options.worker, options) else 1
+    if options.device == "cpu" and (obstacle := interpreter_obstacle()) is not None:
+        print(obstacle, file=sys.stderr)
+        return 2
     if options.archive is not None and options.archive.is_file():
         store.unpack(options.archive)
     for name in options.redo:

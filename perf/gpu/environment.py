@@ -47,6 +47,23 @@ def commit() -> dict[str, Any]:
     return {"hash": os.environ.get(COMMIT_VARIABLE) or None, "dirty": None}
 
 
+def interpreter_obstacle() -> str | None:
+    """Reason why kernels can't be interpreted here, with the mend; None where they can, or Triton is not installed.
+
+    Triton's interpreter up to 3.6 makes integers of arrays of one element, which NumPy 2.4 and later refuse.
+    """
+    try:
+        triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    except PackageNotFoundError:
+        return None
+    if triton >= (3, 7) or numpy < (2, 4):
+        return None
+    return (
+        f"Triton {version('triton')} can't interpret kernels with NumPy {version('numpy')}: for --device cpu "
+        "install 'numpy<2.4' or 'triton>=3.7'; on a GPU they go together"
+    )
+
+
 def driver_version() -> str | None:
     """The driver's version as nvidia-smi tells it; None where it is not installed."""
     found = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")

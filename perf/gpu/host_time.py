@@ -12,6 +12,11 @@ of the base model and with an adapter per row. And beside a device whose steps t
 * `exposed`: what the device has nothing to do between two steps, because it waits for the host,
 * `exposed ahead`: the same with steps launched ahead (`async_scheduling`).
 
+And of a step that prefills `--prompt` tokens, which no graph replays:
+
+* `layer`: one layer's launches, of the base model, with an adapter, and with decode rows of others behind it (`mixed`);
+  left out where triton is not installed.
+
 What FlashInfer's own planning and CUDA's calls take is not in it. The last line is one JSON object.
 """
 
@@ -22,6 +27,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from types import SimpleNamespace
@@ -46,7 +52,7 @@ from ..cpu.workload import Geometry, Workload
 from ..report.command import conclude, parser
 from ..report.table import Table
 
-_GEOMETRY = Geometry(hidden=64, ffn=64, layers=2, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
+_GEOMETRY = Geometry(hidden=64, ffn=64, layers=8, heads=4, kv_heads=1, vocab=320, positions=1 << 16)
 _RANK = 16
 _PARTS = ("step", "execute", "pages")
 _SAMPLES = ("exposed", "exposed ahead")
@@ -144,7 +150,10 @@ class _Wrapper:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    plan = reset_workspace_buffer = run = _nothing
+    plan = reset_workspace_buffer = _nothing
+
+    def run(self, q: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return q
 
 
 _FLASHINFER = SimpleNamespace(
@@ -162,7 +171,7 @@ def host_times(
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, float]:
     """Microseconds of each part of a step of `rows` decode rows of `tokens` tokens and more; lora: an adapter each."""
-    with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
+    with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, StubDevice(), ahead=False) as engine:
         _begin(engine, rows, tokens, lora, steps)
         took = {part: [] for part in _PARTS}
         with _timed(engine, took, clock):
@@ -180,13 +189,54 @@ def exposed_times(
     found = {}
     for name, ahead in zip(_SAMPLES, (False, True), strict=True):
         device = PacedDevice(device_seconds)
-        with _engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
+        with idle_engine(rows, tokens + 2 * steps + 8, lora, work_dir, device, ahead=ahead) as engine:
             _begin(engine, rows, tokens, lora, steps)
             device.gaps.clear()
             for _ in range(steps):
                 engine.step()
             found[name] = median(device.gaps) * 1e6
     return found
+
+
+def prefill_time(
+    tokens: int, decoding: int, lora: bool, steps: int, work_dir: Path, clock: Callable[[], float] = time.perf_counter
+) -> float:
+    """Microseconds that a layer of a prefill takes on the host, the fastest of the steps.
+
+    decoding: decode rows behind it. lora: each row has an adapter.
+    """
+    from ..kernels.idle_triton import idle_kernels  # needs triton
+
+    times: list[float] = []
+    max_len = tokens + 3 * steps + 8
+    with (
+        idle_kernels(),
+        idle_engine(decoding + 1, max_len, lora, work_dir, StubDevice(), ahead=False, forward=True) as engine,
+    ):
+        assert isinstance(engine.executor, CudaExecutor)
+        decoder = engine.executor.steps.decoder
+        forward = decoder.forward
+
+        def timed(*args: Any) -> Any:
+            began = clock()
+            result = forward(*args)
+            times.append(clock() - began)
+            return result
+
+        first, *others = sorted(engine.store.names()) if lora else [None] * (decoding + 1)
+        params = SamplingParams(max_tokens=3 * steps, temperature=0.0, ignore_eos=True)
+        for index, name in enumerate(others):
+            engine.add_request(Request(f"r{index}", [1], params, name))
+        while len(engine.scheduler.running) < decoding:
+            engine.step()
+        with patch.object(decoder, "forward", timed):
+            for index in range(steps):
+                once = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+                engine.add_request(Request(f"p{index}", [1] * tokens, once, first))
+                engine.step()
+    if len(times) != steps:
+        raise RuntimeError(f"{len(times)} forward passes in {steps} steps")
+    return min(times) / _GEOMETRY.layers * 1e6
 
 
 def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> None:
@@ -201,9 +251,10 @@ def _begin(engine: Engine, rows: int, tokens: int, lora: bool, steps: int) -> No
 
 
 @contextmanager
-def _engine(
-    rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, ahead: bool
+def idle_engine(
+    rows: int, max_len: int, lora: bool, work_dir: Path, device: StubDevice, *, ahead: bool, forward: bool = False
 ) -> Iterator[Engine]:
+    """Engine on a stub device. forward: steps compute, as far as the caller lets them."""
     workload = Workload(_GEOMETRY, requests=rows, ranks=(_RANK,) * rows if lora else ())
     pages_per_row = -(-max_len // 16) + 1
     adapter_pages = 64 * rows
@@ -222,11 +273,10 @@ def _engine(
         )  # fmt: skip
 
     with ExitStack() as stack:
-        for owner, name, value in (
-            (cuda, "choose_attention", flashinfer), (CudaLoraState, "warm_up", _nothing),
-            (DecoderModel, "forward", _nothing),
-        ):  # fmt: skip
-            stack.enter_context(patch.object(owner, name, value))
+        stack.enter_context(patch.object(cuda, "choose_attention", flashinfer))
+        stack.enter_context(patch.object(CudaLoraState, "warm_up", _nothing))
+        if not forward:
+            stack.enter_context(patch.object(DecoderModel, "forward", _nothing))
         executor = CudaExecutor(config, device)
         executor.steps.logits[:, 1] = 1.0  # token 1 for every row
         engine = Engine(config, executor, reads=InlineReads())
@@ -262,6 +312,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command.add_argument("--tokens", type=int, nargs="+", default=[512], help="that each row has")
     command.add_argument("--steps", type=int, default=100, help="of which the fastest counts")
     command.add_argument("--device-us", type=float, default=1000.0, help="that a step takes on the device")
+    command.add_argument("--prompt", type=int, default=64, help="tokens that a step prefills")
+    command.add_argument("--decoding", type=int, default=8, help="decode rows of a mixed step")
     command.add_argument("--work-dir", type=Path, default=Path(tempfile.gettempdir()) / "chorus-host-time")
     args = command.parse_args(argv)
     found = []
@@ -269,6 +321,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         case = rows, tokens, lora, args.steps, args.work_dir
         times = {**host_times(*case), **exposed_times(*case, args.device_us * 1e-6)}
         found.append({"rows": rows, "tokens": tokens, "lora": lora, **times})
+    cases = ("base", 0, False), ("adapter", 0, True), ("mixed", args.decoding, True)
+    layer = {
+        name: prefill_time(args.prompt, decoding, lora, args.steps, args.work_dir)
+        for name, decoding, lora in (cases if find_spec("triton") else ())
+    }
     columns = *_PARTS, *_SAMPLES
     table = Table(
         f"host time of a decode step, µs; exposed beside steps of {args.device_us:g} µs",
@@ -277,7 +334,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for it in found:
         table.add(it["rows"], it["tokens"], it["rows"] if it["lora"] else 0, *(it[column] for column in columns))
     table.show()
-    return conclude({"steps": args.steps, "device_us": args.device_us, "cases": found}, ok=True)
+    if layer:
+        table = Table(f"host time of a layer of a prefill of {args.prompt} tokens, µs", list(layer))
+        table.add(*layer.values())
+        table.show()
+    return conclude({"steps": args.steps, "device_us": args.device_us, "cases": found, "layer": layer}, ok=True)
 
 
 if __name__ == "__main__":

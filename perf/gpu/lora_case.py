@@ -106,11 +106,10 @@ class LoraCase:
         self.tables.plan(self.segments, schedule.tile_tokens)
 
     def launch(self, layer: int, group: Group) -> None:
-        from ...ops.sgmv_triton import sgmv
+        from ...ops.sgmv_triton import Sgmv
 
-        sgmv(
-            group.y, group.x, self._arena.pages, self.tables, layer, group.modules, self.schedule, self.num_tiles
-        )  # fmt: skip
+        product = Sgmv(self._arena.pages, self.tables, group.modules, group.d_in, self.schedule)
+        product(group.y, group.x, layer, self.tables.tiles_of_pass[:1], self.num_tiles)
 
     def run(self, groups: Sequence[Group] | None = None) -> None:
         """Every layer's launches, of all groups or of some."""

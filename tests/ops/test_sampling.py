@@ -379,6 +379,10 @@ class Waits(TorchFunctionMode):
     none.
     """
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.pinned: list[torch.Tensor] = []
+
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__):
@@ -386,8 +390,12 @@ class Waits(TorchFunctionMode):
             assert not any(isinstance(it, list) for it in index), "a list is brought to the device, and waited for"
         if func is torch.tensor:
             assert kwargs.get("device") is None, "values are brought to the device, and waited for"
+        if func is torch.Tensor.pin_memory:  # which nothing can be without a GPU
+            self.pinned.append(args[0])
+            return args[0]
         if func is torch.Tensor.to and isinstance(args[1], torch.device) and args[1] != args[0].device:
             assert kwargs.get("non_blocking"), "a copy that is waited for"
+            assert any(args[0] is it for it in self.pinned), "a copy of pageable memory, which may be waited for"
         return func(*args, **kwargs)
 
 
@@ -403,7 +411,8 @@ def test_the_host_waits_for_nothing_while_it_asks(width):
         scores = score(pick(logits, rows), tokens.clamp(min=0), 3)
     assert (tokens.shape, scores.shape) == ((6,), (6, 7))
     for waiting in (
-        lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device)
+        lambda: logits[[1, 2]], lambda: torch.tensor([1], device="meta"), lambda: torch.ones(2).to(logits.device),
+        lambda: torch.ones(2).to(logits.device, non_blocking=True),
     ):  # fmt: skip
         with pytest.raises(AssertionError, match="waited for"), Waits():
             waiting()

@@ -127,10 +127,14 @@ def check(case: Case, schedule: Schedule, dtype: torch.dtype, name: str, kept: K
     return error, "" if error <= TOLERANCE[dtype] else f"differs by {error:.1e} of the largest output"
 
 
-def _run(*args: object) -> None:
-    from chorus.ops.sgmv_triton import sgmv
+def _run(
+    y: torch.Tensor, x: torch.Tensor, arena: torch.Tensor, tables: SgmvTables, layer: int,
+    modules: Sequence[tuple[int, int, int]], schedule: Schedule, num_tiles: int, passes: int = 1, first_tile: int = 0,
+) -> None:  # fmt: skip
+    from chorus.ops.sgmv_triton import Sgmv
 
-    sgmv(*args)
+    tiles = [every[first_tile:] for every in tables.tiles_of_pass[:passes]]
+    Sgmv(arena, tables, modules, x.shape[1], schedule)(y, x, layer, tiles, num_tiles)
 
 
 def _adapters(
@@ -381,7 +385,8 @@ def compile_ahead() -> None:
         triton.knobs.cache.dir = folder
         with sgmv_triton.compiling(2):
             for schedule in (decode(64, 256), prefill(64, 256, 4)):
-                sgmv_triton.sgmv(y, x, arena, tables, 1, modules, schedule, 1, compile_only=True)
+                product = sgmv_triton.Sgmv(arena, tables, modules, 40, schedule)
+                product(y, x, 1, tables.tiles_of_pass[:1], 1, compile_only=True)
     for kernel in kernels:
         assert len(kernel.device_caches[0][0]) == 1, f"{kernel} has not been compiled"
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads

@@ -144,7 +144,7 @@ def test_replays_with_other_adapters_than_at_capture(drive, tiny, monkeypatch):
     prompt = tiny.prompt("r5-o-down", 3, 2, seed=50)
     driver.add("replaced", "r1-qv", prompt, max_tokens=2)
     check(driver, {**want, "replaced": tiny.greedy("r5-o-down", prompt, 2)})
-    monkeypatch.setattr(sgmv_triton, "sgmv", None)
+    monkeypatch.setattr(sgmv_triton.Sgmv, "__call__", None)
     check(driver, ask(driver, tiny, (None, 2, 2), (None, 3, 2)))
     assert [(step.bucket, step.mode) for step in executor.captured] == [(2, StepMode.LORA), (2, StepMode.BASE)]
     assert places == [id(executor.steps.lora.tables), executor.steps.lora.tables.pages.data_ptr()]
@@ -199,7 +199,7 @@ def test_merged_steps_of_the_adapter_alone_and_of_others(drive, tiny):
     plans = driver.plans
     plans.clear()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sgmv_triton, "sgmv", None)
+        patch.setattr(sgmv_triton.Sgmv, "__call__", None)
         check(driver, ask(driver, tiny, ("r17-all", 15, 4), ("r17-all", 3, 6)))
     check(driver, ask(driver, tiny, ("r17-all", 13, 2), (None, 2, 4), ("pattern", 2, 3)))
     assert {plan.mode for plan in plans} == {StepMode.MERGED}
@@ -472,4 +472,4 @@ def test_a_decode_step_enters_few_files(drive, tiny):
         driver.step()
     counts = entered(driver.engine.step)
     assert "ops/sgmv_triton.py" in counts
-    assert len(counts) <= 24, sorted(counts)
+    assert len(counts) <= 25, sorted(counts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from importlib.metadata import PackageNotFoundError
 
 import pytest
 
@@ -55,3 +56,23 @@ def test_a_description(tree):
     assert found["driver"] is None
     assert {"python", "torch", "numpy"} <= set(found["versions"])
     assert found["date"].endswith("+00:00")
+
+
+@pytest.mark.parametrize(
+    ("triton", "numpy", "can"),
+    [("3.6.0", "2.5.5", False), ("3.6.0", "2.4.0", False), ("3.6.0", "2.3.5", True), ("3.7.0", "2.5.5", True),
+     ("3.10.1", "2.5.5", True), (None, "2.5.5", True)],
+)  # fmt: skip
+def test_versions_that_cannot_interpret_are_named_with_their_mend(monkeypatch, triton, numpy, can):
+    def version(name: str) -> str:
+        if (found := {"triton": triton, "numpy": numpy}[name]) is None:
+            raise PackageNotFoundError(name)
+        return found
+
+    monkeypatch.setattr(environment, "version", version)
+    obstacle = environment.interpreter_obstacle()
+    if can:
+        assert obstacle is None
+    else:
+        assert f"Triton {triton}" in obstacle
+        assert "'numpy<2.4' or 'triton>=3.7'" in obstacle

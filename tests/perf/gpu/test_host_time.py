@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from importlib.util import find_spec
 
 import pytest
 
@@ -20,6 +21,9 @@ def test_a_step_is_measured_with_and_without_adapters(tmp_path, capsys):
         assert 0 < case["pages"] < case["execute"] < case["step"]
         assert case["exposed ahead"] >= 0
         assert case["exposed"] > 0
+    if find_spec("triton"):
+        assert sorted(found["layer"]) == ["adapter", "base", "mixed"]
+        assert all(time > 0 for time in found["layer"].values())
 
 
 def test_a_paced_device_counts_the_time_in_which_it_has_nothing_to_do():

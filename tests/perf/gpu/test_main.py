@@ -123,6 +123,13 @@ def test_redo_forgets(tmp_path, sections):
     assert "the process ended with 0" in found["failed"]["tests"], "it ran again, and wrote nothing"
 
 
+def test_kernels_that_cannot_be_interpreted_stop_a_smoke_run(tmp_path, sections, monkeypatch, capsys):
+    monkeypatch.setattr(command, "interpreter_obstacle", lambda: "install other versions")
+    assert command.main(["--quick", "--device", "cpu", "--out", str(tmp_path)]) == 2
+    assert "install other versions" in capsys.readouterr().err
+    assert list(tmp_path.glob("*.json")) == []
+
+
 def test_results_of_another_kind_of_run_are_not_mixed(tmp_path, sections, capsys):
     call(tmp_path, "--sections", "limits")
     assert command.main(["--full", "--device", "cpu", "--out", str(tmp_path)]) == 2

@@ -1,0 +1,80 @@
+"""Triton's launches on a GPU that is not there: all that the host does for them is done, and nothing is computed.
+
+Import this module lazily: it needs triton, which must not interpret.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from triton import compiler
+from triton.backends.compiler import GPUTarget
+from triton.runtime.driver import DriverConfig
+
+from ...core.model import decoder
+from ...ops import elementwise_triton
+from ...ops.elementwise import RotaryEmbedding, Rotation
+
+#: Compute capability of the GPU that is not there.
+_CAPABILITY = 90
+
+
+@contextmanager
+def idle_compiler(launched: Callable[..., object] = lambda *_: None) -> Iterator[None]:
+    """Inside, Triton compiles every kernel to nothing, for a GPU that tensors in host memory seem to be on.
+
+    launched: called instead of every launch, with the kernel and what Triton gives to its launcher.
+    """
+
+    class Nothing(compiler.CompiledKernel):
+        """A kernel as Triton keeps it, that is loaded and does nothing."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.module, self.function, self.name, self.src, self.packed_metadata = 1, 0, "nothing", None, ()
+            self._run = partial(launched, self)
+
+        def __del__(self) -> None: ...
+
+    driver = SimpleNamespace(
+        get_current_device=lambda: -1,  # what a tensor in host memory says it is on
+        get_current_stream=lambda device: 0,
+        get_current_target=lambda: GPUTarget("cuda", _CAPABILITY, 32),
+    )
+    with patch.object(DriverConfig, "active", driver), patch.object(compiler, "compile", Nothing):
+        yield
+
+
+@contextmanager
+def idle_kernels() -> Iterator[None]:
+    """Inside, `DecoderModel.forward` takes a GPU's way over tensors in host memory.
+
+    Its kernels are launched as ever, but compiled to nothing; matrix products and look-ups give tensors of their shape
+    that nobody has computed. Attention is the caller's. See `idle_compiler`.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(idle_compiler())
+        for name in ("rms_norm", "add_rms_norm", "rotate_and_write", "silu_and_mul"):
+            stack.enter_context(patch.object(decoder, name, getattr(elementwise_triton, name)))
+        for owner, name, value in (
+            (decoder, "linear", _linear), (decoder, "embedding", _embedding), (RotaryEmbedding, "at", _at),
+        ):  # fmt: skip
+            stack.enter_context(patch.object(owner, name, value))
+        yield
+
+
+def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    return x.new_zeros(len(x), len(weight))  # logits among them, which must be numbers
+
+
+def _embedding(ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty(len(ids), weight.shape[1])
+
+
+def _at(self: RotaryEmbedding, positions: torch.Tensor) -> Rotation:
+    return Rotation(self._cos, self._sin, positions)
