@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -45,6 +45,9 @@ from .sgmv_tables import (
     TILE_WIDTH,
     SgmvTables,
 )
+
+#: One of the two launches of a product.
+Half = Literal["shrink", "expand"]
 
 _BEGIN, _END, _SLOT = (tl.constexpr(at) for at in (BEGIN, END, SLOT))
 _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
@@ -362,7 +365,7 @@ def expand_prefill(
 
 
 def sgmv(
-    y: torch.Tensor,
+    y: torch.Tensor | None,
     x: torch.Tensor,
     arena: torch.Tensor,
     tables: SgmvTables,
@@ -373,6 +376,7 @@ def sgmv(
     passes: int = 1,
     first_tile: int = 0,
     *,
+    half: Half | None = None,
     compile_only: bool = False,
 ) -> None:
     """Add the LoRA product of every planned tile to y, in place: what `sgmv.sgmv` does for `Segments`.
@@ -383,17 +387,24 @@ def sgmv(
     begin; their tokens are counted from the first of x. passes: at least `tables.passes`; each adds to what those
     before it have left in y. compile_only: have the kernels compiled, beside each other within `compiling`, and launch
     nothing.
+
+    half: one of the two launches alone, of one pass; shrink takes no y. The two may be given to different streams, so
+    that neither begins before what it waits for has ended.
     """
     tokens, d_in = x.shape
     if not tokens or not num_tiles:
         return
+    if half is not None and passes > 1:
+        raise ValueError(f"{half} alone of {passes} passes; each pass has partial sums of its own")
+    if y is None and half != "shrink":
+        raise ValueError("y is missing; only shrink does without")
     if arena.shape[1] != tables.page_elems:
         raise ValueError(f"pages have {arena.shape[1]} elements, those of the tables {tables.page_elems}")
-    if x.stride(1) != 1 or y.stride(1) != 1 or not arena.is_contiguous():
+    if x.stride(1) != 1 or (y is not None and y.stride(1) != 1) or not arena.is_contiguous():
         raise ValueError("pages lie side by side; rows of x and y are contiguous")
     launch = _launch(
         schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
-        dependent_launch.begins_early(x.device),
+        half is None and dependent_launch.begins_early(x.device),
     )  # fmt: skip
     if tables.h.numel() < tables.scratch_elems(launch.splits, tokens, len(modules), tables.max_rank):
         raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {launch.splits} splits")
@@ -405,14 +416,18 @@ def sgmv(
     shrink_grid, expand_grid = (num_tiles, launch.groups, launch.splits), (launch.blocks, num_tiles)
     for every in tables.tiles_of_pass[:passes]:
         tiles = every[first_tile:] if first_tile else every
-        shrunk = tables.h, x, arena, tiles, tables.offsets, *places, x.stride(0)
-        expanded = y, tables.h, arena, tiles, tables.offsets, *places, y.stride(0)
-        if compile_only:
-            shrink.warmup(*shrunk, grid=shrink_grid, **launch.shrink)
-            expand.warmup(*expanded, grid=expand_grid, **launch.expand)
-        else:
-            shrink[shrink_grid](*shrunk, **launch.shrink)
-            expand[expand_grid](*expanded, **launch.expand)
+        if half != "expand":
+            shrunk = tables.h, x, arena, tiles, tables.offsets, *places, x.stride(0)
+            if compile_only:
+                shrink.warmup(*shrunk, grid=shrink_grid, **launch.shrink)
+            else:
+                shrink[shrink_grid](*shrunk, **launch.shrink)
+        if y is not None and half != "shrink":
+            expanded = y, tables.h, arena, tiles, tables.offsets, *places, y.stride(0)
+            if compile_only:
+                expand.warmup(*expanded, grid=expand_grid, **launch.expand)
+            else:
+                expand[expand_grid](*expanded, **launch.expand)
 
 
 @contextmanager

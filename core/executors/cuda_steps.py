@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling, pick
 from ..config import EngineConfig
-from ..model.batch import StepBatch, ragged_batch
+from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
@@ -28,6 +28,7 @@ from ..requests.sampling_params import SamplingParams
 from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 from .base import RunAlone
+from .cuda_products import choose_ways
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,8 @@ class CudaSteps:
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
-        self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        self.bucket_lora = {size: self.lora.bucket(size, device if config.forked_shrink else None) for size in sizes}
+        self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._captures = config.graph_capture != "off" and (attention.captures or where.type == "cpu")
@@ -206,7 +208,10 @@ class CudaSteps:
     def _step(self, bucket: int, lora: LoraLaunches | None) -> Callable[[], None]:
         """A bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
-        batch = StepBatch(views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora)
+        batch = StepBatch(
+            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora,
+            ways=self.ways[bucket],
+        )  # fmt: skip
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -238,8 +243,11 @@ class CudaSteps:
     # -- capture
 
     def warm_up(self) -> None:
-        """Have LoRA kernels compiled; the others are by `largest_step` and captures."""
+        """Have LoRA kernels compiled, and choose who multiplies; other kernels are compiled by `largest_step` and
+        captures.
+        """
         self.lora.warm_up()
+        self.ways = choose_ways(self._config.small_gemm, self.decoder, self._sizes, self._device)
 
     def capture_ahead(self) -> None:
         """Capture every bucket, from the largest down."""

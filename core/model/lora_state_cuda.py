@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -75,9 +76,9 @@ class CudaLoraState(LoraState):
         """Read adapters from another arena of the same layout from now on."""
         self.arena = arena
 
-    def bucket(self, size: int) -> LoraLaunches:
+    def bucket(self, size: int, fork: Fork | None = None) -> LoraLaunches:
         """The launches of a captured step: as many tiles whatever the adapters, with some room for their parts."""
-        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8))
+        return LoraLaunches(self, decode(size, self.max_rank), size + min(size, 8), fork=fork)
 
     def begin_bucket(
         self, adapters: Sequence[Adapter], slots: Sequence[RowAdapters], captured: LoraLaunches
@@ -165,12 +166,20 @@ class Tail(NamedTuple):
     border: int
 
 
+class Fork(Protocol):
+    """Device that runs work beside its stream; see `CudaDevice`."""
+
+    def fork(self) -> AbstractContextManager[object]: ...
+    def join(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class LoraLaunches:
     """A step's launches: one schedule over so many of the tables' tiles, and perhaps another one for its last tokens.
     They hold nothing of a step themselves.
 
-    wait: called before every layer. passes: most entries of a token on one module.
+    wait: called before every layer. passes: most entries of a token on one module. fork: what runs shrink beside the
+    base product, for launches of one pass without a tail; None: shrink follows it, as expand does.
     """
 
     _state: CudaLoraState
@@ -179,6 +188,16 @@ class LoraLaunches:
     wait: Callable[[int], None] = lambda layer: None
     passes: int = 1
     tail: Tail | None = None
+    fork: Fork | None = None
+
+    def begin(self, group: int, x: torch.Tensor, layer: int) -> None:
+        """Launch shrink beside what comes next, where there is a fork; the `add` that follows waits for it."""
+        if self.fork is None:
+            return
+        from ...ops.sgmv_triton import sgmv  # needs triton
+
+        with self.fork.fork():
+            sgmv(None, x, *self._where(group, layer), self.schedule, self.num_tiles, half="shrink")
 
     def add(self, group: int, y: torch.Tensor, x: torch.Tensor, layer: int, *, compile_only: bool = False) -> None:
         """Add the products of the first `num_tiles` tiles of each pass with a group's projections, and of the tail's.
@@ -187,11 +206,18 @@ class LoraLaunches:
         """
         from ...ops.sgmv_triton import sgmv  # needs triton
 
-        state, tail = self._state, self.tail
-        where = state.arena, state.tables, layer, state.widths[group][1]
+        where, tail = self._where(group, layer), self.tail
+        if self.fork is not None:
+            self.fork.join()
+            sgmv(y, x, *where, self.schedule, self.num_tiles, half="expand")
+            return
         if tail is not None:
             sgmv(
                 y[tail.border :], x[tail.border :], *where, tail.schedule, tail.num_tiles, self.passes, self.num_tiles
             )  # fmt: skip
             y, x = y[: tail.border], x[: tail.border]
         sgmv(y, x, *where, self.schedule, self.num_tiles, self.passes, compile_only=compile_only)
+
+    def _where(self, group: int, layer: int) -> tuple[torch.Tensor, SgmvTables, int, list[tuple[int, int, int]]]:
+        state = self._state
+        return state.arena, state.tables, layer, state.widths[group][1]
