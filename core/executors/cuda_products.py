@@ -10,9 +10,8 @@ from typing import Literal
 import torch
 
 from ...graphs.device import CudaDevice
-from ...ops.products import Way
 from ...ops.small_gemm_schedule import MAX_ROWS
-from ..model.batch import BY_LIBRARY, Ways
+from ..model.batch import BY_LIBRARY, Way, Ways
 from ..model.decoder import HEAD, DecoderModel
 from ..model.lora_state import ATTN_O, DOWN, GATE_UP, QKV
 

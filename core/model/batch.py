@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ...ops.products import Way
 from ..requests.types import ScheduledRow
 from .lora_state import StepLora
 from .sampler import following_tokens
@@ -22,6 +22,18 @@ class RowPlan(Protocol):
 
 P = TypeVar("P", bound=RowPlan, covariant=True)
 L = TypeVar("L", bound=StepLora, covariant=True)
+
+
+class Way(StrEnum):
+    """Who multiplies rows with weights.
+
+    LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
+    activation behind the product where there is one. NORMED: as SMALL, and the norm before it in the same launch.
+    """
+
+    LIBRARY = "library"
+    SMALL = "small"
+    NORMED = "normed"
 
 
 #: Ways of a step's products: of each group of projections in a layer (`lora_state`), and behind them of the logits.

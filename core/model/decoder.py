@@ -14,13 +14,14 @@ from ...ops.elementwise import (
     HeadNorms,
     RotaryEmbedding,
     Rotation,
+    add_rms_norm,
+    rms_norm,
     rotate_and_write,
     silu_and_mul,
 )
 from ...ops.merge import merge
-from ...ops.products import Way, add_and_norm, multiply, multiply_and_gate, norm_and_multiply
 from ...ops.sgmv import AdapterRows
-from .batch import StepBatch, Ways
+from .batch import StepBatch, Way, Ways
 from .config import ModelConfig
 from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
@@ -217,6 +218,53 @@ class DecoderModel:
         with span("lora.down"):
             lora.add(DOWN, out, hidden, index)
         return out
+
+
+def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`."""
+    if way is Way.LIBRARY:
+        return linear(x, weight, bias)
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias)
+
+
+def multiply_and_gate(
+    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`silu(gate) · up` of the halves of `x @ weightᵀ + bias`; the same bits as one after the other of the same way."""
+    if way is Way.LIBRARY:
+        return silu_and_mul(linear(x, weight, bias))
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=True)
+
+
+def add_and_norm(out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of `residual`, to which `out`, if there is any, is added in place."""
+    return rms_norm(residual, norm, eps) if out is None else add_rms_norm(out, residual, norm, eps)
+
+
+def norm_and_multiply(
+    out: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool,
+    keep: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """`add_and_norm` and the product, gated or not, by one launch of ours.
+
+    Returns the normed rows where they are to be kept, the residual, which is another one where `out` was added, and the
+    product.
+    """
+    from ...ops import small_gemm_triton  # needs triton
+
+    x, before = (residual, None) if out is None else (out, residual)
+    return small_gemm_triton.add_norm_multiply(x, before, norm, eps, weight, bias, silu=gate, keep=keep)
 
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:

@@ -267,5 +267,45 @@ def test_compiles_for_a_gpu_that_is_not_there():
         assert line["loads_before"] == 0, "weights wait for no load"
 
 
+def norms_layouts() -> None:
+    """Run in a process of its own: what threads hold of a row's squares is the same in every variant with a norm, so
+    that they are added up in one order with adapters in the step and without.
+    """
+    import re
+
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from chorus.ops.small_gemm_triton import multiply_rows
+    from chorus.perf.kernels.variants import PRODUCTS, Variant
+
+    names = multiply_rows.arg_names
+    for capability, early in ((80, {}), (90, {"PDL": 1})):
+        found = []
+        for group in (group for group in PRODUCTS if group.startswith(("norm", "keep"))):
+            variant = Variant("multiply_rows", group, "bf16", MAX_ROWS)
+            signature, constants = variant.signature(), variant.constants() | early
+            aligned = [name for name, kind in signature.items() if kind[0] == "*" or name.endswith("_stride")]
+            source = ASTSource(
+                multiply_rows,
+                {name: signature.get(name, "constexpr") for name in names},
+                {(names.index(name),): value for name, value in constants.items()},
+                attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+            )
+            options = variant.options() | ({"launch_pdl": True} if early else {})
+            text = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options).asm["ttgir"]
+            layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, flags=re.MULTILINE))
+            (squares,) = set(re.findall(r"\}\) : \(tensor<4x16x64xf32, (#\w+)>\)", text))
+            found.append(layouts[squares])
+        assert len(found) == 4 and len(set(found)) == 1, found
+
+
+@needs_triton
+def test_a_norm_is_summed_alike_in_every_variant():
+    result = process("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 if __name__ == "__main__":
     interpret()

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ....ops.products import Way, add_and_norm, multiply, multiply_and_gate, norm_and_multiply
+from ....core.model.batch import Way
+from ....core.model.decoder import add_and_norm, multiply, multiply_and_gate, norm_and_multiply
 from ....ops.small_gemm_schedule import MAX_ROWS
 from ...kernels.cost import Cost, product_cost
 from ...report.table import Table

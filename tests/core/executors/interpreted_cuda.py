@@ -26,7 +26,7 @@ from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_steps import CudaSteps
 from chorus.core.model import decoder
-from chorus.core.model.batch import BY_LIBRARY
+from chorus.core.model.batch import BY_LIBRARY, Way
 from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
@@ -35,7 +35,6 @@ from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
-from chorus.ops.products import Way
 from chorus.perf.profile.entered import entered
 
 from ...conftest import ATTENTION, MLP, ModelSpec, Subject, save_adapter, save_model
