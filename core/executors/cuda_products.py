@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Literal
 
@@ -28,16 +28,17 @@ TOLERANCE = {torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}
 
 
 def choose_ways(
-    setting: SmallGemm, decoder: DecoderModel, sizes: Sequence[int], device: CudaDevice
+    setting: SmallGemm, decoder: DecoderModel, sizes: Sequence[int], device: CudaDevice, *, captures: bool
 ) -> Mapping[int, Ways]:
     """Ways of each bucket's products; to be called before anything is captured.
 
     setting: `off` for the library's alone; `on` for ours, and `fused` for ours with norms in them, wherever they give
     the library's values; `auto` for whatever takes the device least, product by product and bucket by bucket.
+    captures: decode steps will be captured, as what is measured is; eager ones wait for the host's launches.
     """
     ways = dict.fromkeys(sizes, BY_LIBRARY)
     dtype = decoder.weight(QKV, decoder.layers[0])[0].dtype
-    if (obstacle := _obstacle(setting, dtype)) is not None:
+    if (obstacle := _obstacle(setting, dtype, captures)) is not None:
         logger.info("base products by the library: %s", obstacle)
         return ways
     refused: set[tuple[int, Way]] = set()
@@ -52,9 +53,11 @@ def choose_ways(
     return ways
 
 
-def _obstacle(setting: SmallGemm, dtype: torch.dtype) -> str | None:
+def _obstacle(setting: SmallGemm, dtype: torch.dtype, captures: bool) -> str | None:
     if setting == "off":
         return "small_gemm is off"
+    if setting == "auto" and not captures:
+        return "steps are not captured, so the host's launches take longer than what there is to choose from"
     if dtype not in TOLERANCE:
         return (
             f"the kernel for few rows takes bfloat16 and float16, the model is in {str(dtype).removeprefix('torch.')}"
@@ -100,7 +103,7 @@ class _Rows:
         drawn = torch.randn(2, count, weight.shape[1], generator=generator).to(weight.device, weight.dtype)
         self._x, self._residual = drawn.unbind(0)
 
-    def work(self, way: Way):
+    def work(self, way: Way) -> Callable[[], torch.Tensor]:
         return lambda: self._decoder.run_products(self._group, way, self._x, self._residual, self._layers)
 
     def problem(self, way: Way, device: CudaDevice) -> str | None:

@@ -247,7 +247,9 @@ class CudaSteps:
         captures.
         """
         self.lora.warm_up()
-        self.ways = choose_ways(self._config.small_gemm, self.decoder, self._sizes, self._device)
+        self.ways = choose_ways(
+            self._config.small_gemm, self.decoder, self._sizes, self._device, captures=self._captures
+        )  # fmt: skip
 
     def capture_ahead(self) -> None:
         """Capture every bucket, from the largest down."""

@@ -302,6 +302,16 @@ def norms_layouts() -> None:
 
 
 @needs_triton
+def test_refuses_what_a_tile_does_not_hold():
+    from chorus.ops.small_gemm_triton import multiply
+
+    with pytest.raises(ValueError, match=f"17 rows; a product of few rows has at most {MAX_ROWS}"):
+        multiply(torch.zeros(17, 8), torch.zeros(16, 8))
+    with pytest.raises(ValueError, match="the weight is as a whole"):
+        multiply(torch.zeros(2, 8), torch.zeros(16, 16)[:, :8])
+
+
+@needs_triton
 def test_a_norm_is_summed_alike_in_every_variant():
     result = process("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
     assert result.returncode == 0, result.stdout + result.stderr

@@ -467,11 +467,19 @@ def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeyp
     executor.close()
 
 
-def test_products_of_float32_are_the_librarys(tiny, caplog):
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"small_gemm": "on"}, "the kernel for few rows takes bfloat16 and float16, the model is in float32"),
+        ({"small_gemm": "off"}, "small_gemm is off"),
+        ({"graph_capture": "off"}, "steps are not captured"),
+    ],
+)
+def test_says_why_products_are_the_librarys(tiny, caplog, config, why):
     caplog.set_level(logging.INFO)
-    executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=1, **config), LateDevice())
     assert set(executor.steps.ways.values()) == {BY_LIBRARY}
-    assert "base products by the library: the kernel for few rows takes bfloat16 and float16" in caplog.text
+    assert f"base products by the library: {why}" in caplog.text
     executor.close()
 
 
