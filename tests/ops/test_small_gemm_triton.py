@@ -247,6 +247,7 @@ def test_the_sum_is_cut_by_the_weight_alone():
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_compiles_for_a_gpu_that_is_not_there():
     result = process(
         "-m",
@@ -312,6 +313,7 @@ def test_refuses_what_a_tile_does_not_hold():
 
 
 @needs_triton
+@pytest.mark.timeout(1200)
 def test_a_norm_is_summed_alike_in_every_variant():
     result = process("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
     assert result.returncode == 0, result.stdout + result.stderr
