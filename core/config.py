@@ -74,6 +74,18 @@ class EngineConfig(BaseModel):
         description="on a GPU of compute capability 9: kernels of norms, LoRA and the like begin while the one before "
         "them ends (programmatic dependent launch), where Triton compiles it; or never",
     )
+    small_gemm: Literal["auto", "on", "fused", "off"] = Field(
+        default="auto",
+        description="on a GPU: who multiplies with the base weights in decode steps of up to 16 rows. auto: our kernel "
+        "or cuBLAS, product by product and batch size by batch size, whichever takes the device less time at the "
+        "start; on: our kernel; fused: our kernel with the norms in it; off: cuBLAS. With on or fused a row's products "
+        "have the same bits in each of these batch sizes and at every start",
+    )
+    forked_shrink: bool = Field(
+        default=False,
+        description="on a GPU: the first half of a decode step's LoRA products runs beside the base product, on a "
+        "stream of its own; LoRA's kernels then don't begin before the ones before them have ended",
+    )
     max_lora_rank: int = Field(
         default=256, ge=1, le=256, description="largest rank of an adapter on a GPU, whose tables are made for it once"
     )

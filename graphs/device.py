@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from itertools import pairwise
+from statistics import median
 from typing import Any
 from weakref import WeakSet
 
@@ -33,6 +35,7 @@ class CudaDevice:
         self._graphs: WeakSet[torch.cuda.CUDAGraph] = WeakSet()  # those that share the pool
         with torch.cuda.device(self.torch_device):
             self._stream = torch.cuda.Stream()
+            self._side = torch.cuda.Stream()
             self._pool = torch.cuda.graph_pool_handle()
 
     def scope(self) -> AbstractContextManager[Any]:
@@ -74,6 +77,30 @@ class CudaDevice:
             graph.capture_end()
         self._graphs.add(graph)
         return graph.replay
+
+    def fork(self) -> AbstractContextManager[Any]:
+        """Inside, work goes to a second stream, behind all that the first was given so far and beside what it is given
+        from now on, in a capture, too. `join` must follow before anything is made or freed that this work touches.
+        """
+        self._side.wait_stream(torch.cuda.current_stream(self.torch_device))
+        return torch.cuda.stream(self._side)
+
+    def join(self) -> None:
+        """Have what the stream is given from now on wait for all that the second one was given."""
+        torch.cuda.current_stream(self.torch_device).wait_stream(self._side)
+
+    def seconds(self, work: Callable[[], object], count: int = 5) -> float:
+        """Device time of `work`, captured, between events: the median of `count` replays after one."""
+        replay = self.capture(work)
+        with self.scope():
+            replay()
+            events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
+            events[0].record()
+            for event in events[1:]:
+                replay()
+                event.record()
+            self.synchronize()
+        return median(before.elapsed_time(after) / 1e3 for before, after in pairwise(events))
 
     def memory(self) -> tuple[int, int]:
         """(free, total) bytes."""

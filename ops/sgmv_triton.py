@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import triton
@@ -46,6 +46,9 @@ from .sgmv_tables import (
     TILE_WIDTH,
     SgmvTables,
 )
+
+#: One of the two launches of a product.
+Half = Literal["shrink", "expand"]
 
 _BEGIN, _END, _SLOT = (tl.constexpr(at) for at in (BEGIN, END, SLOT))
 _RANK, _SLAB, _SCALE, _TILE = (tl.constexpr(at) for at in (RANK, SLAB, SCALE, TILE_WIDTH))
@@ -378,10 +381,11 @@ class Sgmv:
         """
         self._tables = tables
         self.use_arena(arena)
-        self._launch = launch = _launch(
+        shape = (
             schedule, tuple(modules), d_in, arena.shape[1], arena.element_size(), tables.max_rank, tables.place_pages,
-            dependent_launch.begins_early(arena.device),
         )  # fmt: skip
+        self._launch = launch = _launch(*shape, dependent_launch.begins_early(arena.device))
+        self._half_launch = _launch(*shape, False)
         self._of_slots = tables.offsets, tables.first_elem, tables.pages
         if not schedule.tensor_cores:
             self._of_slots = tables.offsets, tables.places, tables.first_elem, tables.pages
@@ -399,13 +403,14 @@ class Sgmv:
 
     def __call__(
         self,
-        y: torch.Tensor,
+        y: torch.Tensor | None,
         x: torch.Tensor,
         layer: int,
         tiles: Sequence[torch.Tensor],
         num_tiles: int,
         tokens: int | None = None,
         *,
+        half: Half | None = None,
         compile_only: bool = False,
     ) -> None:
         """Add the products of planned tiles to y, in place.
@@ -415,6 +420,9 @@ class Sgmv:
         y. num_tiles: the bucket's, at least what `tables.plan` returned for the schedule's `tile_tokens`. tokens: how
         many of x the tiles may name; all by default. compile_only: have the kernels compiled, beside each other within
         `compiling`, and launch nothing.
+
+        half: one of the two launches alone, of one pass; shrink takes no y. The two may be given to different streams,
+        so that neither begins before what it waits for has ended.
         """
         if tokens is None:
             tokens = len(x)
@@ -422,18 +430,26 @@ class Sgmv:
             return
         if tokens > self._max_tokens:
             raise ValueError(f"h has no room for the partial sums of {tokens} tokens in {self._launch.splits} splits")
+        if half is not None and len(tiles) > 1:
+            raise ValueError(f"{half} alone of {len(tiles)} passes; each pass has partial sums of its own")
+        if y is None:
+            if half != "shrink":
+                raise ValueError("y is missing; only shrink does without")
+            y = x
         (x_stride, x_step), (y_stride, y_step) = x.stride(), y.stride()
         if x_step != 1 or y_step != 1:
             raise ValueError("rows of x and y are contiguous")
-        launch, arena, h = self._launch, self._arena, self._tables.h
+        launch, arena, h = self._launch if half is None else self._half_launch, self._arena, self._tables.h
         free = layer, self._layers, self._max_pages, tokens
         for every in tiles:
             shrunk, expanded = (h, x, arena, every, *self._of_slots), (y, h, arena, every, *self._of_slots)
             if compile_only:
                 launch.shrink.compile(shrunk, free, (x_stride,))
                 launch.expand.compile(expanded, free, (y_stride,))
-            else:
+                continue
+            if half != "expand":
                 launch.shrink((num_tiles, launch.groups, launch.splits), shrunk, free, (x_stride,))
+            if half != "shrink":
                 launch.expand((launch.blocks, num_tiles, 1), expanded, free, (y_stride,))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +19,7 @@ from ...ops.attention import Attention
 from ...ops.attention_backend import AttentionBackend
 from ...ops.sampling import FIRST_WIDTH, WIDER, TorchSampling
 from ..config import EngineConfig
-from ..model.batch import StepBatch, ragged_batch
+from ..model.batch import BY_LIBRARY, StepBatch, Ways, ragged_batch
 from ..model.decoder import DecoderModel
 from ..model.load_progress import progress
 from ..model.lora_state_cuda import CudaLoraState, LoraLaunches
@@ -29,6 +29,7 @@ from ..requests.types import BASE_SLOT, ScheduledRow, StepResult
 from . import cuda_memory
 from .base import RunAlone
 from .cuda_merged import KEPT_PLACES, MERGED_MODES, PlacedGraphs
+from .cuda_products import choose_ways
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +94,10 @@ class CudaSteps:
             max_stall=config.max_load_stall_seconds,
             make_copy=partial(Upload, device),
         )
-        self.bucket_lora = {size: self.lora.bucket(size) for size in sizes}
+        fork = device if config.forked_shrink else None
+        self.bucket_lora = {size: self.lora.bucket(size, fork=fork) for size in sizes}
         self.mixture_lora = {size: self.lora.bucket(size, passes=2) for size in sizes}
+        self.ways: Mapping[int, Ways] = dict.fromkeys(sizes, BY_LIBRARY)  # of each bucket's products
         self.graphs: GraphRunner[None] = GraphRunner(self._capture, lambda: device.memory()[0])
         self._sampling = TorchSampling()
         self._asking: tuple[Sequence[ScheduledRow], bool, bool] = (), False, False  # last rows: need logits, are scored
@@ -229,8 +232,9 @@ class CudaSteps:
         """A bucket's step, from static buffers to static buffers."""
         views = self._buffers.views[bucket]
         batch = StepBatch(
-            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged
-        )
+            views.token_ids, views.positions, views.page, views.offset, self._attention[bucket], lora, merged=merged,
+            ways=self.ways[bucket],
+        )  # fmt: skip
         logits, chosen = self._outputs(bucket)
 
         def step() -> None:
@@ -264,8 +268,13 @@ class CudaSteps:
     # -- capture
 
     def warm_up(self) -> None:
-        """Have LoRA kernels compiled; the others are by `largest_step` and captures."""
+        """Have LoRA kernels compiled, and choose who multiplies; other kernels are compiled by `largest_step` and
+        captures.
+        """
         self.lora.warm_up()
+        self.ways = choose_ways(
+            self._config.small_gemm, self.decoder, self._sizes, self._device, captures=self._captures
+        )  # fmt: skip
 
     def capture_ahead(self) -> None:
         """Capture every bucket, from the largest down."""

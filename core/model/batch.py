@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -23,6 +24,24 @@ P = TypeVar("P", bound=RowPlan, covariant=True)
 L = TypeVar("L", bound=StepLora, covariant=True)
 
 
+class Way(StrEnum):
+    """Who multiplies rows with weights.
+
+    LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
+    activation behind the product where there is one. NORMED: as SMALL, and the norm before it in the same launch.
+    """
+
+    LIBRARY = "library"
+    SMALL = "small"
+    NORMED = "normed"
+
+
+#: Ways of a step's products: of each group of projections in a layer (`lora_state`), and behind them of the logits.
+Ways = tuple[Way, ...]
+
+BY_LIBRARY: Ways = (Way.LIBRARY,) * 5
+
+
 @dataclass(slots=True)
 class StepBatch(Generic[P, L]):
     """Inputs of a forward pass, with attention and adapters in the form that the model takes.
@@ -31,6 +50,7 @@ class StepBatch(Generic[P, L]):
     logit_tokens: `[logits]` int64, indices of the tokens whose logits are wanted; None: of every token.
     score_tokens: `[scores]` int64, indices of the tokens whose logits are asked for in slices once the step is done.
     lora: None when no row uses an adapter. merged: the weights are the shadow's, which have an adapter in them.
+    ways: who multiplies; others than the library only for few tokens on a GPU.
     """
 
     token_ids: torch.Tensor
@@ -42,6 +62,7 @@ class StepBatch(Generic[P, L]):
     logit_tokens: torch.Tensor | None = None
     score_tokens: torch.Tensor | None = None
     merged: bool = False
+    ways: Ways = BY_LIBRARY
 
 
 def ragged_batch(

@@ -21,11 +21,14 @@ from ...ops.elementwise import (
 )
 from ...ops.merge import merge
 from ...ops.sgmv import AdapterRows
-from .batch import StepBatch
+from .batch import StepBatch, Way, Ways
 from .config import ModelConfig
 from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
 from .weights import LayerWeights, Weights
+
+#: Place of the logits' product among a step's ways.
+HEAD = 4
 
 #: A step's batch in the form that this decoder takes.
 Batch = StepBatch[Attention, StepLora]
@@ -85,18 +88,20 @@ class DecoderModel:
             with span(f"layer.{index}"):
                 if lora is not None:
                     lora.wait(index)
-                x = _added_and_normed(out, residual, layer.input_norm, eps)
-                out = self._attention(x, index, layer, batch, rotation)
-                x = add_rms_norm(out, residual, layer.post_attention_norm, eps)
-                out = self._mlp(x, index, layer, batch)
+                with span("attn.qkv"):
+                    x, residual, qkv = self._normed_product(QKV, out, residual, index, layer, batch.ways, lora)
+                out = self._attention(x, qkv, index, layer, batch, rotation)
+                with span("mlp"):
+                    x, residual, hidden = self._normed_product(GATE_UP, out, residual, index, layer, batch.ways, lora)
+                    out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
         with span("logits"):
             if (at := batch.score_tokens) is not None:
-                self._scored = _added_and_normed(None if out is None else out[at], residual[at], self._norm, eps)
+                self._scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
             if batch.logit_tokens is not None:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
-            x = _added_and_normed(out, residual, self._norm, eps)
-            scores = linear(x, self._lm_head)
+            x = add_and_norm(out, residual, self._norm, eps)
+            scores = multiply(batch.ways[HEAD], x, self._lm_head)
             return scores.float() if logits is None else logits.copy_(scores)
 
     def merge(
@@ -115,51 +120,151 @@ class DecoderModel:
             raise RuntimeError("the last step had no score tokens")
         return linear(self._scored[begin:end], self._lm_head).float()
 
+    def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""
+        return (
+            (layer.qkv, layer.qkv_bias), (layer.o, layer.o_bias), (layer.gate_up, layer.gate_up_bias),
+            (layer.down, layer.down_bias), (self._lm_head, None),
+        )[group]  # fmt: skip
+
+    def run_products(
+        self, group: int, way: Way, x: torch.Tensor, residual: torch.Tensor, layers: Sequence[LayerWeights]
+    ) -> torch.Tensor:
+        """Run the products of one group, or the logits', alone, as a step of the base model does: with the norm before
+        them and the activation behind them, where there is one. Returns the last one's.
+
+        x: `[rows, in]`, what the product or the norm before it is of; residual: `[rows, in]`, changed.
+        """
+        ways: Ways = (way,) * 5
+        y = x
+        for index, layer in enumerate(layers):
+            if group in (QKV, GATE_UP):
+                _, residual, y = self._normed_product(group, x, residual, index, layer, ways, None)
+            else:
+                y = multiply(way, x, *self.weight(group, layer))
+        return y
+
+    def _normed_product(
+        self,
+        group: int,
+        out: torch.Tensor | None,
+        residual: torch.Tensor,
+        index: int,
+        layer: LayerWeights,
+        ways: Ways,
+        lora: StepLora | None,
+    ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+        """Of QKV or GATE_UP: what LoRA multiplies with, the residual with `out` added, and the product; gated where no
+        LoRA product comes between.
+        """
+        norm = layer.input_norm if group == QKV else layer.post_attention_norm
+        weight, bias = self.weight(group, layer)
+        eps, gate = self.config.rms_norm_eps, group == GATE_UP and lora is None
+        if ways[group] is Way.NORMED:
+            x, residual, y = norm_and_multiply(out, residual, norm, eps, weight, bias, gate=gate, keep=lora is not None)
+            if lora is not None and x is not None:
+                lora.begin(group, x, index)
+            return x, residual, y
+        x = add_and_norm(out, residual, norm, eps)
+        if lora is not None:
+            lora.begin(group, x, index)
+        return x, residual, (multiply_and_gate if gate else multiply)(ways[group], x, weight, bias)
+
     def _attention(
         self,
-        x: torch.Tensor,
+        x: torch.Tensor | None,
+        qkv: torch.Tensor,
         index: int,
         layer: LayerWeights,
         batch: Batch,
         rotation: Rotation,
     ) -> torch.Tensor:
+        """qkv: `[tokens, q + 2·kv]`, the product with x without LoRA's."""
         lora = batch.lora
         k_cache, v_cache = self._arena.kv_layers[index]
-        with span("attn.qkv"):
-            qkv = linear(x, layer.qkv, layer.qkv_bias)  # [tokens, q + 2·kv]
-        if lora is not None:
+        if lora is not None and x is not None:
             with span("lora.qkv"):
                 lora.add(QKV, qkv, x, index)
         with span("attn.rope"):
             q = rotate_and_write(qkv, rotation, self._norms[index], k_cache, v_cache, batch.page, batch.offset)
         with span("attn.run"):
             attended = batch.attention.run(q, k_cache, v_cache)  # [tokens, q]
+        if lora is not None:
+            lora.begin(ATTN_O, attended, index)
         with span("attn.o"):
-            out = linear(attended, layer.o, layer.o_bias)
+            out = multiply(batch.ways[ATTN_O], attended, layer.o, layer.o_bias)
         if lora is not None:
             with span("lora.o"):
                 lora.add(ATTN_O, out, attended, index)
         return out
 
-    def _mlp(self, x: torch.Tensor, index: int, layer: LayerWeights, batch: Batch) -> torch.Tensor:
-        lora = batch.lora
-        with span("mlp"):
-            gate_up = linear(x, layer.gate_up, layer.gate_up_bias)  # [tokens, 2·ffn]
-            if lora is not None:
-                with span("lora.gate_up"):
-                    lora.add(GATE_UP, gate_up, x, index)
-            hidden = silu_and_mul(gate_up)
-            out = linear(hidden, layer.down, layer.down_bias)
-            if lora is not None:
-                with span("lora.down"):
-                    lora.add(DOWN, out, hidden, index)
+    def _down(
+        self,
+        x: torch.Tensor | None,
+        hidden: torch.Tensor,
+        index: int,
+        layer: LayerWeights,
+        way: Way,
+        lora: StepLora | None,
+    ) -> torch.Tensor:
+        """hidden: `[tokens, ffn]`; with LoRA the product with x without LoRA's, `[tokens, 2·ffn]`."""
+        if lora is None or x is None:
+            return multiply(way, hidden, layer.down, layer.down_bias)
+        with span("lora.gate_up"):
+            lora.add(GATE_UP, hidden, x, index)
+        hidden = silu_and_mul(hidden)
+        lora.begin(DOWN, hidden, index)
+        out = multiply(way, hidden, layer.down, layer.down_bias)
+        with span("lora.down"):
+            lora.add(DOWN, out, hidden, index)
         return out
 
 
-def _added_and_normed(
-    out: torch.Tensor | None, residual: torch.Tensor, weight: torch.Tensor, eps: float
+def multiply(way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x @ weightᵀ + bias`. x: `[rows, in]`, weight: `[out, in]`."""
+    if way is Way.LIBRARY:
+        return linear(x, weight, bias)
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias)
+
+
+def multiply_and_gate(
+    way: Way, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    return rms_norm(residual, weight, eps) if out is None else add_rms_norm(out, residual, weight, eps)
+    """`silu(gate) · up` of the halves of `x @ weightᵀ + bias`; the same bits as one after the other of the same way."""
+    if way is Way.LIBRARY:
+        return silu_and_mul(linear(x, weight, bias))
+    from ...ops import small_gemm_triton  # needs triton
+
+    return small_gemm_triton.multiply(x, weight, bias, silu=True)
+
+
+def add_and_norm(out: torch.Tensor | None, residual: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
+    """RMSNorm of `residual`, to which `out`, if there is any, is added in place."""
+    return rms_norm(residual, norm, eps) if out is None else add_rms_norm(out, residual, norm, eps)
+
+
+def norm_and_multiply(
+    out: torch.Tensor | None,
+    residual: torch.Tensor,
+    norm: torch.Tensor,
+    eps: float,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    gate: bool,
+    keep: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """`add_and_norm` and the product, gated or not, by one launch of ours.
+
+    Returns the normed rows where they are to be kept, the residual, which is another one where `out` was added, and the
+    product.
+    """
+    from ...ops import small_gemm_triton  # needs triton
+
+    x, before = (residual, None) if out is None else (out, residual)
+    return small_gemm_triton.add_norm_multiply(x, before, norm, eps, weight, bias, silu=gate, keep=keep)
 
 
 def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:

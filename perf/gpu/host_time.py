@@ -261,7 +261,7 @@ def idle_engine(
     config = EngineConfig(
         model=random_model.checkpoint(workload, work_dir), device="cuda", max_num_seqs=rows, max_model_len=max_len,
         max_num_batched_tokens=max(8192, rows), num_pages=2 + rows * pages_per_row + adapter_pages,
-        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy",
+        max_lora_rank=_RANK, prefix_cache=False, lookahead=rows, graph_capture="lazy", small_gemm="off",
         async_scheduling=ahead,
     )  # fmt: skip
 

@@ -36,6 +36,7 @@ class Subject:
 
     max_seqs, max_batched, max_len: as in EngineConfig. adapter_pages: room for adapters beside the KV of `max_seqs`
     requests of `max_len` tokens. graph_capture: as in EngineConfig. shadow: there is room to merge an adapter.
+    small_gemm: as in EngineConfig; by default the engine measures, and may choose otherwise the next time.
     inline_reads: adapters are read when they are asked for, so that steps don't depend on how fast a disk is.
     """
 
@@ -48,6 +49,7 @@ class Subject:
         max_batched: int,
         max_len: int,
         graph_capture: Literal["ahead", "lazy", "off"] = "lazy",
+        small_gemm: Literal["auto", "on", "fused", "off"] = "auto",
         inline_reads: bool = False,
         shadow: bool = False,
         clock: Callable[[], float] = time.perf_counter,
@@ -71,6 +73,7 @@ class Subject:
             device=context.device, cpu_kernels="torch", max_model_len=max_len, max_num_seqs=max_seqs,
             max_num_batched_tokens=max(max_batched, max_seqs), block_tokens=page.block_tokens,
             num_pages=2 + kv_pages + adapter_pages + shadow_pages, max_lora_rank=MAX_RANK, graph_capture=graph_capture,
+            small_gemm=small_gemm,
             host_cache_bytes=2 * sum(files.values()) + (1 << 20), prefix_cache=False, lookahead=max(1, max_seqs),
             threads=1 if context.smoke else None, seed=context.seed,
         )  # fmt: skip
@@ -92,12 +95,16 @@ class Subject:
             torch.cuda.empty_cache()
 
     def startup(self) -> dict[str, Any]:
-        """Seconds until the engine stood, and what capturing graphs has taken so far: all, and the slowest."""
+        """Seconds until the engine stood, what capturing graphs has taken so far, all and the slowest, and by whom each
+        bucket's products are.
+        """
         report = self._graphs.report
+        ways = getattr(self._steps, "ways", {})
         seconds = [step.seconds for step in report]
         return {
             "seconds": self._startup_seconds, "graphs": len(report), "capture_seconds": sum(seconds),
             "slowest_capture_seconds": max(seconds, default=0.0), "graph_bytes": sum(step.num_bytes for step in report),
+            "ways": {str(bucket): [str(way) for way in chosen] for bucket, chosen in ways.items()},
         }  # fmt: skip
 
     # -- requests

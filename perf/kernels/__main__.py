@@ -17,9 +17,9 @@ from importlib.metadata import version
 from importlib.util import find_spec
 
 from ..report.command import conclude, parser
-from .variants import ELEMENTWISE, SHARED_LIMIT, compile_all, elementwise_variants, variants
+from .variants import SHARED_LIMIT, compile_all, plain_variants, variants
 
-_COLUMNS = "{:6} {:22} {:8} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6} {:>8} {:>8}"
+_COLUMNS = "{:6} {:22} {:9} {:5} {:>6} {:>4} {:>4} {:>6} {:>6} {:17} {:>4} {:>5} {:>4} {:>6} {:>8} {:>8}"
 _TITLES = (
     "arch", "kernel", "group", "dtype", "tokens", "rank", "regs", "spills", "shared", "matrix", "wide", "loads", "bars",
     "KiB/SM", "MB", "MFLOP",
@@ -33,7 +33,7 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.perf_counter()
-    every = [*variants(), *elementwise_variants()]
+    every = [*variants(), *plain_variants()]
     chosen = [variant for variant in every if re.search(args.only, f"{variant.kernel} {variant.group}")]
     lines = compile_all(args.compile, args.workers, chosen)
     print(_COLUMNS.format(*_TITLES))
@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
             _COLUMNS.format(
                 line.arch, variant.kernel, variant.group, variant.dtype, variant.tokens, variant.max_rank or "-",
                 line.registers, line.spill_bytes, line.shared_bytes, line.matrix or "-", line.wide_loads,
-                "-" if variant.group in ELEMENTWISE else line.loads_before, line.barriers, line.bytes_in_flight >> 10,
+                line.loads_before if variant.pointer else "-", line.barriers, line.bytes_in_flight >> 10,
                 f"{line.cost.bytes / 1e6:.1f}", f"{line.cost.flops / 1e6:.0f}",
             )
         )  # fmt: skip

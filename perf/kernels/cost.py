@@ -79,3 +79,17 @@ def rotary_cost(tokens: int, num_heads: int, kv_heads: int, head_dim: int, items
     rotated = (num_heads + kv_heads) * head_dim
     moved = tokens * (2 * (rotated + kv_heads * head_dim) * itemsize + head_dim * itemsize + 3 * _INT64)
     return Cost(moved + (2 * head_dim * itemsize if norm else 0), (7 if norm else 3) * tokens * rotated)
+
+
+def product_cost(
+    tokens: int, d_in: int, d_out: int, itemsize: int, *, silu: bool = False, norm: bool = False, add: bool = False,
+    keep: bool = False,
+) -> Cost:  # fmt: skip
+    """bytes: the weight, x read and y written; with `norm` its weight, with `add` the residual read and the sum
+    written, with `keep` the normed rows written. flops: 2 per row and element of the weight, and those of the norm and
+    of the activation. d_out: columns of y, with `silu` half of the weight's rows.
+    """
+    rows = 2 * d_out if silu else d_out
+    moved = rows * d_in + tokens * d_in * (1 + 2 * add + keep) + tokens * d_out + norm * d_in
+    flops = 2 * tokens * rows * d_in + (5 if add else 4) * norm * tokens * d_in + 5 * silu * tokens * d_out
+    return Cost(moved * itemsize, flops)

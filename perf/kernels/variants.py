@@ -13,8 +13,9 @@ from ...ops import elementwise_schedule
 from ...ops.sgmv import AdapterRows, Segments
 from ...ops.sgmv_schedule import Schedule, decode, expand_constants, prefill, shrink_constants
 from ...ops.sgmv_tables import NUM_MODULES, place_pages
+from ...ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_options, gemm_schedule
 from ..gpu.sizes import SIZES
-from .cost import Cost, expand_cost, norm_cost, rotary_cost, shrink_cost, silu_cost
+from .cost import Cost, expand_cost, norm_cost, product_cost, rotary_cost, shrink_cost, silu_cost
 
 #: Llama-3.1-8B: inputs, and (module id, first column, width) of projections that share them.
 GROUPS = SIZES["llama-3.1-8b"].groups()
@@ -30,7 +31,7 @@ _TABLES = {"tiles": "*i32", "offsets": "*i32", "first_elem": "*i64", "pages": "*
 _PLACES = {"places": "*i32"}  # that launches of decode steps read
 
 #: Pointers to what is there before a step's first launch.
-_READY = {"arena", "weight", *_TABLES, *_PLACES}
+_READY = {"arena", "weight", "bias", "norm", *_TABLES, *_PLACES}
 
 _COUNTS = {"layer": "i32", "layers": "i32", "max_pages": "i32", "tokens": "i32"}
 
@@ -90,10 +91,39 @@ ELEMENTWISE = {
 }
 
 
+def _product(d_in: int, d_out: int, **joined: bool) -> Elementwise:
+    schedule = gemm_schedule(d_out * (2 if joined.get("silu") else 1))
+    return Elementwise(
+        "multiply_rows", gemm_constants(schedule, d_in, d_out, **joined), gemm_options(schedule),
+        ("y", "x", "weight", "bias", "norm", "residual", "stream", "normed"),
+        {"eps": "fp32", "tokens": "i32", **_strides("y", "x", "residual")},
+        lambda tokens, itemsize: product_cost(tokens, d_in, d_out, itemsize, **joined),
+    )  # fmt: skip
+
+
+#: Products of few rows with Llama-3.1-8B's weights; those of `norm.` have the norm before them in the launch, of
+#: `keep.` they write what they have normed, too, and those of `mlp` have the activation behind them.
+PRODUCTS = {
+    "base.qkv": _product(4096, 6144),
+    "base.o": _product(4096, 4096),
+    "base.gu": _product(4096, 28672),
+    "base.mlp": _product(4096, 14336, silu=True),
+    "base.down": _product(14336, 4096),
+    "base.head": _product(4096, 128256),
+    "norm.qkv": _product(4096, 6144, norm=True, add=True),
+    "norm.mlp": _product(4096, 14336, norm=True, add=True, silu=True),
+    "keep.qkv": _product(4096, 6144, norm=True, add=True, keep=True),
+    "keep.gu": _product(4096, 28672, norm=True, add=True, keep=True),
+}
+
+#: Launches that read no adapter.
+PLAIN = ELEMENTWISE | PRODUCTS
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One specialisation of a kernel: that of a group of projections in a bucket, for adapters up to a rank, or that of
-    an elementwise launch, whose `max_rank` is 0.
+    a launch that reads no adapter, whose `max_rank` is 0.
     """
 
     kernel: str
@@ -105,16 +135,25 @@ class Variant:
     @property
     def module(self) -> str:
         """The module of `ops` that the kernel is in."""
+        if self.group in PRODUCTS:
+            return "small_gemm_triton"
         return "elementwise_triton" if self.group in ELEMENTWISE else "sgmv_triton"
 
     @property
+    def pointer(self) -> str:
+        """The argument through which weights are read; none where a launch reads no more than its rows."""
+        if self.group in PRODUCTS:
+            return "weight"
+        return "" if self.group in ELEMENTWISE else "arena"
+
+    @property
     def tensor_cores(self) -> bool:
-        return self.kernel.endswith("prefill")
+        return self.group in PRODUCTS or self.kernel.endswith("prefill")
 
     def options(self) -> dict[str, int | bool]:
         return (
-            ELEMENTWISE[self.group].options
-            if self.group in ELEMENTWISE
+            PLAIN[self.group].options
+            if self.group in PLAIN
             else self.schedule().options(self.kernel.startswith("expand"))
         )
 
@@ -124,8 +163,8 @@ class Variant:
         return decode(self.tokens, self.max_rank)
 
     def constants(self) -> dict[str, int]:
-        if self.group in ELEMENTWISE:
-            return ELEMENTWISE[self.group].constants
+        if self.group in PLAIN:
+            return PLAIN[self.group].constants
         d_in, modules = GROUPS[self.group]
         make = shrink_constants if self.kernel.startswith("shrink") else expand_constants
         pages = place_pages(PAGE_ELEMS, SLAB_ELEMS)
@@ -133,8 +172,8 @@ class Variant:
 
     def signature(self) -> dict[str, str]:
         own = f"*{self.dtype}"
-        if self.group in ELEMENTWISE:
-            return {**dict.fromkeys(ELEMENTWISE[self.group].own, own), **ELEMENTWISE[self.group].others}
+        if self.group in PLAIN:
+            return {**dict.fromkeys(PLAIN[self.group].own, own), **PLAIN[self.group].others}
         tables = {**_TABLES, **_COUNTS} if self.tensor_cores else {**_TABLES, **_PLACES, **_COUNTS}
         if self.kernel.startswith("shrink"):
             return {"h": "*fp32", "x": own, "arena": own, **tables, "x_stride": "i32"}
@@ -143,8 +182,8 @@ class Variant:
     def cost(self) -> Cost:
         """Of a full bucket of the largest rank: an adapter per token, or with tensor cores one for all tokens."""
         itemsize = ITEMSIZE[self.dtype]
-        if self.group in ELEMENTWISE:
-            return ELEMENTWISE[self.group].cost(self.tokens, itemsize)
+        if self.group in PLAIN:
+            return PLAIN[self.group].cost(self.tokens, itemsize)
         d_in, modules = GROUPS[self.group]
         offsets = [0] * NUM_MODULES
         segments = Segments()
@@ -183,7 +222,7 @@ class Line:
             yield "reads or writes what the launch before it may still write"
         if not self.wide_loads:
             yield "never loads 16 bytes at once"
-        if self.loads_before > 2 and not self.variant.tensor_cores:
+        if self.loads_before > 2 and not self.variant.kernel.endswith("prefill"):
             yield f"waits for {self.loads_before} loads one after the other before it loads weights"
         if self.variant.tensor_cores and self.variant.dtype != "fp32" and not self.matrix:
             yield "has no matrix instruction"
@@ -211,11 +250,14 @@ def variants() -> Iterator[Variant]:
                     yield Variant(kernel, group, "fp32", 64, 64)
 
 
-def elementwise_variants() -> Iterator[Variant]:
-    """Every launch in every dtype; a kernel is the same for any number of tokens."""
+def plain_variants() -> Iterator[Variant]:
+    """Every launch that reads no adapter; a kernel is the same for any number of tokens. Products are not in f32."""
     for group, launch in ELEMENTWISE.items():
         for dtype in ITEMSIZE:
             yield Variant(launch.kernel, group, dtype, 64)
+    for group, launch in PRODUCTS.items():
+        for dtype in ("bf16", "fp16"):
+            yield Variant(launch.kernel, group, dtype, MAX_ROWS)
 
 
 def compile_variant(job: tuple[Variant, str]) -> Line:
@@ -231,7 +273,7 @@ def compile_variant(job: tuple[Variant, str]) -> Line:
         constants,
         capability,
         options,
-        pointer="" if variant.group in ELEMENTWISE else "arena",
+        pointer=variant.pointer,
         ready=_READY,
     )
     return Line(variant, arch, **asdict(compiled), cost=variant.cost())

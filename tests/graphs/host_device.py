@@ -36,6 +36,17 @@ class HostDevice(CudaDevice):
 
         return replay
 
+    def fork(self):
+        return nullcontext()
+
+    def join(self):
+        """What was forked is done."""
+
+    def seconds(self, work, count=5):
+        """No time passes here; a test may say how much does."""
+        work()
+        return 0.0
+
     def memory(self):
         return self._memory_bytes, self._memory_bytes
 

@@ -426,6 +426,20 @@ def test_bits_of_a_row_do_not_depend_on_its_company():
 
 
 @needs_triton
+def test_half_a_product_is_of_one_pass_and_expand_needs_y():
+    from chorus.ops.sgmv_triton import Sgmv
+
+    tables = make_tables(64)
+    product = Sgmv(torch.zeros(2, 64), tables, [(0, 0, 24)], 40, decode(8, 16))
+    x, tiles = torch.zeros(2, 40), tables.tiles_of_pass
+    with pytest.raises(ValueError, match="shrink alone of 2 passes"):
+        product(None, x, 1, tiles[:2], 1, half="shrink")
+    for half in ("expand", None):
+        with pytest.raises(ValueError, match="y is missing"):
+            product(None, x, 1, tiles[:1], 1, half=half)
+
+
+@needs_triton
 def test_kernels_are_compiled_beside_each_other():
     """For a GPU that is not there: what a launch takes is compiled on the pool's threads, and nothing is launched."""
     result = run("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")

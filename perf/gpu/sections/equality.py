@@ -45,26 +45,28 @@ def run(context: Context) -> dict[str, Any]:
     size = {"max_seqs": largest, "max_batched": context.pick(64, 2048, 4096), "max_len": 64}
     found: dict[str, Any] = {"compared": f"tokens, log-probabilities of the {_TOP} likeliest, all KV", "cases": []}
     size |= {"inline_reads": True, "shadow": True}
-    with (
-        Subject(context, adapters, graph_capture="ahead", **size) as captured,
-        Subject(context, adapters, graph_capture="off", **size) as eager,
-    ):
-        for subject in (captured, eager):  # the same pages in both
-            subject.load(list(adapters))
-        all_cases = cases(list(adapters), largest)
-        merged = next(iter(adapters))
-        for name, chosen in [*all_cases, *((f"{name}, {merged} merged", chosen) for name, chosen in all_cases)]:
-            say(f"graph against eager: {name}")
-            if name.endswith("merged"):
-                for subject in (captured, eager):
-                    subject.merge(merged)
-            steps = context.pick(3, 12, 24)
-            one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
-            _compare(name, one, other)
-            pages = _compare_arenas(name, captured, eager)
-            found["cases"].append({"case": name, "rows": len(chosen), "steps": steps, "equal": True, "pages": pages})
-            context.save(found)
-        found["startup"] = captured.startup()
+    for small_gemm in context.pick(("fused",), ("fused", "off"), ("fused", "on", "off")):
+        with (
+            Subject(context, adapters, graph_capture="ahead", small_gemm=small_gemm, **size) as captured,
+            Subject(context, adapters, graph_capture="off", small_gemm=small_gemm, **size) as eager,
+        ):
+            for subject in (captured, eager):  # the same pages in both
+                subject.load(list(adapters))
+            for merged in (None, next(iter(adapters))):
+                for name, chosen in cases(list(adapters), largest):
+                    case = f"{name}, {merged or 'none'} merged, products of few rows: {small_gemm}"
+                    say(f"graph against eager: {case}")
+                    for subject in (captured, eager) if merged is not None else ():
+                        subject.merge(merged)
+                    steps = context.pick(3, 12, 24)
+                    one, other = trace(captured, chosen, steps), trace(eager, chosen, steps)
+                    _compare(case, one, other)
+                    pages = _compare_arenas(case, captured, eager)
+                    found["cases"].append(
+                        {"case": case, "rows": len(chosen), "steps": steps, "equal": True, "pages": pages}
+                    )
+                    context.save(found)
+            found["startup"] = captured.startup()
     return found
 
 

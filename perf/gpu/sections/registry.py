@@ -15,6 +15,7 @@ SECTIONS = {
     "equality": "(g) graph replay against eager steps, bit for bit",
     "decode": "(c) decode steps against their byte floor",
     "sgmv": "(b) SGMV beside other ways",
+    "products": "(h) products of few rows, ours beside cuBLAS",
     "ttft": "(e) time to first token, adapter resident and not",
     "tests": "the tests that need a GPU",
     "merged": "(h) decode steps with an adapter in the weights",

@@ -7,10 +7,12 @@ launch, so everything is tiny.
 from __future__ import annotations
 
 import gc
+import logging
 import sys
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,17 +21,21 @@ import torch
 
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
-from chorus.core.executors import cuda, cuda_steps
+from chorus.core.executors import cuda, cuda_products, cuda_steps
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.executors.cuda import CudaExecutor
 from chorus.core.executors.cuda_memory import OutOfDeviceMemory
 from chorus.core.executors.cuda_steps import CudaSteps
+from chorus.core.model import decoder
+from chorus.core.model.batch import BY_LIBRARY, Way
+from chorus.core.model.decoder import DecoderModel
+from chorus.core.model.lora_state import DOWN, GATE_UP, QKV
 from chorus.core.model.lora_state_cuda import MAX_PARTS
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.format import AdapterFormatError
 from chorus.memory.host.images import InlineReads, ThreadReads
 from chorus.memory.pages.pool import PageKind
-from chorus.ops import attention_flashinfer, sgmv_triton
+from chorus.ops import attention_flashinfer, sgmv_triton, small_gemm_triton
 from chorus.ops.attention_flashinfer import FlashInferBackend
 from chorus.perf.profile.entered import entered
 
@@ -473,3 +479,167 @@ def test_a_decode_step_enters_few_files(drive, tiny):
     counts = entered(driver.engine.step)
     assert "ops/sgmv_triton.py" in counts
     assert len(counts) <= 25, sorted(counts)
+
+
+class TimedDevice(LateDevice):
+    """Says of every way of a product the time that the test has planted, and notes what was asked for, and when."""
+
+    def __init__(self, planted):
+        super().__init__()
+        self.planted = planted
+        self.asked = []
+
+    def seconds(self, work, count=5):
+        seen = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(DecoderModel, "run_products", lambda self, group, way, x, *rest: seen.append((group, way, x)))
+            work()
+        ((group, way, x),) = seen
+        self.asked.append((group, way, len(x), self.num_captures))
+        return self.planted(group, way, len(x))
+
+
+@pytest.fixture
+def float32_products(monkeypatch):
+    """Our kernel serves float32, too, which the interpreter multiplies as it is."""
+    monkeypatch.setitem(cuda_products.TOLERANCE, torch.float32, 1e-4)
+
+
+def test_products_are_by_whom_takes_least_time(tiny, float32_products, caplog):
+    """Product by product and bucket by bucket, before anything is captured; the log says the times."""
+
+    def planted(group, way, rows):
+        if group == QKV:
+            return {Way.LIBRARY: 3e-6, Way.SMALL: 2e-6, Way.NORMED: 1e-6 * rows}[way]
+        return {Way.LIBRARY: 2e-6, Way.SMALL: 1e-6 if group == DOWN else 2e-6, Way.NORMED: 5e-6}[way]
+
+    device = TimedDevice(planted)
+    caplog.set_level(logging.INFO)
+    executor = CudaExecutor(make_config(tiny), device)
+    by_library = (Way.LIBRARY,) * 2
+    assert executor.steps.ways == {
+        1: (Way.NORMED, *by_library, Way.SMALL, Way.LIBRARY),
+        2: (Way.SMALL, *by_library, Way.SMALL, Way.LIBRARY),
+        4: (Way.SMALL, *by_library, Way.SMALL, Way.LIBRARY),
+    }
+    assert {captures for *_, captures in device.asked} == {0}, "graphs were captured before the choice"
+    assert device.num_captures
+    assert {(group, way) for group, way, rows, _ in device.asked if rows == 4} == {
+        (group, way)
+        for group in range(5)
+        for way in Way
+        if way is not Way.NORMED or group in (QKV, GATE_UP)
+    }  # fmt: skip
+    assert "base products of 1 rows: qkv normed (µs: library 1.5, small 1.0, normed 0.5), o library" in caplog.text
+    executor.close()
+
+
+@pytest.mark.parametrize("setting", ["on", "fused"])
+def test_our_products_give_the_references_tokens(drive, tiny, float32_products, setting):
+    """In steps with adapters and without, captured; rows of the base model have the same bits in both."""
+    driver = drive(small_gemm=setting, adapters=["r17-all", "r5-o-down"])
+    first = Way.SMALL if setting == "on" else Way.NORMED
+    ways = driver.executor.inner.steps.ways
+    assert set(ways.values()) == {(first, Way.SMALL, first, Way.SMALL, Way.SMALL)}
+    check(driver, ask(driver, tiny, ("r17-all", 5, 4), (None, 6, 5), ("r5-o-down", 3, 3)))
+    assert {bool(plan.adapters) for plan in driver.plans if plan.bucket} == {True, False}
+
+
+@pytest.mark.parametrize("setting", ["on", "fused"])
+def test_products_of_a_row_are_the_same_with_and_without_adapters_in_the_step(
+    drive, tiny, float32_products, monkeypatch, setting
+):
+    """Those of the first layer's qkv, which come before attention: on a CPU that depends on the other rows."""
+    driver = drive(small_gemm=setting, adapters=["r17-all"], async_scheduling=False)
+    check(driver, ask(driver, tiny, ("r17-all", 3, 3), (None, 4, 3)))
+    mixed = next(plan for plan in driver.plans if plan.bucket and len(plan.rows) == 2)
+    row = next(row for row in mixed.rows if row.slot < 0)
+    name = "multiply" if setting == "on" else "add_norm_multiply"
+    inner, products = getattr(small_gemm_triton, name), []
+
+    def noted(*args, **kwargs):
+        found = inner(*args, **kwargs)
+        products.append(found if setting == "on" else found[2])
+        return found
+
+    monkeypatch.setattr(small_gemm_triton, name, noted)
+    first = []
+    for plan in (mixed, replace(mixed, rows=[row], adapters=[], bucket=1)):
+        products.clear()
+        driver.executor.inner.execute(plan)
+        first.append(products[0][plan.rows.index(row)].clone())
+    assert torch.equal(*first)
+
+
+def test_a_product_with_other_values_is_not_used(tiny, float32_products, monkeypatch, caplog):
+    right = small_gemm_triton.multiply
+    monkeypatch.setattr(small_gemm_triton, "multiply", lambda x, *rest, **joined: 1.01 * right(x, *rest, **joined))
+    executor = CudaExecutor(make_config(tiny, small_gemm="on", max_num_seqs=1), LateDevice())
+    assert set(executor.steps.ways.values()) == {BY_LIBRARY}
+    assert "small of qkv is not used: it differs by 1.0e-02 of the largest value" in caplog.text
+    executor.close()
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"small_gemm": "on"}, "the kernel for few rows takes bfloat16 and float16, the model is in float32"),
+        ({"small_gemm": "off"}, "small_gemm is off"),
+        ({"graph_capture": "off"}, "steps are not captured"),
+    ],
+)
+def test_says_why_products_are_the_librarys(tiny, caplog, config, why):
+    caplog.set_level(logging.INFO)
+    executor = CudaExecutor(make_config(tiny, max_num_seqs=1, **config), LateDevice())
+    assert set(executor.steps.ways.values()) == {BY_LIBRARY}
+    assert f"base products by the library: {why}" in caplog.text
+    executor.close()
+
+
+class ForkingDevice(LateDevice):
+    """Notes where work goes; what is forked is done at once, as if the other stream were ahead."""
+
+    def __init__(self, log):
+        super().__init__()
+        self.log = log
+
+    @contextmanager
+    def fork(self):
+        self.log.append("fork")
+        yield
+        self.log.append("back")
+
+    def join(self):
+        self.log.append("join")
+
+
+def test_shrink_runs_beside_the_base_product(tiny, monkeypatch):
+    """Each decode step of a captured bucket: forked before the base product, joined before expand; the same tokens."""
+    log: list[str] = []
+
+    def noted(module, name, label):
+        inner = getattr(module, name)
+
+        def call(*args, **kwargs):
+            log.append(label(kwargs))
+            return inner(*args, **kwargs)
+
+        monkeypatch.setattr(module, name, call)
+
+    noted(sgmv_triton.Sgmv, "__call__", lambda kwargs: str(kwargs.get("half")))
+    noted(decoder, "multiply", lambda kwargs: "product")
+    noted(decoder, "rotate_and_write", lambda kwargs: "rotary")
+    config = make_config(tiny, forked_shrink=True, max_num_seqs=2)
+    executor = CudaExecutor(config, ForkingDevice(log))
+    engine = Engine(config, RecordingExecutor(executor), ticking(), InlineReads())
+    engine.store.register("r17-all", tiny.adapters["r17-all"])
+    driver = Driver(engine, engine.executor)
+    check(driver, ask(driver, tiny, ("r17-all", 3, 4), ("r17-all", 4, 4)))
+    log.clear()
+    executor.steps.graphs.replay(2, StepMode.LORA)
+    each = ["fork", "shrink", "back", "product", "join", "expand"]
+    assert log == [*each, "rotary", *each, *each, *each] * SPEC.layers + ["product"]
+    log.clear()
+    executor.steps.graphs.replay(2, StepMode.BASE)
+    assert "fork" not in log, "without adapters there is nothing to run beside"
+    engine.close()

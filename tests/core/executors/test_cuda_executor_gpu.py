@@ -52,6 +52,7 @@ def drive(files) -> Iterator[Callable[..., Driver]]:
 
     def make(dtype: str, *, reads: Reads | None = None, **config) -> Driver:
         model, paths = files(dtype)
+        config.setdefault("small_gemm", "on")  # two engines must agree, and what is measured may not be the same twice
         settings = EngineConfig(
             model=model, **{"device": "cuda", "memory_bytes": 64 << 20, "max_num_seqs": 8, "threads": 1, **config}
         )
@@ -109,9 +110,11 @@ def test_float32_tokens_equal_the_cpus(drive):
     assert gpu.executor.inner.captured == []
 
 
-def test_graphs_equal_eager_steps_bit_for_bit(drive):
+@pytest.mark.parametrize("config", [{"small_gemm": "on"}, {"small_gemm": "fused"}, {"small_gemm": "off"},
+                                    {"forked_shrink": True}], ids=str)  # fmt: skip
+def test_graphs_equal_eager_steps_bit_for_bit(drive, config):
     """The same plans, captured and not: every decode step's logits are the same bits."""
-    captured, eager = drive("bfloat16"), drive("bfloat16", graph_capture="off")
+    captured, eager = drive("bfloat16", **config), drive("bfloat16", graph_capture="off", **config)
     assert [(step.bucket, step.mode) for step in captured.executor.inner.captured] == ALL_KEYS
     asked = list(zip(itertools.cycle(names(captured)), prompts(24), strict=False))
     add_all(captured, asked, 10)
@@ -130,6 +133,27 @@ def test_graphs_equal_eager_steps_bit_for_bit(drive):
     assert captured.drain() == eager.drain()
     assert len(captured.executor.inner.captured) == len(ALL_KEYS)
     assert eager.executor.inner.captured == []
+
+
+def test_a_forked_shrink_gives_the_same_bits(drive):
+    forked, plain = drive("bfloat16", forked_shrink=True), drive("bfloat16")
+    asked = list(zip(itertools.cycle(names(forked)), prompts(24, seed=9), strict=False))
+    for driver in (forked, plain):
+        add_all(driver, asked, 10)
+    assert forked.drain() == plain.drain()
+
+
+def test_whoever_multiplies_is_chosen_by_time(drive, caplog):
+    """And gives logits that are the library's up to rounding."""
+    with caplog.at_level(logging.INFO, "chorus"):
+        chosen, library = drive("bfloat16", small_gemm="auto"), drive("bfloat16", small_gemm="off")
+    assert "base products of 1 rows: qkv " in caplog.text
+    assert "is not used" not in caplog.text
+    assert set(chosen.executor.inner.steps.ways) == {1, 2, 4, 8}
+    for driver in (chosen, library):
+        driver.run("x", None, [5, 6, 7], max_tokens=2)
+    mine, its = (driver.executor.inner.steps.logits[0] for driver in (chosen, library))
+    assert float((mine - its).abs().max()) <= 0.1 * float(its.abs().max())
 
 
 def test_loads_and_evictions_between_replays(drive):

@@ -205,6 +205,23 @@ def test_sgmv_in_the_interpreter(context):
     assert all(table.rows for table in tables)
 
 
+@pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+def test_products_in_the_interpreter(context):
+    options = ["--quick", "--device", "cpu", "--out", str(context.store.directory)]
+    done = worker("products", *options)
+    assert done.returncode == 0, done.stderr
+    values = context.store.values("products")
+    assert "not_measured" not in values
+    assert {(row["product"], row["count"]) for row in values["rows"]} == {
+        (product, count) for product in ("qkv", "o", "gate and up", "down") for count in (1, 3)
+    }
+    for row in values["rows"]:
+        assert row["small_error"] <= 1e-4
+        assert row["small_share"] == pytest.approx(row["bytes"] / (row["small_us"] / 1e6) / 5e9)
+        assert ("normed_us" in row) == (row["product"] in ("qkv", "gate and up"))
+    assert all(table.rows for table in section("products").tables(values))
+
+
 def worker(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "chorus.perf.gpu", "--worker", *arguments]
     return subprocess.run(

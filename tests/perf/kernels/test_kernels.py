@@ -9,7 +9,7 @@ import pytest
 
 from chorus.perf.kernels import __main__ as kernels
 from chorus.perf.kernels.cost import Cost
-from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, elementwise_variants, variants
+from chorus.perf.kernels.variants import SHARED_LIMIT, Line, Variant, plain_variants, variants
 
 GOOD = Line(
     Variant("expand_prefill", "o", "bf16", 256, 64), "sm_90", 128, 0, 4096, "wgmma.m64n64k16", wide_loads=8,
@@ -26,6 +26,8 @@ GOOD = Line(
         ({"matrix": ""}, "matrix instruction"),
         ({"is_early": True}, "the launch before it"),
         ({"variant": Variant("expand_decode", "o", "bf16", 64, 64), "loads_before": 3}, "3 loads"),
+        ({"variant": Variant("multiply_rows", "base.o", "bf16", 16), "loads_before": 3}, "3 loads"),
+        ({"variant": Variant("multiply_rows", "base.o", "bf16", 16), "matrix": ""}, "matrix instruction"),
     ],
 )
 def test_what_a_kernel_must_not_do(change, problem):
@@ -48,25 +50,28 @@ def test_bad_arguments(argv, capsys):
 
 
 def test_variants_differ():
-    listed = [*variants(), *elementwise_variants()]
+    listed = [*variants(), *plain_variants()]
     assert len(set(listed)) == len(listed)
 
 
 def test_every_variant_says_what_it_costs():
-    for variant in elementwise_variants():
+    for variant in plain_variants():
         cost = variant.cost()
-        assert cost.bytes > 64 * 4096, "a launch moves its rows at least once"
+        assert cost.bytes > variant.tokens * 4096, "a launch moves its rows at least once"
         assert cost.flops > 0
-    costs = {(v.group, v.dtype): v.cost() for v in elementwise_variants()}
+    costs = {(v.group, v.dtype): v.cost() for v in plain_variants()}
     assert costs["norm", "fp32"].bytes == 2 * costs["norm", "bf16"].bytes == 2 * 4096 * 2 * (2 * 64 + 1)
     assert costs["add", "bf16"].bytes == 4096 * 2 * (4 * 64 + 1)
     assert costs["silu", "bf16"].bytes == 3 * 64 * 14336 * 2
+    assert costs["base.o", "bf16"].bytes == 2 * 4096 * (4096 + 2 * 16)
+    assert costs["norm.mlp", "bf16"].bytes == 2 * (4096 * 28672 + 4096 + 16 * (3 * 4096 + 14336))
+    assert costs["base.qkv", "fp16"].flops == 2 * 16 * 4096 * 6144
     assert costs["rotary", "bf16"].bytes == 64 * (2 * 48 * 128 * 2 + 128 * 2 + 24)
 
 
 def test_signatures_name_the_kernels_arguments():
     pytest.importorskip("triton")
-    for variant in elementwise_variants():
+    for variant in plain_variants():
         module = import_module(f"chorus.ops.{variant.module}")
         given = set(variant.signature()) | set(variant.constants())
         assert given == set(getattr(module, variant.kernel).arg_names)

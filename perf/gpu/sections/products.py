@@ -1,0 +1,139 @@
+"""Products of few rows with the base weights: our kernel beside cuBLAS, with and without what stands around them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ....core.model.batch import Way
+from ....core.model.decoder import add_and_norm, multiply, multiply_and_gate, norm_and_multiply
+from ....ops.small_gemm_schedule import MAX_ROWS
+from ...kernels.cost import Cost, product_cost
+from ...report.table import Table
+from ..context import Context
+from ..lora_case import layers_for
+from .registry import rows_table
+
+_EPS = 1e-5
+
+#: Largest difference from cuBLAS, as a share of the largest output.
+TOLERANCE = {"bfloat16": 2.0**-6, "float32": 1e-4}
+
+#: Name → group of projections, if the norm stands before the product, and the activation behind it. Both are timed with
+#: the product, as whoever multiplies may have them in the same launch.
+CASES = {
+    "qkv": ("qkv", True, False),
+    "o": ("o", False, False),
+    "gate and up": ("gate_up", True, True),
+    "down": ("down", False, False),
+}
+
+
+class WrongValues(ArithmeticError):
+    """Our kernel computed something else than cuBLAS does."""
+
+
+class _Case:
+    """A group's weights of several layers, and rows; every way gives the product of each layer with the same rows."""
+
+    def __init__(self, context: Context, name: str, rows: int) -> None:
+        group, self.has_norm, self.gate = CASES[name]
+        d_in, modules = context.size.groups()[group]
+        d_out = sum(width for _, _, width in modules)
+        itemsize = context.dtype.itemsize
+        self.layers = layers_for(d_in * d_out * itemsize, context.l2_bytes(), 32)
+        generator = torch.Generator(context.device).manual_seed(context.seed)
+
+        def draw(*shape: int) -> torch.Tensor:
+            values = torch.empty(*shape, dtype=context.dtype, device=context.device)
+            return values.normal_(0, 1, generator=generator)
+
+        self.weights = [draw(d_out, d_in) / d_in**0.5 for _ in range(self.layers)]
+        self.x, self.residual, self.norm = draw(rows, d_in), draw(rows, d_in), 1 + 0.1 * draw(d_in)
+        y = d_out // 2 if self.gate else d_out
+        self.cost: Cost = product_cost(rows, d_in, y, itemsize, silu=self.gate, norm=self.has_norm, add=self.has_norm)
+
+    def ways(self) -> list[Way]:
+        return [way for way in Way if way is not Way.NORMED or self.has_norm]
+
+    def product(self, way: Way, weight: torch.Tensor) -> torch.Tensor:
+        if way is Way.NORMED:
+            return norm_and_multiply(
+                self.x, self.residual, self.norm, _EPS, weight, gate=self.gate, keep=False
+            )[2]  # fmt: skip
+        x = add_and_norm(self.x, self.residual, self.norm, _EPS) if self.has_norm else self.x
+        return (multiply_and_gate if self.gate else multiply)(way, x, weight)
+
+    def work(self, way: Way) -> Callable[[], None]:
+        def run() -> None:
+            for weight in self.weights:
+                self.product(way, weight)
+
+        return run
+
+    def error(self, way: Way) -> float:
+        """Largest difference from the library's, as a share of the largest."""
+        before = self.residual.clone()
+        want = self.product(Way.LIBRARY, self.weights[0]).float()
+        self.residual.copy_(before)
+        got = self.product(way, self.weights[0]).float()
+        self.residual.copy_(before)
+        return float((got - want).abs().max() / want.abs().max())
+
+    def changing_rows(self, way: Way) -> list[int]:
+        """Rows whose bits are others when they come alone."""
+        before = self.residual.clone()
+        whole, found = self.product(way, self.weights[0]), []
+        x = self.x
+        for row in range(len(x)):
+            self.x, self.residual = x[row : row + 1], before[row : row + 1].clone()
+            if not torch.equal(self.product(way, self.weights[0])[0], whole[row]):
+                found.append(row)
+        self.x, self.residual = x, before
+        return found
+
+
+def run(context: Context) -> dict[str, Any]:
+    """Microseconds per product, and bytes over the time as a share of the measured bandwidth."""
+    found: dict[str, Any] = {
+        "method": context.timer.method,
+        "cache": f"a call goes through weights of at least 4 times the L2 cache's {context.l2_bytes()} bytes",
+        "bandwidth_bytes_per_s": context.bandwidth(), "rows": [],
+    }  # fmt: skip
+    for name in CASES:
+        for count in context.pick((1, 3), (1, 4, MAX_ROWS), (1, 2, 4, 8, MAX_ROWS)):
+            with context.row(found, f"product {name}, {count} rows"):
+                found["rows"].append(_measure(context, name, count))
+    return found
+
+
+def _measure(context: Context, name: str, count: int) -> dict[str, Any]:
+    case = _Case(context, name, count)
+    row: dict[str, Any] = {"product": name, "count": count, "layers": case.layers, "bytes": case.cost.bytes}
+    for way in case.ways():
+        if way is not Way.LIBRARY:
+            error = case.error(way)
+            if not error <= TOLERANCE[context.dtype_name]:
+                raise WrongValues(f"{name} by {way}: differs from the library by {error:.1e} of the largest output")
+            if changing := case.changing_rows(way):
+                raise WrongValues(f"{name} by {way}: rows {changing} of {count} have other bits alone")
+            row[f"{way}_error"] = error
+        seconds = context.timer.time(case.work(way)).seconds / case.layers
+        row[f"{way}_us"] = seconds * 1e6
+        row[f"{way}_share"] = case.cost.bytes / seconds / context.bandwidth()
+    row["over_library"] = min(row[f"{way}_us"] for way in case.ways()[1:]) / row[f"{Way.LIBRARY}_us"]
+    return row
+
+
+def tables(values: dict[str, Any]) -> list[Table]:
+    def share(way: Way) -> Callable[[dict[str, Any]], float | None]:
+        return lambda row: 100 * row[f"{way}_share"] if f"{way}_share" in row else None
+
+    columns: dict[str, str | Callable[[Any], Any]] = {"product": "product", "rows": "count"}
+    for way in Way:
+        columns |= {f"{way} µs": lambda row, way=way: row.get(f"{way}_us"), f"% {way}": share(way)}
+    columns["ours/library"] = "over_library"
+    title = "(h) products of few rows, % of measured bandwidth"
+    return [rows_table(title, columns, values["rows"])]

@@ -1,0 +1,101 @@
+"""The product of few rows on a GPU: against its definition, row by row in any company, and captured."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from chorus.graphs.device import CudaDevice
+from chorus.ops import dependent_launch
+
+from .test_small_gemm_triton import TOLERANCE, Case, Inputs, cases, check, check_broken_row, check_company, run
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")]
+
+HALVES = [dtype for dtype in TOLERANCE if dtype.itemsize == 2]
+
+#: Those of Llama-3.1-8B, with what a step joins to them, and some that end within a block.
+LARGE = [
+    Case(seed=1, rows=16, shape=(4096, 6144), bias=False, silu=False, norm=True, add=True),
+    Case(seed=2, rows=7, shape=(4096, 14336), bias=False, silu=True, norm=True, add=True),
+    Case(seed=3, rows=16, shape=(4096, 14336), bias=False, silu=True, norm=False, add=False),
+    Case(seed=4, rows=9, shape=(14336, 4096), bias=False, silu=False, norm=False, add=False),
+    Case(seed=5, rows=16, shape=(4096, 128256), bias=False, silu=False, norm=False, add=False),
+    Case(seed=6, rows=3, shape=(3584, 4608), bias=True, silu=False, norm=True, add=False),
+    Case(seed=7, rows=5, shape=(896, 1153), bias=True, silu=True, norm=True, add=True, spare=8),
+]
+
+
+@pytest.fixture(params=[True, False], ids=["early", "in turn"])
+def launch(request):
+    dependent_launch.allow(request.param)
+    yield
+    dependent_launch.allow(True)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_values(dtype, launch):
+    for case in [*cases(0, 24), *LARGE]:
+        problem = check(case, dtype, "cuda")
+        assert not problem, (case, problem)
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_bits_of_a_row_do_not_depend_on_its_company(dtype, launch):
+    for case in [*cases(3, 24), *LARGE]:
+        problem = check_company(case, dtype, "cuda") or check_broken_row(case, "cuda")
+        assert not problem, (case, problem)
+
+
+def test_bits_do_not_depend_on_when_launches_begin():
+    for case in LARGE:
+        inputs, found = Inputs(case, torch.bfloat16), []
+        for early in (True, False):
+            dependent_launch.allow(early)
+            found.append(run(case, inputs, "cuda"))
+        dependent_launch.allow(True)
+        assert all(mine is its or torch.equal(mine, its) for mine, its in zip(*found, strict=True)), case
+
+
+def test_captured_launches_follow_their_inputs():
+    from chorus.ops import small_gemm_triton
+
+    device = CudaDevice()
+    with device.scope():
+        x, weight = torch.zeros(4, 512, device="cuda").bfloat16(), torch.randn(96, 512, device="cuda").bfloat16()
+        y = torch.zeros(4, 96, device="cuda").bfloat16()
+        replay = device.capture(lambda: y.copy_(small_gemm_triton.multiply(x, weight)))
+        for _ in range(3):
+            x.normal_()
+            replay()
+            assert torch.equal(y, small_gemm_triton.multiply(x, weight))
+
+
+def test_a_fork_runs_beside_the_stream_and_is_joined():
+    """In a capture: what is forked sees what came before it, and what comes behind the join sees it."""
+    device = CudaDevice()
+    with device.scope():
+        source, side, total = (torch.zeros(1 << 20, device="cuda") for _ in range(3))
+
+        def work():
+            source.add_(1)
+            with device.fork():
+                side.copy_(source).mul_(2)
+            total.copy_(source)
+            device.join()
+            total.add_(side)
+
+        replay = device.capture(work)
+        for _ in range(3):
+            replay()
+        torch.cuda.synchronize()
+        assert bool((total == 3 * source).all())
+        assert float(source[0]) == 4, "once before the capture, and three replays"
+
+
+def test_seconds_are_of_replays():
+    device = CudaDevice()
+    values = torch.zeros(1 << 20, device="cuda")
+    torch.cuda.synchronize()
+    assert device.seconds(lambda: values.add_(1), count=3) > 0
+    assert float(values[0]) == 5, "once before the capture, a replay to warm up, and three that are timed"
