@@ -76,8 +76,9 @@ class Admission:
         """Note that an account comes to the queue, if it had nothing waiting."""
         accounts = self._waiting.accounts
         if account not in accounts and not self._prefills.holds(account):
-            self._policy.arrive(account, accounts)
-            self._turns.take(account, self._clock(), self._num_steps())
+            now, step = self._clock(), self._num_steps()
+            self._policy.arrive(account, accounts, self._turns.least(now, step))
+            self._turns.take(account, now, step)
 
     def end(self, request: Request) -> None:
         """Note that a request, which has left those that run, is charged for what it has computed."""

@@ -15,12 +15,16 @@ from .mode_policy import ModePolicy, ModePrices
 class QueuePolicy(Protocol):
     """Shares what the engine does among accounts: tenants or, where it is configured so, adapters."""
 
-    def arrive(self, account: str, waiting: Collection[str]) -> None:
-        """Note that an account that had nothing waiting has now. waiting: the other accounts that have."""
+    def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
+        """Note that an account that had nothing waiting has now. waiting: the other accounts that have. least: the
+        lowest of their standings, None where there are none.
+        """
         ...
 
     def standing(self, account: str) -> float:
-        """Return a number by which accounts are ordered: the lowest comes next. It changes with `charge` only."""
+        """Return a number by which accounts are ordered: the lowest comes next. While an account waits it changes with
+        `charge` and `settle` only.
+        """
         ...
 
     def charge(self, request: Request, length: int) -> None:
@@ -57,7 +61,7 @@ class TokenCounters(QueuePolicy):
     def __init__(self, weights: Mapping[str, float] = MappingProxyType({})) -> None:
         """weights: by account; 1 where nothing is said."""
         self._weights = weights
-        self._counters: OrderedDict[str, float] = OrderedDict()  # least recently charged first
+        self._counters: OrderedDict[str, float] = OrderedDict()  # who came or was charged least recently first
         self._level = 0.0  # of the account that was served last, before it was
 
     @property
@@ -65,11 +69,11 @@ class TokenCounters(QueuePolicy):
         """Counters of the accounts that were served lately."""
         return self._counters
 
-    def arrive(self, account: str, waiting: Collection[str]) -> None:
-        level = min(map(self.standing, waiting)) if waiting else self._level
-        if self._counters.get(account, level) <= level:
-            self._counters[account] = level
-            self._bound()
+    def arrive(self, account: str, waiting: Collection[str], least: float | None) -> None:
+        level = self._level if least is None else least
+        self._counters[account] = max(level, self._counters.get(account, level))
+        self._counters.move_to_end(account)
+        self._bound(waiting)
 
     def standing(self, account: str) -> float:
         return self._counters.get(account, self._level)
@@ -80,7 +84,6 @@ class TokenCounters(QueuePolicy):
         request.charged = self._cost(request, length)
         self._counters[request.account] = counter + request.charged
         self._counters.move_to_end(request.account)
-        self._bound()
 
     def settle(self, request: Request) -> None:
         actual = self._cost(request, request.num_computed_tokens)
@@ -97,10 +100,14 @@ class TokenCounters(QueuePolicy):
         cost = PROMPT_COST * (end - begin - outputs) + OUTPUT_COST * outputs
         return cost / self._weights.get(request.account, 1.0)
 
-    def _bound(self) -> None:
-        """Forget who was not served for longest; should it come back, it is lifted like one that comes anew."""
-        while len(self._counters) > _MOST_ACCOUNTS:
-            self._counters.popitem(last=False)
+    def _bound(self, waiting: Collection[str]) -> None:
+        """Forget who was not served for longest and does not wait; should it come back, it is lifted like one that
+        comes anew.
+        """
+        while len(self._counters) > _MOST_ACCOUNTS + len(waiting):
+            account, counter = self._counters.popitem(last=False)
+            if account in waiting:
+                self._counters[account] = counter
 
 
 class VictimPolicy(Protocol):

@@ -51,7 +51,7 @@ class Turns:
         self._turns: dict[str, Turn] = {}  # of the heap's entries those that hold
         self._count = itertools.count()
         self._late_before = (-math.inf, -math.inf)
-        self._passed: list[Turn] = []
+        self._passed: list[Turn] = []  # a heap, too: of those that are not looked at again until `restart`
         self._passed_late: list[tuple[str, Since]] = []
         self.is_late = False
         """True if the account that `top` returned last has waited too long."""
@@ -66,7 +66,7 @@ class Turns:
         """Note that the policy may think better of an account than before."""
         turn = self._turns.get(account)
         if turn is not None and self._policy.standing(account) < turn[0]:
-            self._enter(account, turn[1])
+            self._enter(self._heap, account, turn[1])
             self._bound()
 
     def restart(self, now: float, step: int) -> None:
@@ -80,10 +80,12 @@ class Turns:
             if self._turns.get(turn[2]) is turn:
                 heapq.heappush(self._heap, turn)
         self._passed_late, self._passed = [], []
-        for account in self._waiting.take_new_accounts():
-            number = next(self._count)
-            self._since.setdefault(account, (now, step, number))
-            self._enter(account, number)
+        self._take_new(self._heap, now, step)
+
+    def least(self, now: float, step: int) -> float | None:
+        """Return the lowest standing of all that wait; None if nobody does. Who has been passed over stays so."""
+        self._take_new(self._passed, now, step)
+        return min((turn[0] for heap in (self._heap, self._passed) if (turn := self._first(heap))), default=None)
 
     def top(self) -> str | None:
         """Return the account whose turn it is; None if all have been passed over."""
@@ -97,28 +99,15 @@ class Turns:
                 return account
             del since[account]
         self.is_late = False
-        heap = self._heap
-        while heap:
-            turn = heap[0]
-            account = turn[2]
-            if self._turns.get(account) is not turn:
-                heapq.heappop(heap)
-            elif account not in accounts:
-                heapq.heappop(heap)
-                del self._turns[account]
-            elif self._policy.standing(account) > turn[0]:  # it has been charged since
-                heapq.heappop(heap)
-                self._enter(account, turn[1])
-            else:
-                return account
-        return None
+        turn = self._first(self._heap)
+        return None if turn is None else turn[2]
 
     def pass_over(self) -> None:
         """Go on to the next account, until `restart`."""
         if self.is_late:
             self._passed_late.append(self._since.popitem(last=False))
         else:
-            self._passed.append(heapq.heappop(self._heap))
+            heapq.heappush(self._passed, heapq.heappop(self._heap))
 
     def rank(self, account: str) -> tuple[bool, float, float]:
         """Return a key by which accounts that wait are in the order of turns; False first: it has waited too long."""
@@ -131,9 +120,33 @@ class Turns:
     def _is_late(self, since: Since) -> bool:
         return since[0] <= self._late_before[0] or since[1] <= self._late_before[1]
 
-    def _enter(self, account: str, number: int) -> None:
+    def _first(self, heap: list[Turn]) -> Turn | None:
+        """Return the least of a heap's turns that hold; None if there is none."""
+        while heap:
+            turn = heap[0]
+            account = turn[2]
+            if self._turns.get(account) is not turn:
+                heapq.heappop(heap)
+            elif account not in self._waiting.accounts:
+                heapq.heappop(heap)
+                del self._turns[account]
+            elif self._policy.standing(account) > turn[0]:  # it has been charged since
+                heapq.heappop(heap)
+                self._enter(heap, account, turn[1])
+            else:
+                return turn
+        return None
+
+    def _take_new(self, heap: list[Turn], now: float, step: int) -> None:
+        """Give those a turn that have begun to wait."""
+        for account in self._waiting.take_new_accounts():
+            number = next(self._count)
+            self._since.setdefault(account, (now, step, number))
+            self._enter(heap, account, number)
+
+    def _enter(self, heap: list[Turn], account: str, number: int) -> None:
         turn = self._turns[account] = self._policy.standing(account), number, account
-        heapq.heappush(self._heap, turn)
+        heapq.heappush(heap, turn)
 
     def _bound(self) -> None:
         """Forget accounts that wait no more and turns that hold no more, when they are many."""

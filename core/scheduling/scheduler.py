@@ -96,7 +96,7 @@ class Scheduler:
         if request.adapter is not None:
             self._store.hold(request.adapter)
             if len(self.waiting) <= self._limits.lookahead:
-                self._ahead.read(self.waiting)
+                self._ahead.read(self._admission.coming())
 
     def abort(self, request_id: str) -> bool:
         """End a request and free its pages; False when it is unknown or done."""

@@ -67,17 +67,19 @@ class AdapterLoads:
         """Start reading, in order, those that are on disk only, as many as host memory takes beside each other.
 
         What requests hold keeps its room there. The first is read whatever its size, so that there is always progress.
+        Those that were asked for before and have not begun wait behind them.
         """
-        num_bytes = 0
-        for adapter in dict.fromkeys(adapters):
+        adapters, num_bytes = list(dict.fromkeys(adapters)), 0
+        for adapter in adapters:
             if not adapter.pages:
                 size = self._size(adapter)
                 num_bytes += size
                 if num_bytes > size and not self._images.is_requested(adapter):  # all others have their room already
                     has_room = num_bytes <= self._images.budget.capacity_bytes and self._images.has_room(size)
                     if not has_room:
-                        return
+                        break
                 self.request(adapter)
+        self._images.arrange(adapters)
 
     def keep(self, adapter: Adapter, image: HostImage) -> None:
         """Take an image that somebody else has made, in place of what there is."""

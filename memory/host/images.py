@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -139,6 +139,11 @@ class HostImages(Generic[Key]):
         self._add(key, entry)
         if not future.done():
             self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
+
+    def arrange(self, keys: Iterable[Key]) -> None:
+        """Have the reads of `keys` that have not begun begin before all others that have not, in this order."""
+        if len(self._under_way) > 1:
+            self.reads.arrange([self._under_way[key][0].future for key in keys if key in self._under_way])
 
     def put(self, key: Key, num_bytes: int, image: HostImage, *, may_drop: Callable[[], bool] = lambda: True) -> None:
         """Keep an image that somebody else has made, in place of what there is under the key."""

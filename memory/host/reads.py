@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -30,6 +30,9 @@ class Reads(Protocol):
 
     def wake(self) -> None:
         """End the `wait` under way, or else the next one at once; from any thread."""
+
+    def arrange(self, futures: Sequence[Future]) -> None:
+        """Put those of `futures` that have not begun before all others that have not, in this order."""
 
     def set_aside(self, future: Future) -> bool:
         """Let others be read beside a read that takes long, as if it were not there. Whether that could be done."""
@@ -108,6 +111,13 @@ class ThreadReads(Reads):
 
     def wake(self) -> None:
         self._news.set()
+
+    def arrange(self, futures: Sequence[Future]) -> None:
+        if len(self._queue) < 2:
+            return
+        places = {future: place for place, future in enumerate(futures)}
+        with self._changed:
+            self._queue = deque(sorted(self._queue, key=lambda job: places.get(job[0], len(places))))
 
     def set_aside(self, future: Future) -> bool:
         with self._changed:

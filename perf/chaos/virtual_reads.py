@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -130,6 +130,10 @@ class VirtualReads(Reads):
             self._world.next_event()
         if not any(read.done() for read in pending):
             self._world.advance(max(0.0, end - self._world.now))
+
+    def arrange(self, futures: Sequence[Future]) -> None:
+        places = {future: place for place, future in enumerate(futures)}
+        self._queue = deque(sorted(self._queue, key=lambda job: places.get(job[0], len(places))))
 
     def set_aside(self, future: Future) -> bool:
         """Have one more thread until the read ends."""

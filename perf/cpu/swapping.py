@@ -4,9 +4,11 @@
 
 All requests come at once and draw more tokens than admission expects while none has ended, until their KV would be
 `--times` what the arena holds: some are preempted. The same requests are served in turns with `preemption` swap,
-recompute and auto, and by an arena with room for all, whose rate is the limit. A rate is output tokens per second until
-the last request has ended; a ratio is the median over rounds of the ratios within each. Bars: swap at least 1.2 times
-recompute where it is what the engine's own estimate chooses, and auto at least 0.98 of the better of the two.
+recompute and auto, and by an arena with room for all. That one's rate is out of swapping's reach: its steps have all
+rows, while less KV takes more steps of fewer rows, however fast copies are ("copies, ms" is what they take in all). A
+rate is output tokens per second until the last request has ended; a ratio is the median over rounds of the ratios
+within each. Bars: swap at least 1.2 times recompute where it is what the engine's own estimate chooses, and auto at
+least 0.98 of the better of the two.
 """
 
 from __future__ import annotations

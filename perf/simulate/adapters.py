@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import heapq
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -76,34 +78,67 @@ class SimAdapters:
 
 
 class SimReads(Reads):
-    """A few threads that read one adapter after another, each for as long as the disk model says."""
+    """A few threads that read one adapter after another, each for as long as the disk model says.
+
+    A read begins when a thread is free for it. As others may be put before it until then, it is run no sooner than
+    somebody looks at a time at which it has begun.
+    """
 
     def __init__(self, clock: VirtualClock, threads: int = 2) -> None:
         self._clock = clock
         self._free_at = [clock.now] * threads
+        self._queue: list[SimRead] = []  # that wait for a thread, as of the last look
+        self._last_seconds = 0.0  # of the read that began last
         self._news: list[float] = []  # when reads bring what was not there before
 
     @property
     def free_at(self) -> float:
-        """When a read that is asked for next would begin."""
-        return min(self._free_at)
+        """When a read that is asked for next would begin, should those before it take as long as the last one."""
+        self.begin_until(self._clock.now)
+        free_at = sorted(self._free_at)
+        for _ in self._queue:
+            heapq.heapreplace(free_at, free_at[0] + self._last_seconds)
+        return free_at[0]
 
     def submit(self, read: Callable[[], Any]) -> Future:
-        clock, now = self._clock, self._clock.now
+        self.begin_until(self._clock.now)
+        found = SimRead(self, self._clock, read)
+        self._queue.append(found)
+        self.begin_until(self._clock.now)
+        return found
+
+    def arrange(self, futures: Sequence[Future]) -> None:
+        self.begin_until(self._clock.now)
+        places = {future: place for place, future in enumerate(futures)}
+        self._queue.sort(key=lambda read: places.get(read, len(places)))
+
+    def begin_until(self, time: float) -> None:
+        """Begin the reads for which threads are free by `time`; until then nothing may be put before them."""
+        while self._queue and min(self._free_at) <= time:
+            self.begin_next()
+
+    def begin_next(self) -> None:
+        """Begin the next read, as soon as a thread is free, so that its end is known."""
+        clock, now, read = self._clock, self._clock.now, self._queue.pop(0)
         thread = min(range(len(self._free_at)), key=self._free_at.__getitem__)
-        start = clock.now = max(now, self._free_at[thread])
-        error = None
-        try:
-            read()  # moves the clock on by what it takes, as its thread sees it
-        except Exception as caught:
-            error = caught
-        end = self._free_at[thread] = clock.now
+        start = clock.now = max(read.asked, self._free_at[thread])
+        read.run()  # moves the clock on by what it takes, as its thread sees it
+        self._free_at[thread] = clock.now
+        self._last_seconds = clock.now - start
         clock.now = now
-        return SimRead(clock, start, end, error)
+
+    def cancel(self, read: SimRead) -> bool:
+        """Forget a read; False if it has begun."""
+        self.begin_until(self._clock.now)
+        if read not in self._queue:
+            return False
+        self._queue.remove(read)
+        return True
 
     def wait(self, pending: list[Future], timeout: float) -> None:
         """Move the clock to the first news or end among `pending`, at most by `timeout`."""
         now = self._clock.now
+        self.begin_until(now)
         self._news = [moment for moment in self._news if moment > now]
         self._clock.now = min([now + timeout, *self._news, *(read.end for read in pending)])
 
@@ -116,28 +151,49 @@ class SimReads(Reads):
 
 
 class SimRead(Future):
-    """A read that ends at a moment of virtual time."""
+    """A read that ends at a moment of virtual time. asked: when it was asked for. start, end: infinite before it has
+    begun.
+    """
 
-    def __init__(self, clock: VirtualClock, start: float, end: float, error: BaseException | None) -> None:
-        self.start = start
-        self.end = end
+    def __init__(self, reads: SimReads, clock: VirtualClock, read: Callable[[], Any]) -> None:
+        self.asked = clock.now
+        self.start = self.end = math.inf
+        self._reads = reads
         self._clock = clock
-        self._error = error
+        self._read = read
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        """Read, from now on, which moves the clock to the end."""
+        self.start = self._clock.now
+        try:
+            self._read()
+        except Exception as error:
+            self._error = error
+        self.end = self._clock.now
 
     def done(self) -> bool:
+        self._reads.begin_until(self._clock.now)
         return self._clock.now >= self.end
 
     def running(self) -> bool:
+        self._reads.begin_until(self._clock.now)
         return self.start <= self._clock.now < self.end
 
     def result(self, timeout: float | None = None) -> None:
         """Return the result; taken early, it is waited for."""
+        while self.end == math.inf:
+            self._reads.begin_next()
         self._clock.now = max(self._clock.now, self.end)
         if self._error is not None:
             raise self._error
 
     def cancel(self) -> bool:
-        return False
+        """Have it never begin; False once it has begun."""
+        if not self._reads.cancel(self):
+            return False
+        self.start = self.end = self._clock.now
+        return True
 
 
 class SimStream(LayerStream):
@@ -217,14 +273,24 @@ class SimAdapterBackend:
 
     stream: prefills wait layer by layer for what comes; otherwise a step begins when the whole of its adapters is
     there, as in engines without overlap. Either way copies that no step needs yet run beside the steps.
+    read_threads: that read from the disk.
     """
 
-    def __init__(self, adapters: SimAdapters, costs: CostModel, clock: VirtualClock, *, stream: bool = True) -> None:
+    def __init__(
+        self,
+        adapters: SimAdapters,
+        costs: CostModel,
+        clock: VirtualClock,
+        *,
+        stream: bool = True,
+        read_threads: int = 2,
+    ) -> None:
         self._adapters = adapters
         self._costs = costs
         self._clock = clock
         self._stream = stream
         self.link = Link(clock)
+        self.reads = SimReads(clock, read_threads)
         self.urgency = Urgency.LOAD  # of what is placed next
         self._reads: list[tuple[float, float]] = []  # start and end of those under way or to come
         self.stalled_seconds = 0.0  # that the clock went on for the sake of loads
@@ -254,6 +320,7 @@ class SimAdapterBackend:
     @property
     def is_reading(self) -> bool:
         """True if reads are under way, or waiting for a thread, beside which steps take longer."""
+        self.reads.begin_until(self._clock.now)
         if self._reads:
             now = self._clock.now
             self._reads = [read for read in self._reads if read[1] > now]
@@ -262,6 +329,7 @@ class SimAdapterBackend:
     def delay(self, seconds: float) -> float:
         """Return the extra time of a step of `seconds` that begins now, for the reads under way."""
         now, disk = self._clock.now, self._costs.disk
+        self.reads.begin_until(now + seconds)  # nobody puts others before them while the step runs
         total = 0.0
         for start, end in self._reads:
             begin = max(start, now)
@@ -273,6 +341,8 @@ class SimAdapterBackend:
         """Simulated directories never change."""
 
     def place(self, image: HostImage, layout: AdapterLayout, pages: list[int]) -> SimTransfer | None:
+        while image.data is None:  # the transfer's end depends on the read's
+            self.reads.begin_next()
         now, seconds = self._clock.now, self._costs.link.seconds(image.data)
         layer = seconds / layout.num_layers
         stream = image.stream

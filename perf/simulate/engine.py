@@ -8,7 +8,7 @@ from ...core.config import EngineConfig
 from ...core.costs.profile import Profile
 from ...core.engine import Engine
 from ...core.scheduling.policies import Policies
-from .adapters import SimAdapters, SimReads, VirtualClock
+from .adapters import SimAdapters, VirtualClock
 from .executor import SimExecutor
 from .scheduler import SimScheduler
 
@@ -48,7 +48,7 @@ def simulated_engine(
     policies: Policies | None = None,
     degree: int = 1,
 ) -> tuple[Engine, SimExecutor]:
-    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s and `SimReads`'s.
+    """An engine in virtual time, with its executor. Its arguments are `SimExecutor`'s.
 
     mix: prompts and decoding requests share steps; otherwise a prompt interrupts decoding (`SimScheduler.mix`).
     most_prompts, most_rows: in a step (`SimScheduler.limit_prompts`, `limit_rows`); None for no limit.
@@ -57,8 +57,8 @@ def simulated_engine(
     """
     clock = VirtualClock() if clock is None else clock
     config = EngineConfig(model=MODEL, prefix_cache=False) if config is None else config
-    executor = SimExecutor(profile, adapters, config, clock, stream=stream, degree=degree)
-    engine = engine_type(config, executor, clock, SimReads(clock, read_threads), policies)
+    executor = SimExecutor(profile, adapters, config, clock, stream=stream, read_threads=read_threads, degree=degree)
+    engine = engine_type(config, executor, clock, executor.adapters.reads, policies)
     if isinstance(engine, SimEngine):
         engine.scheduler.mix = mix
         engine.scheduler.may_repeat = engine.modes is None

@@ -85,10 +85,11 @@ class SimExecutor:
         clock: VirtualClock,
         *,
         stream: bool = True,
+        read_threads: int = 2,
         degree: int = 1,
     ) -> None:
-        """adapters: the catalogue, made for the page layout of `profile` and `config`. stream: `SimAdapterBackend`'s.
-        degree: `Charges`'.
+        """adapters: the catalogue, made for the page layout of `profile` and `config`. stream, read_threads:
+        `SimAdapterBackend`'s. degree: `Charges`'.
 
         The arena has the profile's size unless the configuration sets `num_pages` or `memory_bytes`.
         """
@@ -100,7 +101,7 @@ class SimExecutor:
         given = "memory_bytes" in config.model_fields_set
         memory_bytes = config.memory_bytes if given else profile.memory_bytes.value
         self.num_pages = config.num_pages or max(2, memory_bytes // self.layout.page_bytes)
-        self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream)
+        self.adapters = SimAdapterBackend(adapters, self.costs, clock, stream=stream, read_threads=read_threads)
         self.charges = Charges(
             self.costs, self.adapters.link, hidden_bytes=geometry.hidden_size * geometry.itemsize,
             num_layers=geometry.num_layers, degree=degree,

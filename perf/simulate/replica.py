@@ -18,7 +18,7 @@ from ...memory.adapters.store import AdapterStore
 from ...memory.pages.pool import OutOfPages
 from ...server.cluster.router import ReplicaState
 from ..workload.request import TraceRequest
-from .adapters import SimAdapters, SimReads, VirtualClock
+from .adapters import SimAdapters, VirtualClock
 from .engine import MODEL, simulated_engine
 from .executor import TOKEN
 from .link import Urgency
@@ -114,9 +114,7 @@ class Replica:
         self.num_failed = 0
         self.ended: list[TraceRequest] = []  # by the last step
         self.left: list[Left] = []  # what the last step's end gave up
-        reads = store.images.reads
-        assert isinstance(reads, SimReads)
-        self._reads = reads
+        self._reads = self.executor.adapters.reads
         self._adapters = adapters
         self._keep_idle = keep_idle
         self._tells_tenants = tells_tenants

@@ -73,7 +73,7 @@ def run_serving(setup: Setup) -> Outcome:
     def look(time: float, seen: Sequence[Replica]) -> None:
         looks.append([replica.state.num_requests for replica in seen])
 
-    requests = adapters.known(spec)
+    requests = adapters.known(spec if setup.flood_keeps == 1 else _thinned(spec, setup.flood, setup.flood_keeps))
     vocab_size = profile.geometry.vocab_size
     options: dict[str, Any] = {
         "prompt": (lambda request: make_prompt(request, vocab_size)) if adapters.config.prefix_cache else None,
@@ -92,6 +92,14 @@ def run_serving(setup: Setup) -> Outcome:
         for row, found in zip(loads, looks, strict=True):
             row[: len(found)] = found
     return _outcome(setup, records, replicas, adapters.num_prompt_tokens, loads)
+
+
+def _thinned(requests: Iterable[TraceRequest], tenant: str | None, keeps: int) -> Iterator[TraceRequest]:
+    """Yield all requests but those of `tenant`, of which only those for one in `keeps` of its adapters come."""
+    seen: dict[str | None, int] = {}
+    for request in requests:
+        if request.tenant != tenant or seen.setdefault(request.adapter, len(seen)) % keeps == 0:
+            yield request
 
 
 def _policies(setup: Setup, config: EngineConfig, profile: Profile) -> Policies:

@@ -103,7 +103,8 @@ class Setup(Strict):
     with adapters. replicas, router: the cluster. engine: fields of `EngineConfig`. clients: requests come from this
     many clients, each of which sends the next one `think` seconds after an answer, and `turns` of them in a row for one
     adapter on average; otherwise at the workload's arrivals. warmup: seconds whose requests are left out of the
-    metrics. flood: a tenant whose requests the others' metrics leave out. slo: seconds per token, the prompt's time
+    metrics. flood: a tenant whose requests the others' metrics leave out; only the requests for one in `flood_keeps` of
+    its adapters come, while the others' stay the same. slo: seconds per token, the prompt's time
     included; slo_classes: of requests of a class of the workload's own. read_threads, stream, mix, most_prompts,
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
@@ -123,6 +124,7 @@ class Setup(Strict):
     turns: float = Field(default=1.0, ge=1)
     warmup: float = Field(default=0.0, ge=0)
     flood: str | None = None
+    flood_keeps: PositiveInt = 1
     slo: PositiveFloat | None = None
     slo_classes: dict[str, PositiveFloat] = {}
     placement: list[list[int]] = []

@@ -101,6 +101,10 @@ class SlowReads(Reads):
         self.pending.append((future, read))
         return future
 
+    def arrange(self, futures) -> None:
+        places = {future: place for place, future in enumerate(futures)}
+        self.pending.sort(key=lambda job: places.get(job[0], len(places)))
+
     def finish(self, index: int = 0) -> None:
         """Run the index-th read under way, unless it was cancelled."""
         future, read = self.pending.pop(index)

@@ -44,7 +44,7 @@ def test_who_comes_anew_is_next_but_has_saved_nothing_up():
     policy = TokenCounters()
     for _ in range(5):
         serve(policy, "many", prompt=100, length=100)
-    policy.arrive("new", ())
+    policy.arrive("new", (), None)
     assert first(policy, "many", "new") == "new"
     serve(policy, "new", prompt=150, length=150)
     assert first(policy, "many", "new") == "many", "it has no claim to the time before it came"
@@ -53,13 +53,13 @@ def test_who_comes_anew_is_next_but_has_saved_nothing_up():
 def test_who_comes_anew_is_lifted_to_the_least_of_those_that_wait():
     policy = TokenCounters()
     for account, cost in (("a", 500), ("b", 300), ("c", 100)):
-        policy.arrive(account, ())
+        policy.arrive(account, (), None)
         serve(policy, account, prompt=cost, length=cost)
-    policy.arrive("new", ("a", "b"))
+    policy.arrive("new", ("a", "b"), policy.standing("b"))
     assert policy.standing("new") == policy.standing("b")
-    policy.arrive("c", ("a", "b"))
+    policy.arrive("c", ("a", "b"), policy.standing("b"))
     assert policy.standing("c") == policy.standing("b"), "it had left, and comes back"
-    policy.arrive("a", ("b",))
+    policy.arrive("a", ("b",), policy.standing("b"))
     assert policy.standing("a") > policy.standing("b"), "nobody is let off"
 
 
@@ -93,7 +93,7 @@ def test_nobody_pays_twice_for_a_preemption_or_at_all_for_cached_tokens():
 def test_weights_are_shares():
     policy, served = TokenCounters({"double": 2.0, "half": 0.5}), {"double": 0, "half": 0, "plain": 0}
     for account in served:
-        policy.arrive(account, served)
+        policy.arrive(account, (), None)
     for _ in range(700):
         account = first(policy, *served)
         served[account] += 1
@@ -108,7 +108,7 @@ def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
     draw, policy = random.Random(seed), TokenCounters()
     accounts, most, seats = ("a", "b", "c"), 200, draw.randint(1, 6)
     for account in accounts:
-        policy.arrive(account, ())
+        policy.arrive(account, (), None)
     served, running = dict.fromkeys(accounts, 0.0), []
     for _ in range(400):
         if len(running) < seats:
@@ -129,10 +129,20 @@ def test_two_that_always_wait_get_the_same_within_what_they_have_running(seed):
 def test_counters_of_accounts_that_were_not_served_for_long_are_forgotten():
     policy = TokenCounters()
     for index in range(20_000):
-        policy.arrive(str(index), ())
+        policy.arrive(str(index), (), None)
         serve(policy, str(index))
     assert len(policy.counters) < 5000
     assert "19999" in policy.counters
+
+
+def test_the_counter_of_an_account_that_waits_is_never_forgotten():
+    policy = TokenCounters()
+    serve(policy, "waits", prompt=700, length=700)
+    for index in range(20_000):
+        policy.arrive(str(index), ("waits",), policy.standing("waits"))
+        serve(policy, str(index))
+    assert policy.standing("waits") == 700
+    assert len(policy.counters) < 5000
 
 
 class TestVictim:
@@ -140,7 +150,7 @@ class TestVictim:
     def policy(self):
         policy = TokenCounters()
         for account, cost in (("most", 500), ("some", 300), ("least", 100)):
-            policy.arrive(account, ())
+            policy.arrive(account, (), None)
             serve(policy, account, prompt=cost, length=cost)
         return policy
 

@@ -121,7 +121,7 @@ def test_an_account_that_has_waited_too_long_has_a_turn_whatever_it_was_given():
     queue = waiting(*[None] * 6, tenants=["a", "a", "b", "b", "c", "c"])
     policy = TokenCounters()
     for account, cost in (("a", 1), ("b", 2), ("c", 1000)):
-        policy.arrive(account, ())
+        policy.arrive(account, (), None)
         policy.charge(request_of(account), cost)
     turns = turns_of(queue, policy)
     for account, since in (("c", 93.0), ("b", 94.0), ("a", 100.0)):
@@ -155,6 +155,50 @@ def test_turns_are_awaited_for_so_many_seconds_or_steps(seconds, steps):
     assert late(100.0 + seconds, 7 + steps) == ["a", "b"], "who was passed over is looked at again"
     turns.take("a", 100.0 + seconds, 7 + steps)
     assert late(100.0 + seconds, 7 + steps) == ["b"]
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("++++-^<>.|"), st.integers(0, 9), st.sampled_from("abcdef"), st.integers(1, 50)))
+)
+def test_the_least_standing_of_those_that_wait_is_that_of_looking_at_each(changes):
+    """While requests come, begin, come back, are held back and let go, and accounts are passed over."""
+    queue, policy = WaitingQueue(), TokenCounters()
+    turns = turns_of(queue, policy)
+    running, held = [], []
+
+    def come(request, add):
+        if request.account not in queue.accounts:
+            want = min(map(policy.standing, queue.accounts), default=None)
+            assert turns.least(100.0, 7) == want
+            policy.arrive(request.account, queue.accounts, want)
+        add(request)
+
+    for what, index, account, cost in changes:
+        shown = [request for request in queue if request not in held]
+        if what == "+":
+            come(request_of(account), queue.append)
+        elif what == "-" and shown:
+            request = shown[index % len(shown)]
+            queue.remove(request)
+            policy.charge(request, cost)
+            running.append(request)
+        elif what == "^" and running:
+            request = running.pop(index % len(running))
+            request.num_computed_tokens = cost
+            policy.settle(request)
+            turns.note(request.account)
+            if cost % 2:
+                come(request, queue.append_first)
+        elif what == "<" and shown:
+            held.append(shown[index % len(shown)])
+            queue.hold_back(held[-1])
+        elif what == ">" and held:
+            queue.release(held.pop())
+        elif what == ".":
+            turns.restart(100.0, 7)
+        elif what == "|" and turns.top() is not None:
+            turns.pass_over()
+    assert turns.least(100.0, 7) == min(map(policy.standing, queue.accounts), default=None)
 
 
 def test_turns_forget_accounts_that_wait_no_more():

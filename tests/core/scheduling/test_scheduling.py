@@ -20,8 +20,10 @@ from chorus.core.scheduling.output_lengths import OutputLengths
 from chorus.core.scheduling.overload import Overloaded
 from chorus.core.scheduling.policies import Policies, TokenCounters
 from chorus.core.scheduling.step_shares import prompt_shares
+from chorus.memory.adapters.adapter import Tier
 from chorus.memory.host.images import InlineReads
 
+from ...memory.fakes import SlowReads
 from ..test_state_machine import CheckingExecutor, Clock, Expected
 
 
@@ -250,6 +252,21 @@ def test_a_newcomer_is_not_behind_everything_that_another_has_queued():
     for _ in range(4):
         house.step()
     assert house.expected["new"].output, "everything of the other was overdue, and still it is the newcomer's turn"
+
+
+def test_a_newcomers_adapter_is_not_read_behind_all_that_another_has_asked_for():
+    reads = SlowReads()
+    house = House(reads, "abcdef", max_num_seqs=2)
+    for name in "abcde":
+        house.add(f"many {name}", name, tenant="many")
+    house.step()
+    house.add("new", "f", tenant="new")
+    house.step()
+    assert len(reads.pending) == 6, "none has begun"
+    reads.finish()
+    reads.finish()
+    tiers = {name: house.engine.store.tier(house.engine.store.get(name)) for name in "abcdef"}
+    assert [name for name, tier in tiers.items() if tier is Tier.HOST] == ["a", "f"], "they take turns"
 
 
 def test_a_full_queue_refuses_and_one_client_cannot_fill_it():

@@ -205,9 +205,9 @@ def test_an_account_with_a_request_held_back_does_not_come_anew():
     class Arrivals(TokenCounters):
         seen = []
 
-        def arrive(self, account, waiting):
+        def arrive(self, account, waiting, least):
             self.seen.append(account)
-            super().arrive(account, waiting)
+            super().arrive(account, waiting, least)
 
     house = House(policies=Policies(Arrivals()), prefix_cache=True, share_prefix_cache=True, max_num_batched_tokens=8)
     prompt = [5] * 30

@@ -77,6 +77,20 @@ def test_others_are_read_beside_reads_that_are_set_aside(reads):
     assert reads.submit(lambda: 8).result(WAIT) == 8
 
 
+def test_what_has_not_begun_is_read_in_the_order_that_was_asked_for_last(reads):
+    hung, _ = hang(reads, 2)
+    for one in hung:
+        assert one.began.wait(WAIT)
+    order: list[str] = []
+    futures = {name: reads.submit(lambda name=name: order.append(name)) for name in "abcd"}
+    reads.arrange([futures["d"], futures["b"]])
+    hung[0].go.set()
+    for future in futures.values():
+        future.result(WAIT)
+    assert order == ["d", "b", "a", "c"]
+    hung[1].go.set()
+
+
 def test_threads_are_bounded_and_what_is_beyond_waits(reads, num_threads):
     hung, futures = hang(reads, 6)
     for one, future in zip(hung[:5], futures[:5], strict=True):
