@@ -29,7 +29,7 @@ spelling:
 	codespell core docs examples graphs memory ops perf server tests *.md pyproject.toml Makefile
 
 test:
-	pytest -q -n auto
+	pytest -q
 
 demo:
 	chorus demo
