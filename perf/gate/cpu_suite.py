@@ -23,7 +23,7 @@ from ..cpu.rounds import processor
 from ..cpu.schedule_time import Load, schedule_times
 from ..cpu.step_overhead import StepTimer
 from ..cpu.workload import Geometry, Job, Workload
-from ..gpu.host_time import host_times
+from ..gpu.host_time import host_times, prefill_time
 from ..report.command import conclude, parser
 from ..report.table import Table
 
@@ -35,7 +35,7 @@ WORKLOAD = Workload(
 
 _LOAD = Load(running=64, waiting=200, adapters=200)
 _POOL_PAGES, _POOL_ADAPTERS, _POOL_CYCLES = 1024, 40, 150
-_GPU_ROWS, _GPU_TOKENS, _GPU_STEPS = 32, 32, 40
+_GPU_ROWS, _GPU_TOKENS, _GPU_STEPS, _GPU_PROMPT = 32, 32, 40, 64
 _LOOP = 20_000
 _GEMMS = 40
 _TRIES = 3
@@ -95,12 +95,14 @@ def _round(contender: Contender, work_dir: Path) -> dict[str, float]:
 
 
 def gpu_host_seconds(work_dir: Path) -> dict[str, float]:
-    """Processor time of what the host does in a decode step on a GPU."""
+    """Processor time of what the host does in a decode step on a GPU, and in a layer of a prefill with an adapter."""
     cases = {"GPU base step": False, "GPU LoRA step": True}
-    return {
+    found = {
         name: host_times(_GPU_ROWS, _GPU_TOKENS, lora, _GPU_STEPS, work_dir, time.process_time)["execute"] * 1e-6
         for name, lora in cases.items()
     }
+    layer = prefill_time(_GPU_PROMPT, 0, True, _GPU_STEPS, work_dir, time.process_time)
+    return {**found, "GPU prefill layer": layer * 1e-6}
 
 
 def _stages(contender: Contender, case: str) -> dict[str, float]:
