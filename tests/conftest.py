@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from . import beside
+
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -22,6 +25,26 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
 MIN_MARGIN = 1e-3
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that wait for what runs beside the others come last."""
+    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    beside.begin(session)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if (commands := config.stash.get(beside.KEY, None)) is not None:
+        commands.close()
+
+
+@pytest.fixture
+def interpreted(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
+    """Result of the command that the test is marked with, `beside`."""
+    return request.config.stash[beside.KEY].result(request.node.get_closest_marker("beside").args)
 
 
 @pytest.fixture(autouse=True)

@@ -406,16 +406,16 @@ def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 @needs_triton
 @pytest.mark.timeout(1200)
-def test_values_equal_the_reference():
-    result = run("-m", "tests.ops.test_sgmv_triton", TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.beside("-m", "tests.ops.test_sgmv_triton")
+def test_values_equal_the_reference(interpreted):
+    assert interpreted.returncode == 0, interpreted.stdout + interpreted.stderr
 
 
 @needs_triton
 @pytest.mark.timeout(1200)
-def test_what_is_not_finite_stays_in_its_row():
-    result = run("-c", "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()", TRITON_INTERPRET="1")
-    assert result.returncode == 0, result.stdout + result.stderr
+@pytest.mark.beside("-c", "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()")
+def test_what_is_not_finite_stays_in_its_row(interpreted):
+    assert interpreted.returncode == 0, interpreted.stdout + interpreted.stderr
 
 
 @needs_triton

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,17 +17,10 @@ HERE = Path(__file__).parent
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-def test_interpreted():
+@pytest.mark.beside("-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", str(HERE / "interpreted_cuda.py"))
+def test_interpreted(interpreted):
     """Kernels of a process that interprets can't be compiled, so this one must not import them."""
-    result = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", HERE / "interpreted_cuda.py"],
-        env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        cwd=HERE.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
+    assert interpreted.returncode == 0, interpreted.stdout[-8000:] + interpreted.stderr[-2000:]
 
 
 class Failing(HostDevice):

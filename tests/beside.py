@@ -1,0 +1,72 @@
+"""Python commands that interpret kernels on a processor that the other tests leave idle: begun with the session, one
+after another, and waited for by the test that names them with the mark `beside`.
+
+Kernels of a process that interprets can't be compiled, so each is a process of its own, and takes a minute or more.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import Future, ThreadPoolExecutor
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+
+class Beside:
+    """Results of commands by their arguments."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "beside")
+        self._results: dict[tuple[str, ...], Future[subprocess.CompletedProcess[str]]] = {}
+        self._process: subprocess.Popen[str] | None = None
+        self._is_closed = False
+
+    def begin(self, command: tuple[str, ...]) -> None:
+        """Run a command once those before it have ended."""
+        if command not in self._results:
+            self._results[command] = self._pool.submit(self._run, command)
+
+    def result(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        """Wait for a command."""
+        return self._results[command].result()
+
+    def close(self) -> None:
+        """End what is still running; whoever would wait for it has ended."""
+        self._is_closed = True
+        if (process := self._process) is not None:
+            process.kill()
+        self._pool.shutdown(cancel_futures=True)
+
+    def _run(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+        self._process = process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", *command],
+            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
+            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        if self._is_closed:
+            process.kill()
+        return subprocess.CompletedProcess(command, *_outcome(process))
+
+
+def _outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    stdout, stderr = process.communicate()
+    return process.returncode, stdout, stderr
+
+
+KEY = pytest.StashKey[Beside]()
+
+
+def begin(session: pytest.Session) -> None:
+    """Begin the commands of the tests that a session has collected."""
+    session.config.stash[KEY] = beside = Beside()
+    if session.config.option.collectonly or find_spec("triton") is None:
+        return
+    for item in session.items:
+        if (mark := item.get_closest_marker("beside")) is not None:
+            beside.begin(mark.args)
