@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
+from collections.abc import Iterable
+from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -19,18 +21,18 @@ ROOT = Path(__file__).parent.parent
 
 
 class Beside:
-    """Results of commands by their arguments."""
+    """Results of commands by their arguments. A daemon thread waits for them: a server that ends counts the others."""
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, "beside")
         self._results: dict[tuple[str, ...], Future[subprocess.CompletedProcess[str]]] = {}
         self._process: subprocess.Popen[str] | None = None
         self._is_closed = False
 
-    def begin(self, command: tuple[str, ...]) -> None:
-        """Run a command once those before it have ended."""
-        if command not in self._results:
-            self._results[command] = self._pool.submit(self._run, command)
+    def begin(self, commands: Iterable[tuple[str, ...]]) -> None:
+        """Run commands, one after another; once at most."""
+        self._results = {command: Future() for command in commands}
+        if self._results:
+            threading.Thread(target=self._work, name="beside", daemon=True).start()
 
     def result(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         """Wait for a command."""
@@ -41,7 +43,15 @@ class Beside:
         self._is_closed = True
         if (process := self._process) is not None:
             process.kill()
-        self._pool.shutdown(cancel_futures=True)
+
+    def _work(self) -> None:
+        for command, future in self._results.items():
+            if self._is_closed:
+                return
+            try:
+                future.set_result(self._run(command))
+            except OSError as error:
+                future.set_exception(error)
 
     def _run(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
         self._process = process = subprocess.Popen(
@@ -67,6 +77,5 @@ def begin(session: pytest.Session) -> None:
     session.config.stash[KEY] = beside = Beside()
     if session.config.option.collectonly or find_spec("triton") is None:
         return
-    for item in session.items:
-        if (mark := item.get_closest_marker("beside")) is not None:
-            beside.begin(mark.args)
+    marks = [item.get_closest_marker("beside") for item in session.items]
+    beside.begin([mark.args for mark in marks if mark is not None])
