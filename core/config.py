@@ -151,7 +151,7 @@ class EngineConfig(BaseModel):
     max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
     mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3"] = Field(
         default="manual",
-        description="which adapter steps have in their weights, and whose requests they run (CPU only): manual: none "
+        description="which adapter steps have in their weights, and whose requests they run: manual: none "
         "unless it is merged by hand; fastest: whatever is predicted to compute most tokens a second; dlora-1, 2, 3: "
         "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3, to compare with",
     )

@@ -110,7 +110,8 @@ class Modes:
             ModeState(
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
                 self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
-                self._step_seconds, not self._patience.is_over,
+                self._step_seconds, not self._patience.is_over, scheduler.running.count_by_adapter(),
+                scheduler.most_running,
             )
         )  # fmt: skip
         self._apply(choice)

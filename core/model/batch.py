@@ -25,7 +25,7 @@ L = TypeVar("L", bound=StepLora, covariant=True)
 
 
 class Way(StrEnum):
-    """Who multiplies rows with weights.
+    """Multiplier of rows with weights.
 
     LIBRARY: cuBLAS on a GPU. SMALL: our kernel, for at most `small_gemm_schedule.MAX_ROWS` rows in 16 bits, with the
     activation behind the product where there is one. NORMED: as SMALL, and the norm before it in the same launch.

@@ -201,10 +201,11 @@ class Admission:
 
     def _place(self, running: Running, rows: int) -> Place | None:
         """Return the place that one more request may take: with a seat free any, else that of a request without a row
-        of its own. None where there is none.
+        of its own. None where there is none. While some are left out, so many may run as the step has rows: those keep
+        what they hold, and no row.
         """
         seats = self._seats
-        if len(running) < seats:
+        if len(running) < seats or (self.only is not None and rows < seats and not self._shares.is_crowded()):
             return Place.SEAT
         if self._shares.is_open_to(self._waiting.accounts):
             return Place.ACCOUNT

@@ -21,7 +21,9 @@ MERGE_STEPS = 10.0
 """Steps that a merge is taken to cost before there has been one; chosen."""
 
 MAX_SURPRISE = 0.2
-"""Most share of its time by which a step changes prices: others may have had the processor in it."""
+"""Most share of its time by which a step that took longer changes prices: others may have had the processor in it.
+One that took less is believed: nothing makes a step shorter than its work.
+"""
 
 SWEEPS = 3
 """Rounds over the terms after each step; they go on from the prices before."""
@@ -63,7 +65,7 @@ class LearnedPrices:
             self._prices = [share * seconds / total for share in shares]
         elif self._num_steps > len(LEAST):
             expected, most = _product(self._prices, terms), MAX_SURPRISE * self._step
-            seconds = min(max(seconds, expected - most), expected + most)
+            seconds = min(seconds, expected + most)
         self._step += (seconds - self._step) / min(8, self._num_steps)
         weight = (NOISE * self._step) ** -2
         for row, one in zip(self._squares, terms, strict=True):

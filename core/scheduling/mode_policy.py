@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from ...memory.adapters.adapter import Adapter
@@ -20,7 +20,8 @@ class ModeState:
     rows: B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a
     step. context: tokens in the KV cache of a running request, the mean. merged: the adapter in the weights that steps
     use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`.
-    step_seconds: of the last decode step. may_leave_out: a step may leave some requests out.
+    step_seconds: of the last decode step. may_leave_out: a step may leave some requests out. running: those that run.
+    seats: so many may, with those that are left out, who keep what they hold.
     """
 
     requests: Batch
@@ -33,6 +34,13 @@ class ModeState:
     is_under_way: bool = False
     step_seconds: float = 0.0
     may_leave_out: bool = True
+    running: Batch = field(default_factory=dict)
+    seats: int = 0
+
+    def alone(self, adapter: Adapter) -> int:
+        """Return the rows of a step that leaves all others out: those that run, and those that may begin."""
+        beginning = max(0, self.seats - sum(self.running.values()))
+        return min(self.requests.get(adapter, 0), self.max_batch, self.running.get(adapter, 0) + beginning)
 
 
 class ModeChoice(NamedTuple):

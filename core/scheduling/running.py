@@ -79,6 +79,10 @@ class Running(list[Request]):
             self._groups = group_by_adapter(self)
         return self._groups
 
+    def count_by_adapter(self) -> dict[Adapter | None, int]:
+        """Return their numbers by adapter; None: of the base model."""
+        return {adapter: len(group) for adapter, group in self.by_adapter().items()}
+
 
 def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], buckets: DecodeBuckets) -> StepPlan:
     """Return the plan of a step in which each request of `groups` computes `counts[request]` tokens, 1 by default.

@@ -237,18 +237,23 @@ class Scheduler:
         None: of the base model. Adapters are in the order of their first requests, as far as these are among the first
         `most`. Takes time with `most` and the adapters, however many requests wait.
         """
-        running, waiting = self.running.by_adapter(), self.waiting.num_of
+        running, waiting = self.running.count_by_adapter(), self.waiting.num_of
         if len(self.running) > most:
             first = Counter([request.adapter for request in self.running[:most]])
         else:
-            first = Counter({adapter: len(group) for adapter, group in running.items()})
+            first = Counter(running)
             if waiting:
                 first.update([request.adapter for request in islice(self.waiting, most - len(self.running))])
         requests = {
-            adapter: len(running.get(adapter, ())) + waiting.get(adapter, 0)
+            adapter: running.get(adapter, 0) + waiting.get(adapter, 0)
             for adapter in dict.fromkeys(chain(first, running, waiting))
         }
         return requests, first
+
+    @property
+    def most_running(self) -> int:
+        """Requests that may run, with those that sit out steps."""
+        return self._seats.most_running
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""

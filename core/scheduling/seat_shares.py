@@ -28,7 +28,8 @@ class SeatShares:
     def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
         """max_rows: of a step. running: the requests that run, which others change."""
         self._max_rows = max_rows
-        self._most_running = 2 * max_rows - 1
+        self.most_running = 2 * max_rows - 1
+        """Requests that may run, with those that sit out."""
         self._running = running
         self._clock = clock
         self._held: dict[str, float] = {}  # cost of running requests, by account
@@ -130,7 +131,7 @@ class SeatShares:
 
     def is_crowded(self) -> bool:
         """True if so many sit out that one of them has to leave before another request begins."""
-        return len(self._running) >= self._most_running
+        return len(self._running) >= self.most_running
 
     def sitting_out(self, account: str) -> Request | None:
         """Return the newest request of another account that sits out the step for others; None where there is none.

@@ -198,6 +198,8 @@ class SimScheduler(Scheduler):
         most, only = self._admission.most_rows, self.only
         if most is not None and (self.waiting or len(sharing) > most):
             waiting = self.waiting if only is None else (each for each in self.waiting if each.adapter in only)
+            if len(self.running) >= self._limits.max_num_seqs:  # nobody who waits may begin, however old
+                waiting = ()
             oldest = set(self._oldest(sharing, waiting, most))
             sharing = [request for request in sharing if request in oldest]
         return super()._schedule_running(sharing)

@@ -75,7 +75,7 @@ def _steps(context: Context, subject: Subject, adapters: list[str | None]) -> fl
 
 
 def _merge(context: Context, subject: Subject, name: str) -> dict[str, Any]:
-    """What merging takes beside decoding requests of the base model: in all, the longest pause, and graphs captured."""
+    """Cost of merging beside decoding requests of the base model: in all, the longest pause, and graphs captured."""
     before, steps = subject.num_captured, 0
     subject.engine.unmerge()
     requests = subject.decoding([None] * 2, context.pick(8, 256, 512), context.pick(40, 200, 400))

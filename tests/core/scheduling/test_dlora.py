@@ -61,7 +61,8 @@ def state(requests, *, seats=8, legal=(A, B, C), **more):
         if left and count:
             fcfs[adapter] = min(count, left)
             left -= fcfs[adapter]
-    return ModeState(requests, fcfs, legal, seats, 100.0, **more)
+    defaults = {"running": fcfs, "seats": 2 * seats - 1}
+    return ModeState(requests, fcfs, legal, seats, 100.0, **(defaults | more))
 
 
 # -- Algorithm 1

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
-from chorus.core.scheduling.fastest_mode import EARNED, FastestMode
+from chorus.core.scheduling.fastest_mode import EARNED, PROBE, FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
@@ -49,8 +49,19 @@ def test_others_are_left_out_where_that_makes_more_tokens():
     assert policy.choose(state({A: 6, B: 2}, **there)) == ModeChoice.alone(A), "6 in 10 ms, 8 in 14"
     assert policy.choose(state({A: 5, B: 3}, **there)) == ModeChoice(A), "5 in 10 ms are less"
     assert policy.choose(state({A: 6, B: 2}, may_leave_out=False, **there)) == ModeChoice(A)
+
+
+def test_who_waits_begins_beside_those_left_out_as_far_as_there_are_seats():
+    policy = FastestMode(prices(lora=0.004))
+    there = {"shadowed": A, "merged": A}
     waiting = state({B: 4, A: 20}, **there)
-    assert policy.choose(waiting) == ModeChoice(A), "others' seats can't be had: 4 in 10 ms are less than 8 in 14"
+    assert policy.choose(waiting) == ModeChoice.alone(A), "8 in 10 ms"
+    waiting = state({B: 4, A: 20}, running={B: 12, A: 2}, **there)
+    assert policy.choose(waiting) == ModeChoice(A), "2 and one more in 10 ms are less than 8 in 14"
+    assert waiting.alone(A) == 3
+    assert state({B: 4, A: 20}, running={B: 16}, **there).alone(A) == 0
+    assert state({A: 20}, **there).alone(A) == 8
+    assert state({B: 4, A: 20}, **there).alone(B) == 4, "no more than there are"
 
 
 @pytest.mark.parametrize("share", [0.0, 0.5, 2.0])
@@ -151,3 +162,31 @@ def test_merging_pays_though_every_row_always_had_the_same_rank():
     for rows in (1, 8, 32):
         merged, unmerged = (learned.step_seconds({A: rows}, mode, 100.0) for mode in (A, None))
         assert merged < unmerged
+
+
+def test_everybody_runs_now_and_then_beside_one_adapter_alone():
+    policy = FastestMode(prices(lora=0.004))
+    alone = state({A: 7, B: 1}, shadowed=A, merged=A)
+    choices = [policy.choose(alone) for _ in range(3 * (PROBE + 1))]
+    assert choices == [*[ModeChoice.alone(A)] * PROBE, ModeChoice(A)] * 3
+    for _ in range(PROBE):
+        policy.choose(alone)
+    policy.choose(state({A: 4, B: 4}, shadowed=A, merged=A))
+    assert policy.choose(alone) == ModeChoice.alone(A), "everybody has just run"
+
+
+def test_a_price_that_was_guessed_too_high_is_mended_by_three_steps():
+    """LoRA takes 12 ms whatever the batch, which small batches don't show: 16 rows seem dear until they are run."""
+    learned = LearnedPrices()
+    voices = [Voice(f"v{index}", version=index + 1) for index in range(8)]
+    for _ in range(40):
+        learned.observe({voices[0]: 1}, None, 100.0, 0.024)
+    for _ in range(200):
+        learned.observe({A: 8}, A, 100.0, 0.012)
+    batch = dict.fromkeys(voices, 2)
+    before = learned.step_seconds(batch, None, 100.0)
+    for _ in range(3):
+        learned.observe(batch, None, 100.0, 0.024)
+    after = learned.step_seconds(batch, None, 100.0)
+    assert before > 0.1
+    assert after < 0.04

@@ -33,6 +33,37 @@ def rows(house):
     return [name for name, _ in house.plans[-1]]
 
 
+class TestWhoIsLeftOut:
+    def test_keeps_what_it_holds_while_those_who_run_alone_take_the_rows(self):
+        house = flooded(adapters=["one"])
+        for index in range(6):
+            house.add(f"one {index}", "one", max_tokens=12, tenant="many")
+        house.step()
+        assert sorted(rows(house)) == [f"many {index}" for index in range(4)], "every seat is taken"
+        scheduler = house.engine.scheduler
+        many = {name: list(scheduler.get(name).block_table.pages) for name in rows(house)}
+        scheduler.only = frozenset({scheduler.get("one 0").adapter})
+        for _ in range(3):
+            house.step()
+        assert sorted(rows(house)) == ["one 0", "one 1", "one 2"], "7 may run where a step has 4 rows"
+        assert len(scheduler.running) == 7
+        assert many == {name: list(scheduler.get(name).block_table.pages) for name in many}
+        scheduler.only = None
+        for _ in range(2):
+            house.step()
+        assert sorted(rows(house)) == [f"many {index}" for index in range(4)], "who began first has the rows"
+        house.drain()
+        assert house.engine.stats().num_preemptions == 0
+        assert house.computed == 8 * 33 + 6 * 14, "nothing is computed twice"
+
+    def test_makes_no_room_without_somebody_left_out(self):
+        house = flooded(adapters=["one"])
+        house.add("one", "one", tenant="many")
+        for _ in range(3):
+            house.step()
+        assert len(house.engine.scheduler.running) == 4
+
+
 class TestNewcomer:
     def test_begins_at_once_beside_a_tenant_that_has_every_seat(self):
         house = flooded()

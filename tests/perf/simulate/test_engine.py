@@ -447,6 +447,25 @@ def test_a_step_has_no_more_rows_than_it_may_and_the_oldest_requests_take_them()
     run.engine.check_integrity()
 
 
+def test_older_requests_that_have_no_seat_keep_nobody_from_a_row():
+    """Else nothing would ever run: who runs gives way to those that can't begin."""
+    run = Run(most_rows=2, max_num_seqs=2, adapters=[("a", 8, 2), ("b", 8, 2)])
+    for name, adapter in (("0", "a"), ("1", "a"), ("2", "b"), ("3", "b")):
+        run.add(name, 4, 40, adapter)
+        run.clock.now += 0.001
+    run.executor.horizon = 0.0
+    scheduler = run.engine.scheduler
+    scheduler.only = {scheduler.get("2").adapter}
+    run.engine.end_step(run.engine.begin_step())
+    assert {request.id for request in scheduler.running} == {"2", "3"}
+    scheduler.only = None
+    plan = run.engine.begin_step()
+    assert plan is not None and sorted(row.request_id for row in plan.rows) == ["2", "3"]
+    run.engine.end_step(plan)
+    while run.engine.has_work():
+        run.engine.end_step(run.engine.begin_step())
+
+
 def test_the_serving_scheduler_can_not_keep_them_apart():
     with pytest.raises(ValueError, match="mix is False, most_prompts None and most_rows None: only SimEngine"):
         Run(mix=False, engine_type=Engine)
