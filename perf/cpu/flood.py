@@ -1,14 +1,16 @@
 """One tenant sends many times its share: what the others notice of it, and what it costs.
 
-    python -m chorus.perf.cpu.flood [--geometry 125m] [--tenants 8] [--flood 10] [--load 0.7] [--seconds 30]
+    python -m chorus.perf.cpu.flood [--tenants 8] [--flood 10] [--load 0.7] [--seconds 30] [--rounds 6]
 
-The engine's capacity is measured first: requests per second with every seat taken. A tenant's share is `--load` of that
-over the number of tenants. Then the same seeded Poisson arrivals are served in the same engine again and again: with
-every tenant at its share ("calm"), and with the first at `--flood` times its share under each order of the queue:
-tenants take turns, resident adapters go first whoever asks, first come first served. Bars: the other tenants' 99th
-percentile of the time to the first token is at most 1.5 times what it is when all send their share, and tokens per
-second at least 0.95 of what first come first served gives. "alone" is one of the others with the machine to itself:
-shown, and no bar, since it has no part of anybody's share to bear. Every tenant has an adapter of its own.
+A round measures the engine's capacity first: requests per second with every seat taken. A tenant's share is `--load` of
+that over the number of tenants. Then the same seeded Poisson arrivals are served again and again, each time by a new
+engine: with every tenant at its share ("calm"), and with the first at `--flood` times its share under each order of the
+queue: tenants take turns, resident adapters go first whoever asks, first come first served. The next round has other
+arrivals, and the runs in another order, so that a machine whose speed drifts drifts for all of them. Bars: over all
+rounds, the other tenants' 99th percentile of the time to the first token is at most 1.5 times what it is when all send
+their share, and tokens per second at least 0.95 of what first come first served gives; the ranges are of nine in ten
+draws of as many rounds from those that were made. "alone" is one of the others with the machine to itself: it is shown,
+and there is no bar, since it has no part of anybody's share to bear. Every tenant has an adapter of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import itertools
 import random
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -28,7 +31,7 @@ from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
-from ..report.command import judge, parser
+from ..report.command import judge, parser, say
 from ..report.table import Goal, Table
 from .random_model import adapters, checkpoint
 from .workload import Geometry, Workload
@@ -52,18 +55,54 @@ class Arrival(NamedTuple):
 
 
 class Served(NamedTuple):
-    """Results of a run: times to the first token by tenant, and tokens per second while all tenants sent."""
+    """Results of a run: times to the first token by tenant, tokens while all tenants sent, and seconds."""
 
     ttft: dict[int, list[float]]
-    tokens_per_second: float
+    tokens: int
+    seconds: float
 
-    def others(self) -> float:
-        """99th percentile over all tenants but the first."""
-        return float(np.percentile([each for tenant, times in self.ttft.items() if tenant for each in times], 99))
+
+Round = dict[str, Served]
+"""Runs of one machine, one after another, by name."""
+
+
+class Runs:
+    """The runs of some rounds that have one name."""
+
+    def __init__(self, rounds: Sequence[Round], name: str) -> None:
+        self._runs = [each[name] for each in rounds]
+
+    def p99(self) -> float:
+        """99th percentile of the times to the first token of all tenants but the first."""
+        others = [times for run in self._runs for tenant, times in run.ttft.items() if tenant]
+        return float(np.percentile(list(itertools.chain.from_iterable(others)), 99))
 
     def worst(self) -> float:
         """The largest median of any tenant but the first."""
-        return max(median(times) for tenant, times in self.ttft.items() if tenant and times)
+        tenants = [tenant for tenant in self._runs[0].ttft if tenant]
+        times = [[each for run in self._runs for each in run.ttft[tenant]] for tenant in tenants]
+        return max(median(each) for each in times if each)
+
+    def tokens_per_second(self) -> float:
+        return sum(run.tokens for run in self._runs) / sum(run.seconds for run in self._runs)
+
+
+def slower(rounds: Sequence[Round], than: str) -> float:
+    """Return the others' p99 beside a flood, in turns, as a multiple of that in other runs."""
+    return Runs(rounds, "turns").p99() / Runs(rounds, than).p99()
+
+
+def throughput(rounds: Sequence[Round]) -> float:
+    """Return the tokens per second of turns as a share of those of first come, first served."""
+    return Runs(rounds, "turns").tokens_per_second() / Runs(rounds, "first come").tokens_per_second()
+
+
+def spread(rounds: Sequence[Round], value: Callable[[Sequence[Round]], float]) -> tuple[float, float]:
+    """Return the range of `value` in nine of ten draws, with replacement, of as many rounds."""
+    draw = random.Random(0)
+    drawn = [value(draw.choices(rounds, k=len(rounds))) for _ in range(500)]
+    low, high = np.percentile(drawn, [5, 95])
+    return float(low), float(high)
 
 
 def arrivals(rates: list[float], seconds: float, seed: int) -> list[Arrival]:
@@ -130,7 +169,18 @@ class Bench:
         for arrival in waiting.values():  # it has waited at least so long
             ttft[arrival.tenant].append(seconds - arrival.time)
         engine.close()
-        return Served(ttft, tokens / seconds)
+        return Served(ttft, tokens, seconds)
+
+    def round(self, number: int) -> tuple[float, Round]:
+        """Return the requests per second that the engine is capable of, and the runs of a round."""
+        options, capacity = self._options, self.capacity()
+        seed, share = options.seed + number, options.load * capacity / options.tenants
+        calm = arrivals([share] * options.tenants, options.seconds, seed)
+        flood = arrivals([share * options.flood, *[share] * (options.tenants - 1)], options.seconds, seed)
+        alone = [arrival for arrival in calm if arrival.tenant == 1]
+        runs = [("alone", alone, "turns"), ("calm", calm, "turns"), *((order, flood, order) for order in ORDERS)]
+        first = number % len(runs)
+        return capacity, {name: self.serve(coming, order) for name, coming, order in runs[first:] + runs[:first]}
 
     def _engine(self, more: dict[str, Any]) -> Engine:
         engine = Engine.from_config(EngineConfig(
@@ -148,31 +198,32 @@ class Bench:
 
 def run(options: argparse.Namespace) -> tuple[dict[str, Any], list[Goal]]:
     """Return the result, and the bars that it is held against."""
-    bench = Bench(options)
-    capacity = bench.capacity()
-    share = options.load * capacity / options.tenants
-    calm = arrivals([share] * options.tenants, options.seconds, options.seed)
-    flood = arrivals([share * options.flood, *[share] * (options.tenants - 1)], options.seconds, options.seed)
-    alone = [arrival for arrival in calm if arrival.tenant == 1]
-    runs = {"alone": bench.serve(alone, "turns"), "calm": bench.serve(calm, "turns")}
-    runs |= {order: bench.serve(flood, order) for order in ORDERS}
+    bench, rounds, capacities = Bench(options), [], []
+    for number in range(options.rounds):
+        capacity, made = bench.round(number)
+        capacities.append(capacity)
+        rounds.append(made)
+        found = f"p99 of TTFT {slower([made], 'calm'):.2f} of calm's, tokens {throughput([made]):.3f} of first come's"
+        say(f"round {number + 1}: {capacity:.1f} requests/s, {found}")
+    runs = {name: Runs(rounds, name) for name in ("alone", "calm", *ORDERS)}
     table = Table(
         "tenants at their share beside one that floods", ("", "p99 of TTFT, ms", "worst median, ms", "tokens/s")
     )
-    for name, served in runs.items():
-        table.add(name, served.others() * 1e3, served.worst() * 1e3, served.tokens_per_second)
+    for name, each in runs.items():
+        table.add(name, each.p99() * 1e3, each.worst() * 1e3, each.tokens_per_second())
     table.show()
-    slower = runs["turns"].others() / runs["calm"].others()
-    throughput = runs["turns"].tokens_per_second / runs["first come"].tokens_per_second
+    over_calm, of_tokens = slower(rounds, "calm"), throughput(rounds)
     result = {
-        "capacity": capacity, "share": share, "slower": slower, "throughput": throughput,
-        "slower_than_alone": runs["turns"].others() / runs["alone"].others(),
-        "ttft_p99": {name: served.others() for name, served in runs.items()},
-        "tokens_per_second": {name: served.tokens_per_second for name, served in runs.items()},
+        "capacity": capacities, "slower": over_calm, "slower_range": spread(rounds, lambda some: slower(some, "calm")),
+        "slower_by_round": [slower([each], "calm") for each in rounds],
+        "throughput": of_tokens, "throughput_range": spread(rounds, throughput),
+        "slower_than_alone": slower(rounds, "alone"),
+        "ttft_p99": {name: each.p99() for name, each in runs.items()},
+        "tokens_per_second": {name: each.tokens_per_second() for name, each in runs.items()},
     }  # fmt: skip
     return result, [
-        Goal("others' p99 of TTFT, flood over calm", slower, MOST_SLOWER, at_most=True),
-        Goal("tokens/s, turns over first come", throughput, LEAST_THROUGHPUT),
+        Goal("others' p99 of TTFT, flood over calm", over_calm, MOST_SLOWER, at_most=True),
+        Goal("tokens/s, turns over first come", of_tokens, LEAST_THROUGHPUT),
     ]
 
 
@@ -184,6 +235,7 @@ def main(argv: list[str] | None = None) -> int:
     add("--flood", type=float, default=10.0, help="times its share that the first tenant sends")
     add("--load", type=float, default=0.7, help="all tenants' shares, of the engine's capacity")
     add("--seconds", type=float, default=30.0, help="of each run")
+    add("--rounds", type=int, default=6)
     add("--seats", type=int, default=16, help="requests in a step at most")
     add("--prompt-tokens", type=int, default=64)
     add("--output-tokens", type=int, default=32)
