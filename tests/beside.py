@@ -54,14 +54,24 @@ class Beside:
                 future.set_exception(error)
 
     def _run(self, command: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
-        self._process = process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", *command],
-            env={**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-            cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        self._process = process = _python(*command, TRITON_INTERPRET="1")
         if self._is_closed:
             process.kill()
         return subprocess.CompletedProcess(command, *_outcome(process))
+
+
+def run_python(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command that interprets kernels only if `environment` says so."""
+    return subprocess.CompletedProcess(command, *_outcome(_python(*command, **environment)))
+
+
+def _python(*command: str, **environment: str) -> subprocess.Popen[str]:
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", *command],
+        env={**plain, "OMP_NUM_THREADS": "1", **environment},
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
 
 
 def _outcome(process: subprocess.Popen[str]) -> tuple[int, str, str]:

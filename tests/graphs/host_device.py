@@ -40,7 +40,7 @@ class HostDevice(CudaDevice):
         return nullcontext()
 
     def join(self):
-        """What was forked is done."""
+        """Nothing to wait for: forked work is done when its call returns."""
 
     def seconds(self, work, count=5):
         """No time passes here; a test may say how much does."""

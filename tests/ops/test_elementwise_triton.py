@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +25,8 @@ from chorus.ops.elementwise import (
     rotate_and_write,
     silu_and_mul,
 )
+
+from ..beside import run_python
 
 #: Largest difference, as a share of the largest output: two units in its last place. The kernels round where torch
 #: rounds; sums in another order and other approximations of exp and 1/sqrt move a value by a unit, at most twice.
@@ -247,26 +245,14 @@ def interpret() -> None:
     equals_the_torch_path()
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        env={**plain, "OMP_NUM_THREADS": "1", **environment},
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 def test_values_equal_the_torch_path():
-    result = run("-m", "tests.ops.test_elementwise_triton", TRITON_INTERPRET="1")
+    result = run_python("-m", "tests.ops.test_elementwise_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 def test_compiles_for_a_gpu_that_is_not_there():
     only = "rms_norm|silu|rotate"
-    result = run("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
+    result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", only, "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
     assert {line["group"] for line in lines} == {"norm", "add", "silu", "rotary", "normed"}

@@ -29,7 +29,7 @@ def copy(y, x, factor, count, x_stride, y_stride, ONE: tl.constexpr, TWO: tl.con
 
 
 class Launches:
-    """What reached the launcher: a kernel, the grid, the stream and the arguments, as addresses and numbers."""
+    """Record of launches: a kernel, the grid, the stream and the arguments, as addresses and numbers."""
 
     def __init__(self) -> None:
         self.seen: list[tuple[Any, ...]] = []

@@ -6,14 +6,10 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from itertools import cycle
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +20,7 @@ from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
 from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables
 
+from ..beside import run_python
 from .sgmv_ref import sgmv_ref
 
 LAYERS = 3
@@ -392,18 +389,6 @@ def compile_ahead() -> None:
     assert threads and all(name.startswith("ThreadPoolExecutor") for name in threads), threads
 
 
-def run(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        env={**plain, "OMP_NUM_THREADS": "1", **environment},
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @needs_triton
 @pytest.mark.timeout(1200)
 @pytest.mark.beside("-m", "tests.ops.test_sgmv_triton")
@@ -421,7 +406,7 @@ def test_what_is_not_finite_stays_in_its_row(interpreted):
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
-    result = run("-c", "from tests.ops.test_sgmv_triton import *; interpret_companies()", TRITON_INTERPRET="1")
+    result = run_python("-c", "from tests.ops.test_sgmv_triton import *; interpret_companies()", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -442,13 +427,13 @@ def test_half_a_product_is_of_one_pass_and_expand_needs_y():
 @needs_triton
 def test_kernels_are_compiled_beside_each_other():
     """For a GPU that is not there: what a launch takes is compiled on the pool's threads, and nothing is launched."""
-    result = run("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
+    result = run_python("-c", "from tests.ops.test_sgmv_triton import *; compile_ahead()")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton
 def test_compiles_for_a_gpu_that_is_not_there():
-    result = run("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", " o$", "--workers", "1")
+    result = run_python("-m", "chorus.perf.kernels", "--compile", "sm_90", "--only", " o$", "--workers", "1")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = json.loads(result.stdout.splitlines()[-1])["compile"]
     assert {line["kernel"] for line in lines} == {

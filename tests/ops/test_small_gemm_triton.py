@@ -6,13 +6,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +17,8 @@ from hypothesis import strategies as st
 
 from chorus.ops.elementwise import add_rms_norm, rms_norm, silu_and_mul
 from chorus.ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_schedule
+
+from ..beside import run_python
 
 #: Largest difference, as a share of the largest output: two units in its last place.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}
@@ -210,22 +208,10 @@ def interpret_companies() -> None:
         assert not problem, f"{case}: {problem}"
 
 
-def process(*command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", *command],
-        env={**plain, "OMP_NUM_THREADS": "1", **environment},
-        cwd=Path(__file__).parent.parent.parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_values_equal_the_definition():
-    result = process("-m", "tests.ops.test_small_gemm_triton", TRITON_INTERPRET="1")
+    result = run_python("-m", "tests.ops.test_small_gemm_triton", TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -233,7 +219,7 @@ def test_values_equal_the_definition():
 @pytest.mark.timeout(1200)
 def test_bits_of_a_row_do_not_depend_on_its_company():
     command = "from tests.ops.test_small_gemm_triton import *; interpret_companies()"
-    result = process("-c", command, TRITON_INTERPRET="1")
+    result = run_python("-c", command, TRITON_INTERPRET="1")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
@@ -249,7 +235,7 @@ def test_the_sum_is_cut_by_the_weight_alone():
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_compiles_for_a_gpu_that_is_not_there():
-    result = process(
+    result = run_python(
         "-m",
         "chorus.perf.kernels",
         "--compile",
@@ -315,7 +301,7 @@ def test_refuses_what_a_tile_does_not_hold():
 @needs_triton
 @pytest.mark.timeout(1200)
 def test_a_norm_is_summed_alike_in_every_variant():
-    result = process("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
+    result = run_python("-c", "from tests.ops.test_small_gemm_triton import *; norms_layouts()")
     assert result.returncode == 0, result.stdout + result.stderr
 
 
