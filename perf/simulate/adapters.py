@@ -93,7 +93,7 @@ class SimReads(Reads):
 
     @property
     def free_at(self) -> float:
-        """When a read that is asked for next would begin, should those before it take as long as the last one."""
+        """Return the time at which the next read would begin, if those before it take as long as the last one."""
         self.begin_until(self._clock.now)
         free_at = sorted(self._free_at)
         for _ in self._queue:

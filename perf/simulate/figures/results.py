@@ -21,7 +21,6 @@ class Line:
     """One row of the table. ours: in the row's unit; None where it is open or no run is named. exact: no seed in it."""
 
     row: Published
-    why: str
     ours: Spread | None
     exact: bool
 
@@ -166,7 +165,7 @@ def _result(figure: Figure, found: Mapping[tuple[str, str, int], Mapping[str, fl
         if row.run is not None:
             values[row.name] = [value(row, seed) for seed in range(1 if exact else seeds)]
         ours = Spread.of(values[row.name]) if row.run is not None else None
-        lines.append(Line(row, row.why or figure.why, ours, exact))
+        lines.append(Line(row, ours, exact))
     return FigureResult(figure, lines, [_claim(order, values) for order in figure.orders])
 
 

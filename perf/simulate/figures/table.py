@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from .figure import Figure
 from .results import Claim, FigureResult, Line
 
 HEADS = ["", "published", "ours", "ratio", "why not"]
@@ -34,6 +35,8 @@ def print_figures(results: Sequence[FigureResult], console: Console) -> None:
         for line in result.lines:
             table.add_row(escape(line.row.name), *map(escape, _cells(line)))
         console.print(table)
+        if figure.why:
+            console.print(f"[dim]{escape(_why_of_all(figure))}[/]")
         for claim in result.claims:
             style = "green" if claim.held == claim.seeds else "red"
             console.print(f"[{style}]{held_text(claim)}[/]  {escape(claim_text(claim))}")
@@ -73,6 +76,8 @@ def _figure(result: FigureResult) -> Iterator[str]:
         yield f"\n* {name}: {_flat(system.does)}{f' ({terms})' if terms else ''}"
     yield ""
     yield from _table([*HEADS, "source"], ([line.row.name, *_cells(line), line.row.source] for line in result.lines))
+    if figure.why:
+        yield f"\n{_why_of_all(figure)}"
     if result.claims:
         yield ""
         claims = ([claim_text(claim), held_text(claim), claim.order.source] for claim in result.claims)
@@ -91,8 +96,12 @@ def _cells(line: Line) -> list[str]:
         published = "picture only"
     else:
         published = row.published if isinstance(row.published, str) else f"{number(row.published)} {row.unit}".strip()
-    why = f"open: {row.open}" if row.open is not None else line.why
+    why = f"open: {row.open}" if row.open is not None else row.why
     return [published, _ours(line), "" if line.ratio is None else f"{line.ratio:.2f}", _flat(why)]
+
+
+def _why_of_all(figure: Figure) -> str:
+    return f"Why not, where a row does not say: {_flat(figure.why)}"
 
 
 def _ours(line: Line) -> str:
