@@ -16,8 +16,8 @@ from .questions import Question
 SHARES = (0.0, 0.5, 1.0, 0.5, 0.0)
 """Shares of the requests that ask for the one adapter, one after another."""
 
-SHARE_SECONDS = 6.0
-"""Time that each share lasts."""
+SHARE_LINES = 6
+"""Lines for which each share lasts. Counted, not timed: on a machine that is busy every share is still shown."""
 
 LINE_SECONDS = 1.0
 CLIENTS = 8
@@ -69,14 +69,14 @@ class Skew:
 
     async def _watch(self) -> None:
         began = time.perf_counter()
-        for number, share in enumerate(SHARES, 1):
+        for share in SHARES:
             self._share = share
-            while (left := began + number * SHARE_SECONDS - time.perf_counter()) > 0:
-                await self._watch_for(min(left, LINE_SECONDS), began)
+            for _ in range(SHARE_LINES):
+                await self._watch_line(began)
 
-    async def _watch_for(self, seconds: float, began: float) -> None:
+    async def _watch_line(self, began: float) -> None:
         tokens, since = self._tokens, time.perf_counter()
-        await asyncio.sleep(seconds)
+        await asyncio.sleep(LINE_SECONDS)
         now = time.perf_counter()
         weights = await self._client.weights()
         merged = weights["merged_adapter"]

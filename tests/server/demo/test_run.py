@@ -71,7 +71,8 @@ def test_another_skills_answers_fail(serve, capsys, flags):
 
 
 def test_skew_shows_the_mode(serve, capsys, monkeypatch):
-    monkeypatch.setattr(skew, "SHARE_SECONDS", 0.3)
+    monkeypatch.setattr(skew, "SHARE_LINES", 1)
+    monkeypatch.setattr(skew, "LINE_SECONDS", 0.3)
     serve(SKILLS)
     assert main(["demo", "--skew"]) == 0
     heading, *lines = capsys.readouterr().out.partition("exact answers")[0].splitlines()
