@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,36 +14,31 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from . import beside
-
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
 )
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "suite"))
 
+#: Each process has models and adapters of its own, a gigabyte in all.
+MAX_PROCESSES = 8
+
 #: Greedy choices closer than this are left out of comparisons: they would test rounding, not the engine.
 MIN_MARGIN = 1e-3
 
 
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """Return the processes that run the tests: one for each processor, but one alone where a few tests are named, which
+    end sooner than processes begin, or where a GPU is there to be shared.
+    """
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS or torch.cuda.is_available():
+        return 0
+    return min(MAX_PROCESSES, len(os.sched_getaffinity(0)))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that wait for what runs beside the others come last."""
-    items.sort(key=lambda item: item.get_closest_marker("beside") is not None)
-
-
-def pytest_collection_finish(session: pytest.Session) -> None:
-    beside.begin(session)
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    if (commands := config.stash.get(beside.KEY, None)) is not None:
-        commands.close()
-
-
-@pytest.fixture
-def interpreted(request: pytest.FixtureRequest) -> subprocess.CompletedProcess[str]:
-    """Result of the command that the test is marked with, `beside`."""
-    return request.config.stash[beside.KEY].result(request.node.get_closest_marker("beside").args)
+    """Long tests come first, so that none is left alone at the end."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,8 @@ PACKAGES = (
     "pydantic", "pydantic-core", "annotated-types", "typing-inspection", "pydantic-settings", "python-dotenv",
     "starlette", "uvicorn", "h11", "anyio", "click", "httpx", "httpcore", "prometheus-client", "jinja2", "markupsafe",
     "rich", "markdown-it-py", "mdurl", "pygments",
-    "pytest", "pytest-timeout", "pluggy", "iniconfig", "hypothesis", "sortedcontainers", "peft", "nvtx",
+    "pytest", "pytest-timeout", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
+    "peft", "nvtx",
 )  # fmt: skip
 
 #: Newest first: pip takes a wheel of any of them, and none of another number.

@@ -26,7 +26,7 @@ from chorus.ops.elementwise import (
     silu_and_mul,
 )
 
-from ..beside import run_python
+from ..processes import run_python
 
 #: Largest difference, as a share of the largest output: two units in its last place. The kernels round where torch
 #: rounds; sums in another order and other approximations of exp and 1/sqrt move a value by a unit, at most twice.

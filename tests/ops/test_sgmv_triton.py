@@ -20,7 +20,7 @@ from chorus.ops.sgmv import AdapterRows, Segments
 from chorus.ops.sgmv_schedule import Schedule, decode, prefill
 from chorus.ops.sgmv_tables import NUM_MODULES, SgmvTables
 
-from ..beside import run_python
+from ..processes import run_python
 from .sgmv_ref import sgmv_ref
 
 LAYERS = 3
@@ -391,16 +391,19 @@ def compile_ahead() -> None:
 
 @needs_triton
 @pytest.mark.timeout(1200)
-@pytest.mark.beside("-m", "tests.ops.test_sgmv_triton")
-def test_values_equal_the_reference(interpreted):
-    assert interpreted.returncode == 0, interpreted.stdout + interpreted.stderr
+@pytest.mark.long
+def test_values_equal_the_reference():
+    result = run_python("-m", "tests.ops.test_sgmv_triton", TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton
 @pytest.mark.timeout(1200)
-@pytest.mark.beside("-c", "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()")
-def test_what_is_not_finite_stays_in_its_row(interpreted):
-    assert interpreted.returncode == 0, interpreted.stdout + interpreted.stderr
+@pytest.mark.long
+def test_what_is_not_finite_stays_in_its_row():
+    code = "from tests.ops.test_sgmv_triton import *; interpret_broken_rows()"
+    result = run_python("-c", code, TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @needs_triton

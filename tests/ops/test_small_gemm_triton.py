@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from chorus.ops.elementwise import add_rms_norm, rms_norm, silu_and_mul
 from chorus.ops.small_gemm_schedule import MAX_ROWS, gemm_constants, gemm_schedule
 
-from ..beside import run_python
+from ..processes import run_python
 
 #: Largest difference, as a share of the largest output: two units in its last place.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2.0**-9, torch.bfloat16: 2.0**-6}

@@ -11,16 +11,18 @@ from chorus.core.executors.base import watched
 from chorus.memory.transfers.transfer import ExecutorLost
 
 from ...graphs.host_device import HostDevice
+from ...processes import PYTEST, run_python
 
 HERE = Path(__file__).parent
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.beside("-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", str(HERE / "interpreted_cuda.py"))
-def test_interpreted(interpreted):
+@pytest.mark.long
+def test_interpreted():
     """Kernels of a process that interprets can't be compiled, so this one must not import them."""
-    assert interpreted.returncode == 0, interpreted.stdout[-8000:] + interpreted.stderr[-2000:]
+    result = run_python(*PYTEST, str(HERE / "interpreted_cuda.py"), TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
 
 
 class Failing(HostDevice):

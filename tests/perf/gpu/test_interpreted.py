@@ -7,12 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from ...processes import PYTEST, run_python
+
 SECTIONS = Path(__file__).parent / "interpreted_sections.py"
 
 
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
-@pytest.mark.beside("-m", "pytest", "-q", "--timeout=0", "-p", "no:cacheprovider", str(SECTIONS))
-def test_interpreted(interpreted):
+@pytest.mark.long
+def test_interpreted():
     """In a process of its own: kernels of a process that interprets can't be compiled."""
-    assert interpreted.returncode == 0, interpreted.stdout[-8000:] + interpreted.stderr[-2000:]
+    result = run_python(*PYTEST, str(SECTIONS), TRITON_INTERPRET="1")
+    assert result.returncode == 0, result.stdout[-8000:] + result.stderr[-2000:]
