@@ -114,6 +114,18 @@ class Merging:
             self._store.let_go(adapter)
             self._switch_on(adapter)
 
+    @property
+    def expected_seconds(self) -> float | None:
+        """Seconds that the merge under way will have taken, by the share of it that is made; None while that is 0."""
+        if not self.is_under_way or not self.share_made:
+            return None
+        return self._spent / self.share_made
+
+    @property
+    def share_made(self) -> float:
+        """Share of the shadow's weights that are made, 0 to 1."""
+        return 0.0 if self._backend is None else self._backend.share_made
+
     def may_merge(self, adapter: Adapter) -> bool:
         """True unless it is known that the adapter can't be merged, or not yet."""
         if self._backend is None or not _is_complete(adapter) or adapter in self._refused:

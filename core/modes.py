@@ -106,12 +106,14 @@ class Modes:
         if self._began == self._began and scheduler.has_work():
             self._patience.pass_by(now - self._began, self._leaves_out, self._leaves_out and scheduler.has_late_turn())
         self._began = now
+        if merging.shadowed is not None and (seconds := merging.expected_seconds) is not None:
+            self._prices.observe_merge(merging.shadowed, seconds)
         choice = self.policy.choose(
             ModeState(
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
                 self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
-                self._step_seconds, not self._patience.is_over, scheduler.running.count_by_adapter(),
-                scheduler.most_running,
+                merging.share_made, self._step_seconds, not self._patience.is_over,
+                scheduler.running.count_by_adapter(), scheduler.most_running,
             )
         )  # fmt: skip
         self._apply(choice)

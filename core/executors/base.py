@@ -85,6 +85,11 @@ class ShadowBackend(Protocol):
         """
         ...
 
+    @property
+    def share_made(self) -> float:
+        """Share of the shadow's weights that are made, 0 to 1."""
+        ...
+
     def drop(self) -> None:
         """Forget the shadow; its pages are others' then."""
         ...

@@ -91,6 +91,7 @@ class ShadowWeights:
         self._captured = captured
         self.adapter: Adapter | None = None
         self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of what is to be made
+        self._num_elems = 0  # of all matrices
         self._layers: list[LayerWeights] = []
 
     def sizes(self, adapter: Adapter) -> list[int]:
@@ -123,6 +124,7 @@ class ShadowWeights:
             self._left.append((layer, group, place))
             self._layers[layer] = replace(self._layers[layer], **{MATRICES[group]: place})
         self._left.reverse()
+        self._num_elems = sum(place.numel() for _, _, place in self._left)
 
     def advance(self, max_seconds: float) -> bool:
         """Make the next matrix, and more while there is time for them; True when all are made and steps may use them.
@@ -158,11 +160,17 @@ class ShadowWeights:
             captured.capture_next()
         return not captured.num_left
 
+    @property
+    def share_made(self) -> float:
+        """Share of the matrices' elements that are made, 0 to 1."""
+        left = sum([place.numel() for _, _, place in self._left])
+        return 1 - left / self._num_elems if self._num_elems else 0.0
+
     def drop(self) -> None:
         """Forget the shadow; its pages are others' then."""
         self._model.use_merged(None)
         self.adapter = None
-        self._left, self._layers = [], []
+        self._left, self._num_elems, self._layers = [], 0, []
 
     def check(self, adapter: Adapter) -> None:
         """RuntimeError unless steps may use the shadow, and it is this adapter's."""

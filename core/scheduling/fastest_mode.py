@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from ...memory.adapters.adapter import Adapter
 from .mode_policy import Batch, ModeChoice, ModePrices, ModeState
 
@@ -32,11 +34,12 @@ class FastestMode:
     def __init__(self, prices: ModePrices) -> None:
         self._prices = prices
         self._lost: dict[Adapter, float] = {}  # tokens, without the merged weights of each
+        self._earned = math.inf  # tokens, lost before the merge under way was begun
         self._num_alone = 0  # steps in a row
 
     def choose(self, state: ModeState) -> ModeChoice:
-        if state.is_under_way:  # it has been decided
-            return ModeChoice(state.shadowed)
+        if state.shadowed is not None and state.is_under_way:
+            return self._go_on(state, state.shadowed)
         if not state.fcfs:
             return ModeChoice(state.merged)
         rate, choice = self._best(state, None)
@@ -78,12 +81,24 @@ class FastestMode:
             gain = self._best(state, adapter)[0] - rate * (1 + MARGIN)
             tokens = max(0.0, self._lost.get(adapter, 0.0) + gain * state.step_seconds)
             if tokens > EARNED * self._prices.merge_seconds(adapter) * rate:
-                self._lost = {}
+                self._lost, self._earned = {}, tokens
                 return adapter
             if tokens:
                 lost[adapter] = tokens
         self._lost = lost
         return None
+
+    def _go_on(self, state: ModeState, adapter: Adapter) -> ModeChoice:
+        """Make the rest of merged weights, unless it costs more than all that was lost without them.
+
+        Their first matrices tell what they cost. Before there has been a merge that is a guess, and one that was too
+        low must not take a whole merge: this one is begun again when enough has been lost for what it costs.
+        """
+        rest = self._prices.merge_seconds(adapter) * (1 - state.share_made)
+        if not state.fcfs or self._earned >= rest * self._rate(state, state.fcfs, None):
+            return ModeChoice(adapter)
+        self._lost[adapter] = self._earned
+        return ModeChoice(None)
 
     def _candidates(self, state: ModeState) -> list[Adapter]:
         """Return the adapters that may be worth merging: with most rows of a step, and with most work for theirs."""

@@ -19,7 +19,8 @@ class ModeState:
     requests: waiting and running ones, the paper's R. fcfs: those of them that run or came first, as many as a step has
     rows: B_fcfs. eligible: adapters with requests that may be merged now: L. max_batch: rows of a
     step. context: tokens in the KV cache of a running request, the mean. merged: the adapter in the weights that steps
-    use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`.
+    use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`:
+    `share_made` of them is there.
     step_seconds: of the last decode step. may_leave_out: a step may leave some requests out. running: those that run.
     seats: so many may, with those that are left out, who keep what they hold.
     """
@@ -32,6 +33,7 @@ class ModeState:
     merged: Adapter | None = None
     shadowed: Adapter | None = None
     is_under_way: bool = False
+    share_made: float = 0.0
     step_seconds: float = 0.0
     may_leave_out: bool = True
     running: Batch = field(default_factory=dict)
@@ -84,7 +86,7 @@ class ModePrices(Protocol):
         ...
 
     def observe_merge(self, adapter: Adapter, seconds: float) -> None:
-        """Merged weights were made in so long."""
+        """Merged weights were made in so long, or will have been, by what is made of them so far."""
         ...
 
 

@@ -229,6 +229,10 @@ class CheckedShadow:
         self._made += 1
         return self._made == len(self.runs)
 
+    @property
+    def share_made(self) -> float:
+        return self._made / len(self.runs) if self.runs else 0.0
+
     def drop(self) -> None:
         self.adapter, self.runs, self._made = None, [], 0
 

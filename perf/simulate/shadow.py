@@ -22,6 +22,7 @@ class SimShadow:
         self._dims = dims
         self._spend = spend
         self._left: list[float] = []  # seconds of the matrices that are to be made
+        self._seconds = 0.0  # of all matrices
         self.adapter: Adapter | None = None
 
     def sizes(self, adapter: Adapter) -> list[int]:
@@ -37,6 +38,7 @@ class SimShadow:
         sizes = self._elems(adapter)
         seconds = self._cost.seconds(adapter.rank) / sum(sizes)
         self.adapter, self._left = adapter, [seconds * size for size in reversed(sizes)]
+        self._seconds = sum(self._left)
 
     def advance(self, max_seconds: float) -> bool:
         """Let the time of the next matrix go by, and of more as long as there is time; True when all are made."""
@@ -46,9 +48,14 @@ class SimShadow:
         self._spend(spent)
         return not self._left
 
+    @property
+    def share_made(self) -> float:
+        """Share of the time that it takes."""
+        return 1 - sum(self._left) / self._seconds if self._seconds else 0.0
+
     def drop(self) -> None:
         """Forget it."""
-        self.adapter, self._left = None, []
+        self.adapter, self._left, self._seconds = None, [], 0.0
 
     def _elems(self, adapter: Adapter) -> list[int]:
         """Return the elements of each matrix, over all layers."""

@@ -13,6 +13,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.shadow import MATRICES, MOST_GROWTH
 from chorus.core.requests.types import CannotMerge
+from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice
 from chorus.core.scheduling.policies import Policies
 from chorus.graphs.runner import StepMode
@@ -334,6 +335,29 @@ def test_a_policy_chooses(subject, drive):
     assert {plan.merged.name for plan in driver.plans if plan.merged} == {"r3-mlp"}
     assert policy.states[-1].context
     assert policy.states[-1].step_seconds > 0
+
+
+class MergesAreSeen(LearnedPrices):
+    def __init__(self):
+        super().__init__()
+        self.merges = []
+
+    def observe_merge(self, adapter, seconds):
+        self.merges.append((adapter.name, seconds))
+
+
+def test_the_first_matrix_tells_what_the_merge_takes(subject, drive):
+    """Each pause makes one of six matrices, the larger one of each layer first, and takes a tick of the clock."""
+    it = subject("gqa")
+    policy, prices = MostRequests(), MergesAreSeen()
+    driver = drive(it, policies=Policies(mode=policy, prices=prices), clock=ticking(1e-9))
+    driver.add("one", "r3-mlp", [5, 6, 7], max_tokens=20)
+    driver.drain()
+    made = [state.share_made for state in policy.states if state.is_under_way]
+    assert made == pytest.approx([2 / 9, 3 / 9, 5 / 9, 6 / 9, 8 / 9])
+    expected = [pauses * 1e-9 / share for pauses, share in enumerate(made, 1)]
+    assert prices.merges == [("r3-mlp", pytest.approx(seconds)) for seconds in [*expected, 6e-9]]
+    assert {state.share_made for state in policy.states if state.merged is not None} == {1.0}
 
 
 class Drawn:

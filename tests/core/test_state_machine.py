@@ -307,6 +307,10 @@ class FakeShadow:
         self.made += 1
         return self.made == len(self.runs)
 
+    @property
+    def share_made(self) -> float:
+        return self.made / len(self.runs) if self.runs else 0.0
+
     def drop(self) -> None:
         self.adapter, self.runs, self.made = None, [], 0
 

@@ -190,3 +190,55 @@ def test_a_price_that_was_guessed_too_high_is_mended_by_three_steps():
     after = learned.step_seconds(batch, None, 100.0)
     assert before > 0.1
     assert after < 0.04
+
+
+class MergesLearned(LearnedPrices):
+    """Knows what steps take, and learns what a merge takes."""
+
+    def __init__(self, true):
+        super().__init__()
+        self.step_seconds = true.step_seconds
+
+
+def merges_by_steps(prices, seconds, steps, matrices=60):
+    """Return the numbers of steps at which a merge of so many seconds was begun, and those at which one was done.
+
+    Between two steps goes half of a step's time, as in `Merging`.
+    """
+    policy, begun, done, made, shadowed = FastestMode(prices), [], [], 0, None
+    prices.observe({A: 8}, None, 100.0, prices.step_seconds({A: 8}, None, 100.0))
+    for number in range(steps):
+        is_under_way = shadowed is not None and made < matrices
+        merged = shadowed if made == matrices else None
+        if is_under_way and made:
+            prices.observe_merge(A, seconds)
+        there = {"merged": merged, "shadowed": shadowed, "is_under_way": is_under_way, "share_made": made / matrices}
+        choice = policy.choose(state({A: 8}, step_seconds=0.01, **there)).merged
+        if choice is not None and shadowed is None:
+            begun.append(number)
+            shadowed, made = choice, 0
+        elif choice is None and is_under_way:
+            shadowed, made = None, 0
+        if shadowed is not None and made < matrices:
+            made = min(matrices, made + max(1, int(0.005 / (seconds / matrices))))
+            if made == matrices:
+                done.append(number)
+        prices.observe({A: 8}, merged, 100.0, prices.step_seconds({A: 8}, merged, 100.0))
+    return begun, done
+
+
+def test_a_merge_that_turns_out_dear_is_given_up_until_it_has_been_earned():
+    """It takes 60 steps and was taken to take 10: its first matrices say so, and what follows waits for its worth."""
+    learned = MergesLearned(prices(lora=0.0005))
+    begun, done = merges_by_steps(learned, seconds=0.63, steps=6000)
+    assert learned.merge_seconds(A) == pytest.approx(0.63)
+    assert len(begun) == 2 and len(done) == 1
+    lost_by_step = (8 / 0.010 - 8 / 0.0105 * 1.01) * 0.01
+    assert begun[0] * lost_by_step == pytest.approx(EARNED * 10 * 8, rel=0.02), "steps' worth of tokens"
+    assert begun[1] * lost_by_step == pytest.approx(EARNED * 40 * 8, rel=0.02)
+    assert done[0] - begun[1] == 59, "in one go"
+
+
+def test_a_merge_that_costs_what_was_thought_is_made_in_one_go():
+    begun, done = merges_by_steps(MergesLearned(prices(lora=0.004)), seconds=0.14, steps=300)
+    assert (len(begun), len(done)) == (1, 1)
