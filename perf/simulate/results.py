@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from statistics import median
 from typing import Any
 
@@ -241,11 +243,23 @@ def map_of(jobs: int) -> Iterator[Callable[..., Iterable[Any]]]:
     if jobs <= 1:
         yield map
         return
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=_end_with_parent) as pool:
         try:
             yield pool.map
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent has ended, even killed: nobody wants its results, and they take long."""
+    parent = parent_process()
+
+    def wait() -> None:
+        if parent is not None:
+            parent.join()
+            os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _completed(study: Study, run: Mapping[str, Mapping[str, float]]) -> _Run:

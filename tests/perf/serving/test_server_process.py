@@ -6,7 +6,8 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+from tests.processes import runs
 
 WAIT = 120
 
@@ -17,13 +18,6 @@ with launched(["--threads", "1"]) as server:
     print(server.pid, flush=True)
     time.sleep(1e6)
 """
-
-
-def runs(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def test_a_command_that_is_killed_leaves_no_server():

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
+import time
 from statistics import median
 
 import pytest
@@ -15,6 +18,7 @@ from chorus.perf.simulate.results import CONFIDENCE, Spread, interval, run_study
 from chorus.perf.simulate.study import StudyError, parse_study
 from chorus.perf.simulate.table import order_text
 from tests.perf.simulate.test_studies import AXIS, TINY, changed
+from tests.processes import runs
 
 EQUAL = """
 [[rows]]
@@ -179,3 +183,30 @@ def test_the_page_has_every_study_and_says_how_it_was_made(tmp_path, capsys):
     assert "* ~~0 of 2~~: TTFT, ms: one < two" in text
     assert "| orders by load | x 0.5 | x 1 | x 2 |" in text
     assert "x 0.5" in capsys.readouterr().out
+
+
+WAIT = 120
+
+MAPS = """
+import time
+from multiprocessing import active_children
+from chorus.perf.simulate.results import map_of
+if __name__ == "__main__":
+    with map_of(2) as mapped:
+        results = mapped(time.sleep, [1e6, 1e6])
+        print(*(child.pid for child in active_children()), flush=True)
+        list(results)
+"""
+
+
+def test_a_command_that_is_killed_leaves_no_simulation(tmp_path):
+    script = tmp_path / "maps.py"
+    script.write_text(MAPS)
+    with subprocess.Popen([sys.executable, str(script)], stdout=subprocess.PIPE, text=True) as command:
+        pids = command.stdout.readline().split()
+        assert len(pids) == 2
+        command.kill()
+    deadline = time.monotonic() + WAIT
+    while left := [pid for pid in pids if runs(pid)]:
+        assert time.monotonic() < deadline, f"{left} outlive the command that began them"
+        time.sleep(0.05)
