@@ -127,5 +127,16 @@ def library() -> ctypes.CDLL | None:
 
 def available(dtype: torch.dtype) -> bool:
     """True if the library was built, and this processor can run it in `dtype`."""
+    return why_unavailable(dtype) is None
+
+
+def why_unavailable(dtype: torch.dtype) -> str | None:
+    """Return the reason why the library can't be used with `dtype`; None if it can."""
     found = library()
-    return found is not None and dtype in (torch.bfloat16, torch.float32) and bool(found.chorus_supported())
+    if found is None:
+        return "it is not built: install a C++ compiler, then Chorus again"
+    if not found.chorus_supported():
+        return "this processor lacks AVX-512 with bf16"
+    if dtype not in (torch.bfloat16, torch.float32):
+        return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
+    return None

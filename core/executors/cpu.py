@@ -20,8 +20,7 @@ from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
 from ..model.lora_state import LoraState
-from ..model.native_decoder import NativeDecoderModel
-from ..model.native_decoder import supported as native_supported
+from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
 from ..model.shadow import ShadowWeights
 from ..model.weights import open_weights
@@ -185,10 +184,11 @@ class _Steps(Generic[A]):
 
 
 def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> bool:
-    supported = native_supported(model, dtype)
-    if config.cpu_kernels == "native" and not supported:
-        raise UnsupportedModel(
-            f"cpu_kernels is 'native', but the native decoder is not built, this processor lacks AVX-512 with bf16, "
-            f"or it does not take this model in {dtype}; use 'auto' or 'torch'"
-        )
-    return supported and config.cpu_kernels != "torch"
+    if config.cpu_kernels == "torch":
+        return False
+    if (reason := why_unsupported(model, dtype)) is None:
+        return True
+    if config.cpu_kernels == "native":
+        raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; or use 'auto' or 'torch'")
+    logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
+    return False

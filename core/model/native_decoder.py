@@ -21,11 +21,15 @@ from .lora_state import LoraState
 from .weights import LayerWeights, Weights
 
 
-def supported(config: ModelConfig, dtype: torch.dtype) -> bool:
-    """True if the native decoder was built, runs here, and takes this model in `dtype`."""
+def why_unsupported(config: ModelConfig, dtype: torch.dtype) -> str | None:
+    """Return the reason why the native decoder can't run a model in `dtype` here; None if it can."""
     pair = 4 // dtype.itemsize
     inner = (config.hidden_size, config.intermediate_size, config.q_size)
-    return native_library.available(dtype) and all(k % pair == 0 for k in inner) and config.head_dim % 2 == 0
+    if reason := native_library.why_unavailable(dtype):
+        return reason
+    if any(k % pair for k in inner) or config.head_dim % 2:
+        return f"it needs even sizes, and this model's are {config.head_dim} of a head, {inner} of rows of weights"
+    return None
 
 
 class NativeDecoderModel:

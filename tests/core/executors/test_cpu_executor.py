@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+
+import pytest
 
 from chorus.core.config import EngineConfig
 from chorus.core.executors.cpu import CpuExecutor
+from chorus.core.model.config import UnsupportedModel
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
+from chorus.ops import native_library
 from chorus.ops.native import NativeSampling
 from chorus.ops.native_reader import ELEMENTS
 
@@ -32,6 +37,30 @@ def test_a_closed_executor_frees_its_arena_at_once(subject, kernels):
         assert arena() is None
     finally:
         gc.enable()
+
+
+class Old:
+    """A library of a processor that can't run it."""
+
+    def chorus_supported(self):
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("found", "reason"), [(None, "it is not built: install a C++ compiler"), (Old(), "this processor lacks AVX-512")]
+)
+def test_why_steps_are_slow_is_said(subject, monkeypatch, caplog, found, reason):
+    """Torch's operators take many times as long; whoever measures or serves with them by accident is told."""
+    monkeypatch.setattr(native_library, "library", lambda: found)
+    settings = EngineConfig(model=subject("wide_heads").model, dtype="float32", memory_bytes=8 << 20, threads=1)
+    with caplog.at_level("WARNING", logger="chorus"):
+        CpuExecutor(settings).close()
+        assert [reason in record.message for record in caplog.records] == [True]
+        caplog.clear()
+        CpuExecutor(settings.model_copy(update={"cpu_kernels": "torch"})).close()
+        assert not caplog.records, "it was asked for"
+    with pytest.raises(UnsupportedModel, match=re.escape(f"cpu_kernels is 'native', but {reason}")):
+        CpuExecutor(settings.model_copy(update={"cpu_kernels": "native"}))
 
 
 def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(subject, monkeypatch):
