@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
+from chorus.core.scheduling import learned_prices
 from chorus.core.scheduling.fastest_mode import EARNED, PROBE, FastestMode
 from chorus.core.scheduling.learned_prices import LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
@@ -108,6 +110,30 @@ def test_prices_are_learned_from_steps():
         assert learned.step_seconds(*step) == pytest.approx(true.step_seconds(*step), rel=0.06)
 
 
+@given(st.integers(0, 2**32), st.integers(1, 40))
+def test_prices_are_the_likeliest_that_are_not_below_0(seed, count):
+    """No price that is 0 would do better above it, and none above it a little higher or lower."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, (count, 6)) * rng.uniform(0.1, 3, 6)
+    squares = rows.T @ rows + np.diag(10.0 ** rng.integers(-3, 1, 6))
+    sums = rows.T @ rng.normal(1.0, 2.0, count)
+    found = np.array(learned_prices.nonnegative(squares, sums, np.maximum(rng.normal(0, 1, 6), 0)))
+    scale = np.sqrt(squares.diagonal())
+    gain, least = sums - squares @ found, 1e-6 * scale * np.linalg.norm(sums / scale) + 1e-300
+    assert (found >= 0).all()
+    assert (gain <= least).all()
+    assert (np.abs(gain[found > 0]) <= least[found > 0]).all()
+
+
+def test_at_first_a_step_is_taken_to_be_most_of_its_time():
+    """Were LoRA and KV taken to be most of it, merging would be tried at once wherever an adapter has requests."""
+    learned = LearnedPrices()
+    for step in range(10):
+        learned.observe({A: 3, B: 2, None: 3}, None, 100.0 + step, 0.01)
+    assert 0.007 < learned.step_seconds({None: 8}, None, 100.0) < 0.0095
+    assert 0.0055 < learned.step_seconds({None: 1}, None, 0.0) < 0.008
+
+
 def test_merging_is_tried_where_it_might_help_and_given_up_where_it_does_not():
     for lora, helps in ((0.004, True), (0.0, False)):
         true, learned = prices(lora=lora), LearnedPrices()
@@ -178,7 +204,7 @@ def test_everybody_runs_now_and_then_beside_one_adapter_alone():
 def test_a_price_that_was_guessed_too_high_is_mended_by_three_steps():
     """LoRA takes 12 ms whatever the batch, which small batches don't show: 16 rows seem dear until they are run."""
     learned = LearnedPrices()
-    voices = [Voice(f"v{index}", version=index + 1) for index in range(8)]
+    voices = [Voice(f"v{index}", rank=64, version=index + 1) for index in range(8)]
     for _ in range(40):
         learned.observe({voices[0]: 1}, None, 100.0, 0.024)
     for _ in range(200):
