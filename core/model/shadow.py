@@ -6,6 +6,7 @@ un-merging costs nothing and leaves no trace.
 
 from __future__ import annotations
 
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,6 +28,10 @@ MATRICES = ("qkv", "o", "gate_up", "down")
 #: error in proportion to it, which rows of the base model and of other adapters see: in 16 bits it may be twice that of
 #: the weights' own rounding. In float32, whose rounding is 2^16 times as fine, 256 times as much still moves no token.
 MOST_GROWTH = {2: 2.0, 4: 256.0}
+
+
+#: Bytes of a matrix for which the system is asked for memory at a time: one huge page.
+PIECE_BYTES = 2 << 20
 
 
 class MergeableModel(Protocol):
@@ -92,6 +97,8 @@ class ShadowWeights:
         self.adapter: Adapter | None = None
         self._left: list[tuple[int, int, torch.Tensor]] = []  # layer, group and place of what is to be made
         self._num_elems = 0  # of all matrices
+        self._num_touched = 0  # elements of the next matrix's place, which the system has given memory for
+        self._pace = 0.0  # seconds that an element of the last matrix took; 0: there has been none
         self._layers: list[LayerWeights] = []
 
     def sizes(self, adapter: Adapter) -> list[int]:
@@ -136,14 +143,19 @@ class ShadowWeights:
             raise RuntimeError("there is no shadow to make")
         rows = self._lora.rows_of(self.adapter)
         began = time.perf_counter()
-        done = 0  # elements: by what these took, the next ones' time is known
+        has_worked = False
         while self._left:
             layer, group, place = self._left[-1]
-            spent = time.perf_counter() - began
-            if done and spent + spent / done * place.numel() > max_seconds:
+            if not self._is_touched(place):
+                has_worked = True
+                while not self._touch(place):
+                    if time.perf_counter() - began >= max_seconds:
+                        return False
+            starts = time.perf_counter()
+            if has_worked and (not self._pace or starts - began + self._pace * place.numel() > max_seconds):
                 return False
+            has_worked = True
             self._left.pop()
-            done += place.numel()
             parts = [part for part in rows if _changes(part, layer, self._lora.modules(group))]
             growth = self._model.merge(layer, group, parts, self._origin(layer, group), place)
             most = MOST_GROWTH[place.itemsize]
@@ -152,13 +164,29 @@ class ShadowWeights:
                     f"adapter {self.adapter.name!r} makes a row of layer {layer}'s {MATRICES[group]} weights "
                     f"{growth:.3g} times as large, of {most:g} that rounding them bears; it is served unmerged"
                 )
+            self._pace, self._num_touched = (time.perf_counter() - starts) / place.numel(), 0
         self._model.use_merged(self._layers)
         captured = self._captured
         if captured is None or not captured.num_left:
             return True
-        if not done:
+        if not has_worked:
             captured.capture_next()
         return not captured.num_left
+
+    def _is_touched(self, place: torch.Tensor) -> bool:
+        """True if a place has its memory: on a GPU, where it is small, or once `_touch` is through."""
+        is_small = place.numel() * place.itemsize <= PIECE_BYTES
+        return is_small or place.device.type != "cpu" or self._num_touched >= place.numel()
+
+    def _touch(self, place: torch.Tensor) -> bool:
+        """Have the system give memory for the next piece of a place; True when it was the last.
+
+        It does so when a page is first written, which may take longer than all that is written to it then.
+        """
+        start, size = self._num_touched, place.itemsize
+        place.view(-1)[start : start + PIECE_BYTES // size : mmap.PAGESIZE // size] = 0
+        self._num_touched = min(start + PIECE_BYTES // size, place.numel())
+        return self._num_touched == place.numel()
 
     @property
     def share_made(self) -> float:
@@ -170,7 +198,8 @@ class ShadowWeights:
         """Forget the shadow; its pages are others' then."""
         self._model.use_merged(None)
         self.adapter = None
-        self._left, self._num_elems, self._layers = [], 0, []
+        self._left, self._layers = [], []
+        self._num_elems = self._num_touched = 0
 
     def check(self, adapter: Adapter) -> None:
         """RuntimeError unless steps may use the shadow, and it is this adapter's."""
