@@ -28,8 +28,10 @@ SETTLED = 8
 KEPT = 0.999
 """Share of what is known that each step leaves, so that machines may change; chosen: a thousand steps count."""
 
-MERGE_STEPS = 10.0
-"""Steps that a merge is taken to cost before there has been one; chosen."""
+MERGE_STEPS = 2.0
+"""Steps that a merge is taken to cost before there has been one: it reads the weights as a step does, and writes them.
+One that is dearer says so with its first matrices.
+"""
 
 MAX_SURPRISE = 0.2
 """Most share of its time by which a step that took longer changes prices: others may have had the processor in it.

@@ -13,7 +13,7 @@ from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, Ste
 from chorus.core.modes import Patience
 from chorus.core.scheduling import learned_prices
 from chorus.core.scheduling.fastest_mode import EARNED, PROBE, FastestMode
-from chorus.core.scheduling.learned_prices import LearnedPrices
+from chorus.core.scheduling.learned_prices import MERGE_STEPS, LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
 
@@ -151,10 +151,11 @@ def test_merging_is_tried_where_it_might_help_and_given_up_where_it_does_not():
 def test_one_merge_that_was_held_up_is_not_the_last():
     learned = LearnedPrices()
     learned.observe({A: 8}, None, 100.0, 0.01)
-    learned.observe_merge(A, 0.06)
-    assert learned.merge_seconds(A) == 0.06
+    assert learned.merge_seconds(A) == MERGE_STEPS * 0.01
+    learned.observe_merge(A, 0.03)
+    assert learned.merge_seconds(A) == 0.03
     learned.observe_merge(A, 2.5)
-    assert learned.merge_seconds(A) == pytest.approx(0.12), "no more than twice as much"
+    assert learned.merge_seconds(A) == pytest.approx(0.06), "no more than twice as much"
     for _ in range(3):
         learned.observe_merge(A, 0.02)
     assert learned.merge_seconds(A) == 0.02
@@ -254,17 +255,19 @@ def merges_by_steps(prices, seconds, steps, matrices=60):
 
 
 def test_a_merge_that_turns_out_dear_is_given_up_until_it_has_been_earned():
-    """It takes 60 steps and was taken to take 10: its first matrices say so, and what follows waits for its worth."""
+    """It takes 60 steps and was taken to take 2: its first matrices say so, and the rest waits for its worth.
+
+    Each try doubles the price twice, as what was lost is `EARNED` = 2 times the price before.
+    """
     learned = MergesLearned(prices(lora=0.0005))
     begun, done = merges_by_steps(learned, seconds=0.63, steps=6000)
     assert learned.merge_seconds(A) == pytest.approx(0.63)
-    assert len(begun) == 2 and len(done) == 1
     lost_by_step = (8 / 0.010 - 8 / 0.0105 * 1.01) * 0.01
-    assert begun[0] * lost_by_step == pytest.approx(EARNED * 10 * 8, rel=0.02), "steps' worth of tokens"
-    assert begun[1] * lost_by_step == pytest.approx(EARNED * 40 * 8, rel=0.02)
-    assert done[0] - begun[1] == 59, "in one go"
+    lost = [EARNED * MERGE_STEPS * times * 8 for times in (1, 4, 16)]  # tokens
+    assert [number * lost_by_step for number in begun] == pytest.approx(lost, rel=0.02)
+    assert done == [begun[-1] + 59], "in one go"
 
 
 def test_a_merge_that_costs_what_was_thought_is_made_in_one_go():
-    begun, done = merges_by_steps(MergesLearned(prices(lora=0.004)), seconds=0.14, steps=300)
+    begun, done = merges_by_steps(MergesLearned(prices(lora=0.004)), seconds=MERGE_STEPS * 0.014, steps=300)
     assert (len(begun), len(done)) == (1, 1)
