@@ -6,6 +6,7 @@ un-merging costs nothing and leaves no trace.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import time
 from collections.abc import Sequence
@@ -30,8 +31,9 @@ MATRICES = ("qkv", "o", "gate_up", "down")
 MOST_GROWTH = {2: 2.0, 4: 256.0}
 
 
-#: Bytes of a matrix for which the system is asked for memory at a time: one huge page.
-PIECE_BYTES = 2 << 20
+#: Bytes of a matrix for which the system is asked for memory at a time: half a huge page, so that no piece but the
+#: first reaches into two that are not there yet.
+PIECE_BYTES = 1 << 20
 
 
 class MergeableModel(Protocol):
@@ -147,9 +149,12 @@ class ShadowWeights:
         while self._left:
             layer, group, place = self._left[-1]
             if not self._is_touched(place):
-                has_worked = True
-                while not self._touch(place):
-                    if time.perf_counter() - began >= max_seconds:
+                has_worked, touching = True, time.perf_counter()
+                for pieces in itertools.count(1):
+                    if self._touch(place):
+                        break
+                    now = time.perf_counter()
+                    if now - began + (now - touching) / pieces > max_seconds:
                         return False
             starts = time.perf_counter()
             if has_worked and (not self._pace or starts - began + self._pace * place.numel() > max_seconds):

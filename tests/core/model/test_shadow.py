@@ -70,11 +70,11 @@ class Slow(ShadowWeights):
 
 @pytest.mark.parametrize("seconds", [0.0, 0.001, 0.006, 0.02])
 def test_memory_that_the_system_is_slow_to_give_is_asked_for_piece_by_piece(monkeypatch, seconds):
-    """A matrix of five pieces is 20 ms of waiting: a pause has no more than a piece beyond its time."""
+    """A matrix of five pieces is 20 ms of waiting: a pause is over in time, but for one piece or matrix at least."""
     slow = Slow(Clock(), [5 * PIECE_BYTES - 4096, PIECE_BYTES, 3 * PIECE_BYTES], monkeypatch)
     taken = slow.pauses(seconds)
     making = 5 * PIECE_BYTES * BYTE_SECONDS
-    assert max(taken) <= max(seconds, making) + PIECE_SECONDS
+    assert max(taken) <= max(seconds, making, PIECE_SECONDS) + 1e-9
     assert slow.log.count("piece") == 8
     assert [what for what in slow.log if what != "piece"] == ["matrix 0", "matrix 1", "matrix 2"]
     assert slow.log[:6] == ["piece"] * 5 + ["matrix 0"]
@@ -84,7 +84,7 @@ def test_memory_that_the_system_is_slow_to_give_is_asked_for_piece_by_piece(monk
 def test_another_shadow_begins_with_its_own_memory(monkeypatch):
     slow = Slow(Clock(), [4 * PIECE_BYTES], monkeypatch)
     assert not slow.advance(0.006)
-    assert slow.log == ["piece", "piece"]
+    assert slow.log == ["piece"]
     slow.begin("another", [range(4)])
     slow.pauses(0.006)
-    assert slow.log.count("piece") == 2 + 4
+    assert slow.log.count("piece") == 1 + 4
