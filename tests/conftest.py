@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,10 +43,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """An executor sets the tensor library's threads for the whole process; the next test has one again."""
+def _settings_of_the_process() -> Iterator[None]:
+    """An executor sets the tensor library's threads, and a command what is logged, for the whole process: the next
+    test, which may be any other, has them as they were.
+    """
     yield
     torch.set_num_threads(1)
+    logging.getLogger("chorus").setLevel(logging.NOTSET)
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,8 @@ class LearnedPrices:
         return MERGE_STEPS * self._step if self._merge is None else self._merge
 
     def observe(self, batch: Batch, merged: Adapter | None, context: float, seconds: float) -> None:
+        if seconds <= 0:  # the clock has not moved: that tells nothing
+            return
         self._num_steps += 1
         if self._num_steps == 1:
             terms = self._terms(batch, merged, context)

@@ -46,8 +46,11 @@ WHEELS, MODULES, NATIVE, SCRIPT = "wheels", "flashinfer-aot", "native", "enter.s
 
 _ROOT = Path(__file__).resolve().parents[2]
 
-_UNPACK = "import sys, tarfile; tarfile.open(sys.argv[1]).extractall(sys.argv[2], filter='data')"
-"""Python's own reader: a machine may have no `xz` for tar to call."""
+_UNPACK = (
+    "import sys, tarfile; tar = tarfile.open(sys.argv[1]); "
+    "tar.extraction_filter = getattr(tarfile, 'data_filter', None); tar.extractall(sys.argv[2])"
+)
+"""Python's own reader: a machine may have no `xz` for tar to call. Pythons before 3.11.4 have no filters."""
 
 
 def download(packages: Sequence[str], python: str, out: Path) -> None:

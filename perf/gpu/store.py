@@ -126,9 +126,10 @@ class ResultStore:
     def unpack(self, archive: Path) -> None:
         """Take the results of an archive that `pack` made, but not in place of newer ones that are here."""
         with tarfile.open(archive) as tar:
+            tar.extraction_filter = getattr(tarfile, "data_filter", None)  # Python has it from 3.11.4 on
             for member in tar.getmembers():
                 if not (self.directory / member.name).exists():
-                    tar.extract(member, self.directory, filter="data")
+                    tar.extract(member, self.directory)
 
     def _write(self, path: Path, value: Any) -> None:
         """Whole or not at all: a reader never sees half a file."""

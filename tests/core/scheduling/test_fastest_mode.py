@@ -161,6 +161,15 @@ def test_one_merge_that_was_held_up_is_not_the_last():
     assert learned.merge_seconds(A) == 0.02
 
 
+def test_a_clock_that_stands_still_breaks_nothing():
+    learned = LearnedPrices()
+    for _ in range(3):
+        learned.observe({A: 8}, None, 100.0, 0.0)
+    for _ in range(20):
+        learned.observe({A: 8}, None, 100.0, 0.01)
+    assert learned.step_seconds({A: 8}, None, 100.0) == pytest.approx(0.01, rel=0.3)
+
+
 def test_one_slow_step_changes_little():
     learned = LearnedPrices()
     for _ in range(50):
