@@ -50,6 +50,7 @@ def _settings_of_the_process() -> Iterator[None]:
     yield
     torch.set_num_threads(1)
     logging.getLogger("chorus").setLevel(logging.NOTSET)
+    logging.disable(logging.NOTSET)
 
 
 @dataclass(frozen=True)
