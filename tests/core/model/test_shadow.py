@@ -1,4 +1,4 @@
-"""How long a pause makes a shadow, by a clock that only its work moves."""
+"""Pauses in which a shadow is made: their lengths, by a clock that only its work moves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `chorus demo --skew` prints, over a fake client."""
+"""Lines that `chorus demo --skew` prints, over a fake client."""
 
 import asyncio
 import io
