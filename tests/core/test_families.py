@@ -241,7 +241,7 @@ def test_float16_takes_the_torch_path(tmp_path, prompts, family):
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < 5e-3
-    with pytest.raises(UnsupportedModel, match=r"in float16|not built|AVX-512"):
+    with pytest.raises(UnsupportedModel, match=r"in float16|not built|instruction sets|CHORUS_CPU_ISA"):
         executor_of(tmp_path, dtype="float16", cpu_kernels="native")
 
 

@@ -47,11 +47,17 @@ class Old:
 
 
 @pytest.mark.parametrize(
-    ("found", "reason"), [(None, "it is not built: install a C++ compiler"), (Old(), "this processor lacks AVX-512")]
+    ("found", "isa", "reason"),
+    [
+        (None, "", "it is not built: install a C++ compiler"),
+        (Old(), "", "this processor has none of the instruction sets that it is for: avx512bf16, avx512, avx2, neon"),
+        (Old(), "none", "CHORUS_CPU_ISA is 'none'"),
+    ],
 )
-def test_why_steps_are_slow_is_said(subject, monkeypatch, caplog, found, reason):
+def test_why_steps_are_slow_is_said(subject, monkeypatch, caplog, found, isa, reason):
     """Torch's operators take many times as long; whoever measures or serves with them by accident is told."""
-    monkeypatch.setattr(native_library, "library", lambda: found)
+    monkeypatch.setattr(native_library, "built", lambda level: found)
+    monkeypatch.setenv("CHORUS_CPU_ISA", isa)
     settings = EngineConfig(model=subject("wide_heads").model, dtype="float32", memory_bytes=8 << 20, threads=1)
     with caplog.at_level("WARNING", logger="chorus"):
         CpuExecutor(settings).close()
