@@ -18,7 +18,8 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.ops import native_library
+
+pytestmark = pytest.mark.numerics
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
@@ -55,13 +56,6 @@ ADAPTERS = {
     "r8-qv": (8, 16, ["q_proj", "v_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
 }
-
-KERNELS = [
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(not native_library.available(torch.float32), reason="no native decoder")
-    ),
-]
 
 
 @dataclass
@@ -167,7 +161,7 @@ def test_every_architecture_is_covered():
     assert {model.__name__ for model in models} == set(SUPPORTED_ARCHITECTURES)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
@@ -221,7 +215,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
 
 
-@pytest.mark.skipif(not native_library.available(torch.bfloat16), reason="no native decoder")
+@pytest.mark.native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)

@@ -22,7 +22,6 @@ from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.pool import PageKind
 
 from ..conftest import ATTENTION, MLP, Subject, save_adapter
-from ..kernels import NATIVE
 from .conftest import ticking
 from .test_parity import MODELS, add_all, check, make_cases, make_families
 
@@ -441,7 +440,7 @@ def test_nobody_is_left_out_for_longer_than_a_turn(subject, drive):
     assert len(driver.plans) <= 62, "the crowd runs in every step"
 
 
-@pytest.mark.parametrize("kernels", [NATIVE])
+@pytest.mark.parametrize("kernels", ["native"])
 def test_a_rows_bits_do_not_depend_on_its_company_in_merged_mode(subject, drive, kernels):
     it = subject("gqa")
 
