@@ -139,11 +139,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         "number of connections, and whom they name in X-Forwarded-For counts as the client; default: this machine",
     )
     head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
-    body_seconds: float = Field(
-        default=20, gt=0, description="how long a body may take, and a second more for each 16 KiB"
-    )
+    body_seconds: float = Field(default=20, gt=0, description="how long a body may pause between two of its parts")
+    whole_body_seconds: float = Field(default=45, gt=0, description="how long a whole body may take")
     send_seconds: float = Field(
-        default=20, gt=0, description="how long a client may leave an answer unread, and a second more for each 16 KiB"
+        default=20, gt=0, description="how long a client may take nothing of an answer (on Linux)"
     )
     idle_seconds: float = Field(default=50, gt=0, description="how long a connection may be idle between two requests")
     grace_seconds: float = Field(

@@ -314,7 +314,7 @@ def live_server(
     named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
     chosen = Settings(**{**usual, **named, **(settings or {})})
     app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
-    with bind("127.0.0.1", 0) as bound:
+    with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []
 
