@@ -76,11 +76,12 @@ class Doors:
             headers = Headers(scope=scope)
             identity = self._admit(method, path, headers)
             named = self._named_tenant(headers)
+            tenant = named or identity.tenant or place_of((scope.get("client") or ("",))[0])
             scope.setdefault("state", {}).update(
-                tenant=named or identity.tenant or place_of((scope.get("client") or ("",))[0]),
+                tenant=tenant,
                 sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
             )
-            with self._gate.passing(method, path):
+            with self._gate.passing(method, path, tenant):
                 await self._app(scope, receive, answer.send)
         except ApiError as error:
             await error.response()(scope, receive, send)

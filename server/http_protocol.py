@@ -20,7 +20,7 @@ MAX_HEAD_BYTES = 64 << 10
 """Bytes of a request's line and headers, and of anything between two parts of its body."""
 
 MAX_HEADERS = 128
-MAX_PIPELINED = 256
+MAX_PIPELINED = 16
 """Requests that may have come before the answer to the first of them."""
 
 _MESSAGES = {
@@ -53,6 +53,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
+        transport.set_write_buffer_limits(0)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 ACCEPT_AT_ONCE = 64
 """Connections accepted in a turn of the event loop: so many more than the limit may be open until others are closed."""
 
-SEND_BUFFER_BYTES = 256 << 10
-"""Bytes of an answer that the system keeps for a client that does not read it; the rest stays here."""
+SEND_BUFFER_BYTES = 32 << 10
+"""Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
 
 RESERVED_DESCRIPTORS = 192
 """Descriptors kept for all but connections: adapter files, and sockets that are being accepted or closed."""
@@ -137,7 +137,7 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
     """The server of an app, with as many connections as this process has descriptors for."""
     count = max_connections(settings.max_connections)
     connections = Connections(count, settings)
-    app.state.gate.limit = count * 3 // 4  # the rest can always be taken from those that the server waits for
+    app.state.gate.requests.most = count * 3 // 4  # the rest can always be taken from those that the server waits for
     config = uvicorn.Config(
         app,
         http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is

@@ -64,6 +64,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
+    max_held_body_bytes: int = Field(
+        default=256 << 20,
+        ge=1024,
+        description="most bytes of bodies that are being read; a tenant may hold as many as it leaves free",
+    )
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     generation_config: Literal["auto", "vllm"] = Field(
         default="auto",
@@ -158,7 +163,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", mode="before")
+    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size

@@ -125,6 +125,10 @@ class EngineWorker:
         """
         return self._enqueue(partial(self._submit, request, on_output, loop))
 
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        """Raises Overloaded when `count` more requests would not be accepted now, before they are made."""
+        self._engine.check_room(tenant, adapter_name, count)
+
     def abort(self, request_id: str) -> Future[bool]:
         """Ends a request; at the latest the step in progress still counts it. The future says if it was running."""
         return self._enqueue(partial(self._abort, request_id))

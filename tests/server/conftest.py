@@ -118,6 +118,10 @@ class FakeEngine:
         self.asked.append(request)
         self.running[request.id] = (request, self.answer(request))
 
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        if self.refuse_from is not None and len(self.running) + count > self.refuse_from:
+            raise Overloaded("too many requests wait", 2.5)
+
     def answer(self, request: Request) -> list[int]:
         echo = [token for token in request.token_ids if token != BOS]
         return echo if request.adapter_name is None else echo[::-1]
