@@ -5,13 +5,39 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import sys
 import threading
 import time
+from typing import NoReturn
 
 log = logging.getLogger(__name__)
 
 DEADLINE_SECONDS = 4.0
 """Seconds after the grace time at which the process ends whatever hangs."""
+
+
+STRAGGLER_SECONDS = 1.0
+"""Seconds that threads of a command which has ended may take to end, too."""
+
+
+def leave(code: int) -> NoReturn:
+    """End the process after a command, at once where a thread is left, such as one that reads from a dead disk.
+
+    The interpreter waits for such a thread for ever, or tears itself down below it: C++ then calls abort().
+    """
+    deadline = time.monotonic() + STRAGGLER_SECONDS
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and _is_in_the_way(thread):
+            thread.join(max(0.0, deadline - time.monotonic()))
+            if thread.is_alive():
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+    sys.exit(code)
+
+
+def _is_in_the_way(thread: threading.Thread) -> bool:
+    return not thread.daemon or thread.name.startswith("chorus-")
 
 
 class ExitDeadline:

@@ -23,23 +23,23 @@ class Room:
         self.most = most
         self._what = what
         self._held: Counter[str] = Counter()
-        self._total = 0
+        self.total = 0
 
     def take(self, tenant: str, count: int = 1) -> None:
         """Hold `count` more. Raises an ApiError: 503 where all have too many, 429 where the tenant has."""
-        if self.most is not None and self._held[tenant] + count > (free := self.most - self._total):
+        if self.most is not None and self._held[tenant] + count > (free := self.most - self.total):
             if full := count > free:
-                text = f"{self._total} {self._what} are in progress, which is all this server takes"
+                text = f"{self.total} {self._what} are in progress, which is all this server takes"
             else:
                 own = self._held[tenant]
                 text = f"{own} of your {self._what} are in progress, and there is room for {free} of all clients"
             raise ApiError(503 if full else 429, f"{text}; try again later", code="overloaded", retry_after=1)
         self._held[tenant] += count
-        self._total += count
+        self.total += count
 
     def give_back(self, tenant: str, count: int = 1) -> None:
         """Hold `count` less."""
-        self._total -= count
+        self.total -= count
         self._held[tenant] -= count
         if not self._held[tenant]:
             del self._held[tenant]

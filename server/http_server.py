@@ -49,7 +49,7 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: Starlette, connections: Connections, grace: float) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._gate: Gate = app.state.gate
+        self.gate: Gate = app.state.gate
         self.worker: EngineWorker = app.state.worker
         self.executors: Executors = app.state.executors
         self.connections = connections
@@ -60,9 +60,9 @@ class HttpServer(uvicorn.Server):
         self._quiet_ticks = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._gate.draining and sig == signal.SIGINT:
+        if self.gate.draining and sig == signal.SIGINT:
             os._exit(130)
-        self._gate.draining = True
+        self.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
@@ -78,12 +78,12 @@ class HttpServer(uvicorn.Server):
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.worker.failure is not None and not self._gate.draining:
+        if self.worker.failure is not None and not self.gate.draining:
             self._failed(now)
-        if self._gate.draining and self._cut_at is None:
+        if self.gate.draining and self._cut_at is None:
             self._cut_at = now + self._grace
             log.info("shutting down: %d requests in progress have %g s to end; new ones get 503",
-                     self._gate.active, self._grace)  # fmt: skip
+                     self.gate.active, self._grace)  # fmt: skip
         if self._cut_at is not None and (self._is_quiet() or now >= self._cut_at):
             self.should_exit = True
         return await super().on_tick(counter)
@@ -91,21 +91,21 @@ class HttpServer(uvicorn.Server):
     def _is_quiet(self) -> bool:
         """True once nothing is in progress and nothing has come for a few ticks."""
         seen = self.connections.num_made + self.server_state.total_requests
-        quiet = seen == self._seen and not self._gate.active and not self.connections.num_answering
+        quiet = seen == self._seen and not self.gate.active and not self.connections.num_answering
         self._seen, self._quiet_ticks = seen, self._quiet_ticks + 1 if quiet else 0
         return self._quiet_ticks >= QUIET_TICKS
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._gate.draining = True
-        if self._gate.active:
-            log.warning("the time is up: cutting %d requests", self._gate.active)
+        self.gate.draining = True
+        if self.gate.active:
+            log.warning("the time is up: cutting %d requests", self.gate.active)
         try:
             await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
         except Exception as error:
             log.warning("the engine was not stopped (%r); the process ends all the same", error)
-        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
-        self._gate.cut()
-        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS / 4)
+        await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS)
+        self.gate.cut()
+        await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS / 4)
         await super().shutdown(sockets)
         log.info("shut down")
 

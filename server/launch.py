@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
 import os
@@ -165,6 +166,7 @@ def take_short_turns() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is frozen is never destroyed, of which nanobind, in Triton, complains
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
