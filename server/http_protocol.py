@@ -20,7 +20,7 @@ MAX_HEAD_BYTES = 64 << 10
 """Bytes of a request's line and headers, and of anything between two parts of its body."""
 
 MAX_HEADERS = 128
-MAX_PIPELINED = 16
+MAX_PIPELINED = 4
 """Requests that may have come before the answer to the first of them."""
 
 _MESSAGES = {

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACCEPT_AT_ONCE = 64
-"""Connections accepted in a turn of the event loop: so many more than the limit may be open until others are closed."""
+ACCEPT_AT_ONCE = 24
+"""Connections accepted in a turn of the event loop. Until it has closed others for them four turns pass."""
 
 SEND_BUFFER_BYTES = 32 << 10
 """Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
