@@ -47,5 +47,5 @@ def test_a_server_takes_short_turns_once_it_is_loaded(monkeypatch):
     monkeypatch.setattr(launch, "take_short_turns", lambda: order.append("short turns"))
     monkeypatch.setattr(launch, "ExitDeadline", lambda _: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(launch, "http_server", lambda *_: SimpleNamespace(run=lambda sockets: None, exit_code=0))
-    assert launch.serve(SimpleNamespace(host="127.0.0.1", port=0, grace_seconds=1)) == 0
+    assert launch.serve(SimpleNamespace(host="127.0.0.1", port=0, grace_seconds=1, send_seconds=1)) == 0
     assert order == ["loaded", "short turns", "listens"]
