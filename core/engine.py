@@ -140,12 +140,19 @@ class Engine:
         when too many wait.
         """
         self._validate(request)
-        request.account = request.tenant if self.config.fair_by == "tenant" else request.adapter_name or ""
+        request.account = self._account(request.tenant, request.adapter_name)
         self.scheduler.check_room(request.account)
         if request.params.seed is None:
             request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
         self.scheduler.add(request)
+
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        """Raise Overloaded when `count` more requests would not be queued now; from any thread."""
+        self.scheduler.check_room(self._account(tenant, adapter_name), count)
+
+    def _account(self, tenant: str, adapter_name: str | None) -> str:
+        return tenant if self.config.fair_by == "tenant" else adapter_name or ""
 
     def export_request(self, request_id: str) -> dict[str, Any]:
         """Return a request in progress as plain data, which `import_request` of another engine continues exactly.

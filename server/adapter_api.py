@@ -253,7 +253,8 @@ class AdapterApi:
     # --- common ---
 
     async def _read(self, kind: type[Body], request: Request) -> Body:
-        return validated(kind, await read_body(request, self._settings.max_body_bytes))
+        async with read_body(request, self._settings.max_body_bytes) as body:
+            return validated(kind, body)
 
     async def _load(
         self, name: str, path: str, name_field: str, path_field: str, *, replace: bool

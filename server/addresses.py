@@ -5,10 +5,12 @@ from __future__ import annotations
 import ipaddress
 from collections import Counter
 from collections.abc import Iterable
+from functools import lru_cache
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 
+@lru_cache(4096)
 def parse_address(text: str) -> Address | None:
     """The address, as IPv4 where it is one in IPv6's form; None for what is none."""
     try:
@@ -18,6 +20,7 @@ def parse_address(text: str) -> Address | None:
     return getattr(known, "ipv4_mapped", None) or known
 
 
+@lru_cache(4096)
 def place_of(address: str) -> str:
     """The name that a client without a key goes by. A /64 is one place: one machine may use all of its addresses."""
     known = parse_address(address)

@@ -49,7 +49,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
 
     defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started.
     """
-    gate, executors = Gate(), Executors()
+    gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
     keys = settings.client_keys()
     hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 from importlib.metadata import entry_points
+from typing import NoReturn
 
 from .. import __version__
 from ..core.config import EngineConfig
@@ -16,6 +15,7 @@ from ..core.requests.sampling_params import InvalidRequest
 from . import profile
 from .checks import LaunchError, check_access, check_model
 from .errors import EngineUnavailable, GenerationFailed
+from .exits import leave
 from .flags import Parser, UsageError, add_settings, read_settings
 from .pull import MODELS, PullError, pull
 from .settings import Settings
@@ -40,6 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def run() -> NoReturn:
+    """Runs the command and ends the process."""
+    leave(main())
 
 
 def make_parser() -> Parser:
@@ -92,10 +97,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
     from .launch import serve
 
-    code = serve(settings)
-    if any(thread is not threading.current_thread() and not thread.daemon for thread in threading.enumerate()):
-        os._exit(code)  # a thread that may never end, such as one that reads from a dead disk
-    return code
+    return serve(settings)
 
 
 # --- demo ---
@@ -226,4 +228,4 @@ def _log_to_stderr(level: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run()

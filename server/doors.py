@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import re
-import uuid
 from collections.abc import Collection
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -15,6 +15,11 @@ from .errors import REQUEST_ID, ApiError, clipped
 from .gate import ALWAYS_OPEN, Gate
 from .hosts import Hosts, is_same_origin
 from .keys import READING, TENANT, Identity, Keys, changes_adapters
+
+_random = random.Random()
+"""Not the system's, which is asked without the interpreter's lock: getting that back takes half a millisecond or more
+beside an engine at work.
+"""
 
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
@@ -30,7 +35,7 @@ class RequestId:
             await self._app(scope, receive, send)
             return
         asked = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = asked if VALID_ID.fullmatch(asked) else uuid.uuid4().hex
+        request_id = asked if VALID_ID.fullmatch(asked) else f"{_random.getrandbits(128):032x}"
         scope.setdefault("state", {})["request_id"] = request_id
 
         async def with_id(message: Message) -> None:
@@ -76,11 +81,12 @@ class Doors:
             headers = Headers(scope=scope)
             identity = self._admit(method, path, headers)
             named = self._named_tenant(headers)
+            tenant = named or identity.tenant or place_of((scope.get("client") or ("",))[0])
             scope.setdefault("state", {}).update(
-                tenant=named or identity.tenant or place_of((scope.get("client") or ("",))[0]),
+                tenant=tenant,
                 sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
             )
-            with self._gate.passing(method, path):
+            with self._gate.passing(method, path, tenant):
                 await self._app(scope, receive, answer.send)
         except ApiError as error:
             await error.response()(scope, receive, send)

@@ -7,7 +7,8 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -219,14 +220,21 @@ def client_gone() -> Response:
     return Response(status_code=499)
 
 
-async def read_body(request: Request, limit: int) -> bytes:
-    """A request's body; raises an ApiError once it exceeds `limit` bytes."""
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > limit:
-            raise ApiError(413, f"the body is larger than the {limit} bytes this server takes")
-    return bytes(body)
+@asynccontextmanager
+async def read_body(request: Request, limit: int) -> AsyncIterator[bytes]:
+    """A request's body; inside, its bytes count as its tenant's. Raises an ApiError once it exceeds `limit` bytes, or
+    what may be held.
+    """
+    room, tenant, body = request.app.state.gate.bodies, request.state.tenant, bytearray()
+    try:
+        async for part in request.stream():
+            if len(body) + len(part) > limit:
+                raise ApiError(413, f"the body is larger than the {limit} bytes this server takes")
+            room.take(tenant, len(part))
+            body += part
+        yield bytes(body)
+    finally:
+        room.give_back(tenant, len(body))
 
 
 async def on_disconnect(_: Request, __: Exception) -> Response:

@@ -66,7 +66,7 @@ class GenerationApi:
         arrival = time.monotonic()
         asked = await self.parse(CompletionRequest.parse, request)
         given = asked.prompts(self._settings.max_prompts)
-        self._check_choices(asked, len(given))
+        self._check_choices(request, asked, len(given))
         texts = [prompt for prompt in given if isinstance(prompt, str)]
         limit = self._worker.model.max_model_len
         encoded = iter(await self._tokenizer.encode(texts, add_special_tokens=asked.add_special_tokens, most=limit))
@@ -77,7 +77,7 @@ class GenerationApi:
     async def chat_completions(self, request: Request) -> Response:
         arrival = time.monotonic()
         asked = await self.parse(ChatCompletionRequest.parse, request)
-        self._check_choices(asked, 1)
+        self._check_choices(request, asked, 1)
         prompt = await self._tokenizer.encode_chat(asked.conversation(), self._worker.model.max_model_len)
         try:
             generation = await self._generation("chatcmpl-", request, asked, [prompt], arrival, "messages")
@@ -87,21 +87,23 @@ class GenerationApi:
 
     async def parse(self, read: Callable[[bytes, RequestLimits], T], request: Request) -> T:
         """Reads a request's body; raises an ApiError that names the field."""
-        body = await read_body(request, self._settings.max_body_bytes)
-        if len(body) > THREAD_BODY:
-            return await self._threads.run(read, body, self._settings)
-        return read(body, self._settings)
+        async with read_body(request, self._settings.max_body_bytes) as body:
+            if len(body) > THREAD_BODY:
+                return await self._threads.run(read, body, self._settings)
+            return read(body, self._settings)
 
     async def beside(self, function: Callable[..., T], /, *args: Any) -> T:
         """Calls a function beside the event loop."""
         return await self._threads.run(function, *args)
 
-    def _check_choices(self, asked: GenerationRequest, num_prompts: int) -> None:
+    def _check_choices(self, request: Request, asked: GenerationRequest, num_prompts: int) -> None:
         limit = self._settings.max_prompts
         if num_prompts * asked.n > limit:
             count = f"these are {asked.n} to each of {num_prompts} prompts" if num_prompts > 1 else f"n is {asked.n}"
             raise InvalidRequest("n", f"at most {limit} answers are given in one call, {count}")
         check_steering(asked, num_prompts * asked.n, self._settings)
+        _, adapter = asked.names(self._settings.base_name)
+        self._worker.check_room(request.state.tenant, adapter, num_prompts * asked.n)
 
     async def _generation(
         self,
@@ -133,7 +135,7 @@ class GenerationApi:
                     params,
                     adapter,
                     arrival,
-                    tenant=request.scope.get("state", {}).get("tenant", ""),
+                    tenant=request.state.tenant,
                     cache_salt=asked.cache_salt,
                     call=call_id if several else "",
                 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
+from functools import lru_cache
 from urllib.parse import urlsplit
 
 from .addresses import parse_address
@@ -54,6 +55,7 @@ def is_loopback(host: str) -> bool:
     return address.is_loopback if address is not None else _plain(host) == "localhost"
 
 
+@lru_cache(1024)
 def host_name(header: str | None) -> str | None:
     """The name or address in a Host header, without its port; None for what is none."""
     if not header or len(header) > 300:

@@ -1,162 +1,178 @@
-"""HTTP/1.1 on one connection: uvicorn's, with deadlines, and with errors in OpenAI's shape from the parser up."""
+"""HTTP/1.1 on one connection: uvicorn's over httptools, with bounds, and with errors in OpenAI's shape."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import sys
 import time
-from functools import partial
 from typing import Any
 
-import h11
-from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from .connections import MIN_BYTES_PER_SECOND, ConnectionLimits, Connections, CountingTransport, Phase
+from .connections import Connections
 from .errors import ApiError
 
-#: Logger of what clients do wrong, which is told to them and not to the log: they could fill it otherwise.
+#: Logger of clients' mistakes, which are told to them and not to the log: they could fill it otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
 _log.setLevel(logging.ERROR)
 
-HOLD_SECONDS = 0.002, 0.5
-"""After how long it is first looked whether an answer was taken that has another request behind it; and at most."""
+MAX_HEAD_BYTES = 64 << 10
+"""Bytes of a request's line and headers, and of anything between two parts of its body."""
 
-_PARSER_MESSAGES = {
-    413: "the body is larger than this server takes",
+MAX_HEADERS = 128
+MAX_PIPELINED = 4
+"""Requests that may have come before the answer to the first of them."""
+
+_MESSAGES = {
+    400: "this is no valid HTTP/1.1 request",
+    413: "a GET or HEAD request has no body here",
     431: "the request's line and headers are larger than this server takes",
-    501: "this transfer-encoding is not known here; send the body with a content-length, or chunked",
 }
 
 
-class HttpConnection(H11Protocol):
-    """One client's connection."""
+class _Refused(Exception):
+    """A request that is not taken, with the status of the answer."""
+
+
+class HttpConnection(HttpToolsProtocol):
+    """One client's connection. uvicorn's parser calls `on_url`, `on_header` and so on as it finds these."""
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+        self._body = bytearray()
+        self.on_body = self._body.extend  # it is called for each chunk, of which there may be one for every byte
         super().__init__(*args, **kwargs)
         self.logger = _log
         self.place: str | None = None
         """Address of the client, if connections from there are counted."""
-        self.phase = Phase.HEAD
-        self.since = time.monotonic()
-        """Since when it is in its phase."""
         self._connections = connections
-        self._refused = False  # what still comes is read, so that the client can read why, and thrown away
-        self._cycle_seen: Any = None
-        self._hold: asyncio.TimerHandle | None = None
-        self._received = 0
-        self._received_before = 0  # bytes, when the phase began
-        self._unread_since: float | None = None  # since when the client has not taken all that was sent
-        self._taken_before = 0
-        self._taken = 0
-        self._took_at = 0.0  # when it was last seen to have taken something of that
+        self._cycles: list[Any] = []  # requests whose answers are not complete, the oldest first
+        self._in_head = self._in_body = self._refused = False
+        self._head_bytes = self._num_hosts = 0
+        self._silent_bytes = 0  # received since the parser found anything in them
+        self._since = self._read_at = time.monotonic()  # a head, a body or a wait began; bytes came
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self.transport: Any = CountingTransport(transport)
+        transport.set_write_buffer_limits(0)
         self._connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
-        self._unset_keepalive_if_required()
-        if self._hold is not None:
-            self._hold.cancel()
         super().connection_lost(exc)
+        for cycle in self._cycles:  # uvicorn tells the latest only
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        self._received += len(data)
-        if not self._refused:
-            super().data_received(data)
+        self._read_at = time.monotonic()
+        if self._refused:  # what still comes is read, so that the client can read why, and thrown away
+            return
+        if not (self._in_head or self._in_body or self._cycles):
+            self._in_head, self._since = True, self._read_at
+        self._silent_bytes += len(data)
+        super().data_received(data)
+        self._pass_body()
+        if self._silent_bytes > MAX_HEAD_BYTES and not self._refused:
+            self._refuse(431)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._in_head, self._head_bytes, self._num_hosts = True, 0, 0
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._in_head:  # a trailer, which must not pass for a header
+            return
+        super().on_header(name, value)
+        name = self.headers[-1][0]
+        self._head_bytes += len(name) + len(value)
+        self._num_hosts += name == b"host"
+        if len(self.headers) > MAX_HEADERS or self._head_bytes + len(self.url) > MAX_HEAD_BYTES:
+            raise _Refused(431)
+        if (name == b"transfer-encoding" or (name == b"content-length" and value.strip(b"0"))) and (
+            self.parser.get_method() in (b"GET", b"HEAD")
+        ):
+            raise _Refused(413)
+
+    def on_headers_complete(self) -> None:
+        needs_host = self.parser.get_http_version() != "1.0"
+        if self._num_hosts > 1 or self._num_hosts < needs_host or len(self._cycles) == MAX_PIPELINED:
+            raise _Refused(400)
+        super().on_headers_complete()
+        self._cycles.append(self.cycle)
+        self._in_head, self._in_body, self._since, self._silent_bytes = False, True, self._read_at, 0
+
+    def on_message_complete(self) -> None:
+        self._pass_body()
+        super().on_message_complete()
+        self._in_body, self._silent_bytes = False, 0
+        self._connections.note(self)
+
+    def _pass_body(self) -> None:
+        if self._body:
+            super().on_body(bytes(self._body))
+            self._body.clear()
+            self._silent_bytes *= not self._cycles  # what comes after the answer is of no use
 
     def on_response_complete(self) -> None:
-        """Begin the next request, if it came already, once the client has taken this one's answer.
+        self._cycles.pop(0)
+        self._since = time.monotonic()
+        super().on_response_complete()
+        if self._refused and not self._cycles:
+            self._read_no_more()
+        self._connections.note(self)
 
-        Whoever sends many requests at once and reads nothing would else have them all answered into the buffers.
-        """
-        self._next_when_taken(HOLD_SECONDS[0])
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._connections.note(self)
 
-    def _next_when_taken(self, seconds: float) -> None:
-        self._hold = None
-        has_next = bool(self.conn.trailing_data[0])
-        if has_next and not self.transport.is_closing() and self.transport.unread:
-            again = partial(self._next_when_taken, min(2 * seconds, HOLD_SECONDS[1]))
-            self._hold = self.loop.call_later(seconds, again)
-        else:
-            super().on_response_complete()
-
-    def look(self, now: float) -> Phase:
-        """State of the connection; `since` is kept to the first look that found it so."""
-        cycle = self.cycle
-        if self._refused:
-            phase = Phase.HEAD
-        elif cycle is not None and not cycle.response_complete:
-            phase = Phase.BODY if self.conn.their_state is h11.SEND_BODY else Phase.ANSWER
-        elif self.conn.their_state is h11.SEND_BODY:
-            phase = Phase.BODY  # it was answered before its body had come
-        else:
-            reads_on = not self.holds and self.conn.trailing_data[0]
-            phase = Phase.HEAD if cycle is None or reads_on else Phase.IDLE
-        if phase is not self.phase or cycle is not self._cycle_seen:
-            self.phase, self.since, self._cycle_seen = phase, now, cycle
-            self._received_before = self._received
-        return phase
-
-    def overdue(self, now: float, limits: ConnectionLimits) -> str | None:
-        """Reason why it is to be cut; None while it gets on."""
-        phase, seconds = self.look(now), now - self.since
-        if phase is Phase.HEAD and seconds > limits.head:
-            return "no request came"
-        if phase is Phase.BODY:
-            earned = (self._received - self._received_before) / MIN_BYTES_PER_SECOND
-            if seconds > limits.body + earned:
-                return "the body did not come"
-        taken = self.transport.taken
-        if taken > self._taken:
-            self._taken, self._took_at = taken, now
-        if not self.transport.unread:
-            self._unread_since = None
-        elif self._unread_since is None:
-            self._unread_since, self._took_at, self._taken_before = now, now, taken
-        elif now - self._unread_since > limits.send + (taken - self._taken_before) / MIN_BYTES_PER_SECOND:
-            return "the answer was not read"
-        return None
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._connections.note(self)
 
     @property
-    def holds(self) -> bool:
-        """True if a request waits until the answer before it was taken."""
-        return self._hold is not None
+    def waits(self) -> bool:
+        """True while the server waits for the client: for a request, for its body, or until an answer is taken."""
+        return self.flow.write_paused or len(self._cycles) <= self._in_body
 
     @property
-    def is_unread(self) -> bool:
-        """True if the client has not taken all that was sent, as far as has been looked."""
-        return self._unread_since is not None
+    def answers(self) -> bool:
+        """True while a request has no complete answer."""
+        return bool(self._cycles)
 
-    def unread_seconds(self, now: float) -> float:
-        """Seconds since the client took something of what lies unread, as far as has been looked."""
-        return 0.0 if self._unread_since is None else now - self._took_at
+    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
+        """True if a head or a body did not come in so many seconds, or a part of a body since the one before."""
+        if self._in_body and not self._refused and len(self._cycles) <= 1:
+            return not self.flow.read_paused and (now - self._read_at > body or now - self._since > whole_body)
+        waits_for_head = self._in_head or self.cycle is None  # uvicorn sees to those that are idle
+        return (self._refused or (waits_for_head and not self._cycles)) and now - self._since > head
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP. Called where the parser's error is being handled, which says more than `msg`."""
-        error = sys.exc_info()[1]
-        status = getattr(error, "error_status_hint", 400)
-        if status not in _PARSER_MESSAGES:
-            status = 400
-        if self.cycle is not None and not self.cycle.response_complete:  # the route would answer, too
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            message = _PARSER_MESSAGES.get(status, "this is no valid HTTP/1.1 request")
-            body = bytes(ApiError(status, message, code="invalid_http").response().body)
-            headers = [
-                (b"content-type", b"application/json"),
-                (b"content-length", str(len(body)).encode()),
-                (b"connection", b"close"),
-            ]
-            answer = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
-            for part in (answer, h11.Data(data=body), h11.EndOfMessage()):
-                self.transport.write(self.conn.send(part))
+        """Answer what is no HTTP, or not taken. Called where the parser's error is being handled."""
+        cause = getattr(sys.exc_info()[1], "__context__", None)
+        self._refuse(cause.args[0] if isinstance(cause, _Refused) else 400)
+
+    def _refuse(self, status: int) -> None:
+        """Answer with an error, unless others are to be answered before or a part of its answer has left."""
+        answered = self._in_body and not self._cycles
+        self._refused, self._since = True, time.monotonic()
+        if self._in_body and len(self._cycles) == 1 and not self.cycle.response_started:
+            cycle = self._cycles.pop()  # or its route would answer, too
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._cycles:
+            return
+        if not answered:
+            body = bytes(ApiError(status, _MESSAGES[status], code="invalid_http").response().body)
+            head = b"content-type: application/json\r\nconnection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
+            self.transport.write(STATUS_LINE[status] + head + body)
+        self._read_no_more()
+
+    def _read_no_more(self) -> None:
+        """End once the client does: closing with something unread would take the answer back."""
         self._refused = True
-        self.transport.write_eof()  # closing with something unread would take the answer back
+        self.flow.resume_reading()
+        if not self.transport.is_closing():
+            self.transport.write_eof()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Nothing is upgraded here; the request is answered as it is."""

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 import signal
 import socket
-import threading
 import time
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
-from .acceptor import Acceptor
 from .connections import Connections
 from .executors import Executors
 from .gate import Gate
-from .http_protocol import HttpConnection
 from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
@@ -33,11 +32,11 @@ STOP_SECONDS = 1.5
 LAST_WORDS_SECONDS = 1.0
 """Seconds that the errors that end cut answers may take to be sent."""
 
-DEADLINE_SECONDS = 4.0
-"""Seconds after the grace time at which the process ends whatever hangs."""
-
 FAILURE_SECONDS = 5.0
 """Seconds that a server whose engine broke down for good still says so before it ends."""
+
+QUIET_TICKS = 3
+"""Tenths of a second without a connection or request after which a draining server ends: it has read all there was."""
 
 
 class HttpServer(uvicorn.Server):
@@ -50,60 +49,63 @@ class HttpServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, app: Starlette, connections: Connections, grace: float) -> None:
         super().__init__(config)
         self.exit_code = 0
-        self._gate: Gate = app.state.gate
+        self.gate: Gate = app.state.gate
         self.worker: EngineWorker = app.state.worker
         self.executors: Executors = app.state.executors
         self.connections = connections
         self._grace = grace
-        self.acceptors: list[Acceptor] = []
         self._cut_at: float | None = None
         self._failed_at: float | None = None
+        self._seen = 0  # connections and requests, at the latest tick
+        self._quiet_ticks = 0
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._gate.draining and sig == signal.SIGINT:
+        if self.gate.draining and sig == signal.SIGINT:
             os._exit(130)
-        self._gate.draining = True
+        self.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets=[])
+        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
+        await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(LISTEN_BACKLOG)
-            self.acceptors.append(Acceptor(listener, self._protocol, self.connections))
+            listener.listen(LISTEN_BACKLOG)  # asyncio accepts as many at once as it lets wait: `config.backlog`
 
-    def _protocol(self) -> HttpConnection:
-        return HttpConnection(
-            self.connections, config=self.config, server_state=self.server_state, app_state=self.lifespan.state
-        )
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        if getattr(context.get("exception"), "errno", None) in (errno.EMFILE, errno.ENFILE):  # of accept()
+            self.connections.make_room()
+        else:
+            loop.default_exception_handler(context)
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
-        if self.worker.failure is not None and not self._gate.draining:
+        if self.worker.failure is not None and not self.gate.draining:
             self._failed(now)
-        if self._gate.draining and self._cut_at is None:
+        if self.gate.draining and self._cut_at is None:
             self._cut_at = now + self._grace
             log.info("shutting down: %d requests in progress have %g s to end; new ones get 503",
-                     self._gate.active, self._grace)  # fmt: skip
-        if self._cut_at is not None and (not self._gate.active or now >= self._cut_at):
+                     self.gate.active, self._grace)  # fmt: skip
+        if self._cut_at is not None and (self._is_quiet() or now >= self._cut_at):
             self.should_exit = True
         return await super().on_tick(counter)
 
+    def _is_quiet(self) -> bool:
+        """True once nothing is in progress and nothing has come for a few ticks."""
+        seen = self.connections.num_made + self.server_state.total_requests
+        quiet = seen == self._seen and not self.gate.active and not self.connections.num_answering
+        self._seen, self._quiet_ticks = seen, self._quiet_ticks + 1 if quiet else 0
+        return self._quiet_ticks >= QUIET_TICKS
+
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._gate.draining = True
-        if self._gate.active:
-            log.warning("the time is up: cutting %d requests", self._gate.active)
+        self.gate.draining = True
+        if self.gate.active:
+            log.warning("the time is up: cutting %d requests", self.gate.active)
         try:
             await asyncio.wait_for(self.executors.stop.run(self.worker.stop, STOP_SECONDS), STOP_SECONDS + 0.5)
         except Exception as error:
             log.warning("the engine was not stopped (%r); the process ends all the same", error)
-        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS)
-        self.connections.cut_those_that_do_not_read()
-        self._gate.cut()
-        await _wait_while(lambda: self._gate.active, LAST_WORDS_SECONDS / 4)
-        for acceptor in self.acceptors:
-            acceptor.close()
-        await asyncio.sleep(0)
-        await _wait_while(lambda: self.connections.num_unsent, LAST_WORDS_SECONDS / 4)  # the last bytes
-        self.connections.cut()
+        await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS)
+        self.gate.cut()
+        await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS / 4)
         await super().shutdown(sockets)
         log.info("shut down")
 
@@ -121,32 +123,3 @@ async def _wait_while(goes_on: Callable[[], object], seconds: float) -> None:
     deadline = time.monotonic() + seconds
     while goes_on() and time.monotonic() < deadline:
         await asyncio.sleep(0.02)
-
-
-class ExitDeadline:
-    """Ends the process a while after it was told to end, whatever its threads hang in.
-
-    Signals reach it through a pipe that the system writes to at once, even while the main thread is stuck in a call.
-    """
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-
-    def start(self) -> None:
-        """To be called on the main thread, the only one that may ask for signals; elsewhere nothing happens."""
-        if threading.current_thread() is not threading.main_thread():
-            return
-        reader, writer = os.pipe()
-        os.set_blocking(writer, False)
-        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-        threading.Thread(target=self._run, args=(reader,), name="chorus-exit", daemon=True).start()
-
-    def _run(self, reader: int) -> None:
-        while not set(os.read(reader, 64)) & {signal.SIGINT, signal.SIGTERM}:
-            pass
-        time.sleep(self._seconds)
-        last = threading.Timer(0.2, os._exit, (0,))  # writing to the log may hang, too
-        last.daemon = True
-        last.start()
-        log.error("the server did not end by itself within %g s; it ends now", self._seconds)
-        os._exit(0)

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import logging
+import os
 import socket
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import uvicorn
 from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
-from .addresses import Networks
 from .app import create_app
 from .checks import LaunchError, check_access, check_model
-from .connections import ConnectionLimits, Connections, max_connections
-from .http_server import DEADLINE_SECONDS, LISTEN_BACKLOG, ExitDeadline, HttpServer
+from .connections import Connections
+from .exits import DEADLINE_SECONDS, ExitDeadline
+from .http_protocol import HttpConnection
+from .http_server import LISTEN_BACKLOG, HttpServer
 from .sampling_defaults import SamplingDefaults
 from .settings import LoraModule, Settings
 from .tokenizer import Tokenizer
@@ -31,8 +35,16 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SEND_BUFFER_BYTES = 256 << 10
-"""Bytes of an answer that the system keeps for a client that does not read it; the rest stays in sight here."""
+ACCEPT_AT_ONCE = 24
+"""Connections accepted in a turn of the event loop. Until it has closed others for them four turns pass."""
+
+SEND_BUFFER_BYTES = 32 << 10
+"""Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
+
+RESERVED_DESCRIPTORS = 192
+"""Descriptors kept for all but connections: adapter files, and sockets that are being accepted or closed."""
+
+MIN_CONNECTIONS = 16
 
 SWITCH_SECONDS = 0.0005
 
@@ -60,8 +72,11 @@ def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> E
     return engine
 
 
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket; raises LaunchError when the address is taken or not ours."""
+def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
+    """A bound socket; raises LaunchError when the address is taken or not ours.
+
+    send_seconds: for which a client may take nothing of what it was sent, before the system ends its connection.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)
@@ -69,7 +84,9 @@ def bind(host: str, port: int) -> socket.socket:
         raise LaunchError(f"can't listen on {host}: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit it
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit all of these
+        if sys.platform == "linux":
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * send_seconds)))
         bound.bind(address)
     except OSError as error:
         bound.close()
@@ -103,22 +120,29 @@ def build_app(settings: Settings) -> Starlette:
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
 
 
+def max_connections(wanted: int | None = None) -> int:
+    """Connections that fit below this process's limit of descriptors: at most `wanted`, never fewer than 16."""
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return wanted or 1 << 16
+    in_use = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 64
+    fitting = max(MIN_CONNECTIONS, soft - in_use - RESERVED_DESCRIPTORS)
+    if wanted is not None and wanted > fitting:
+        log.warning("max_connections is %d, %d descriptors leave room for %d; raise ulimit -n", wanted, soft, fitting)
+    return min(wanted or fitting, fitting)
+
+
 def http_server(app: Starlette, settings: Settings) -> HttpServer:
     """The server of an app, with as many connections as this process has descriptors for."""
     count = max_connections(settings.max_connections)
-    limits = ConnectionLimits(
-        count,
-        settings.max_connections_per_address or count // 2,
-        settings.head_seconds,
-        settings.body_seconds,
-        settings.send_seconds,
-        settings.idle_seconds,
-    )
-    connections = Connections(limits, Networks(settings.trusted_proxies or ()))
-    app.state.gate.limit = limits.count * 3 // 4  # the rest can always be taken from those that ask for nothing
+    connections = Connections(count, settings)
+    app.state.gate.requests.most = count * 3 // 4  # the rest can always be taken from those that the server waits for
     config = uvicorn.Config(
         app,
-        http="h11",
+        http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is
+        backlog=ACCEPT_AT_ONCE,
         ws="none",
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
@@ -142,6 +166,7 @@ def take_short_turns() -> None:
     """
     gc.collect()
     gc.freeze()
+    atexit.register(gc.unfreeze)  # what is frozen is never destroyed, of which nanobind, in Triton, complains
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
@@ -149,7 +174,7 @@ def serve(settings: Settings) -> int:
     """Serves until it is told to end; the exit code, 1 when the engine broke down."""
     check_model(settings)
     warning = check_access(settings)
-    with bind(settings.host, settings.port) as bound:
+    with bind(settings.host, settings.port, settings.send_seconds) as bound:
         app = build_app(settings)
         take_short_turns()
         if warning is not None:
@@ -165,7 +190,7 @@ def serve(settings: Settings) -> int:
 @contextmanager
 def serving(app: Starlette, settings: Settings) -> Iterator[str]:
     """A real server on a thread, on a free loopback port; gives its URL."""
-    with bind("127.0.0.1", 0) as bound:
+    with bind("127.0.0.1", 0, settings.send_seconds) as bound:
         server = http_server(app, settings)
         thread = threading.Thread(target=server.run, args=([bound],), name="chorus-http", daemon=True)
         thread.start()

@@ -64,6 +64,11 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
     )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
+    max_held_body_bytes: int = Field(
+        default=256 << 20,
+        ge=1024,
+        description="most bytes of bodies that are being read; a tenant may hold as many as it leaves free",
+    )
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     generation_config: Literal["auto", "vllm"] = Field(
         default="auto",
@@ -139,11 +144,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         "number of connections, and whom they name in X-Forwarded-For counts as the client; default: this machine",
     )
     head_seconds: float = Field(default=10, gt=0, description="how long a request's line and headers may take")
-    body_seconds: float = Field(
-        default=20, gt=0, description="how long a body may take, and a second more for each 16 KiB"
-    )
+    body_seconds: float = Field(default=20, gt=0, description="how long a body may pause between two of its parts")
+    whole_body_seconds: float = Field(default=45, gt=0, description="how long a whole body may take")
     send_seconds: float = Field(
-        default=20, gt=0, description="how long a client may leave an answer unread, and a second more for each 16 KiB"
+        default=20, gt=0, description="how long a client may take nothing of an answer (on Linux)"
     )
     idle_seconds: float = Field(default=50, gt=0, description="how long a connection may be idle between two requests")
     grace_seconds: float = Field(
@@ -159,7 +163,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="what is logged")
     access_log: bool = Field(default=False, description="log every HTTP request")
 
-    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", mode="before")
+    @field_validator("memory_bytes", "host_cache_bytes", "max_body_bytes", "max_held_body_bytes", mode="before")
     @classmethod
     def _sizes_have_units(cls, size: Any) -> Any:
         return read_size(size) if isinstance(size, str) else size

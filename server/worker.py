@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 import time
@@ -86,6 +87,7 @@ class EngineWorker:
 
     def start(self) -> None:
         """Builds the engine and begins to step; returns when it is ready, raises what building it raised."""
+        atexit.register(self.stop)  # C++ calls abort() where the interpreter is torn down below a step
         self._thread.start()
         self._started.result()
 
@@ -96,9 +98,11 @@ class EngineWorker:
             self._wake.notify()
         if self._thread.is_alive():
             self._thread.join(timeout)
-        if self._thread.is_alive():
-            log.warning("the engine did not end within %s s", timeout)
-            self.give_up(SHUTTING_DOWN)
+        if not self._thread.is_alive():
+            atexit.unregister(self.stop)
+            return
+        log.warning("the engine did not end within %s s", timeout)
+        self.give_up(SHUTTING_DOWN)
 
     def give_up(self, reason: str) -> int:
         """Ends all requests in progress, and calls that wait, though the engine does not answer; returns how many.
@@ -124,6 +128,10 @@ class EngineWorker:
         outputs of a step reach a loop in one go.
         """
         return self._enqueue(partial(self._submit, request, on_output, loop))
+
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        """Raises Overloaded when `count` more requests would not be accepted now, before they are made."""
+        self._engine.check_room(tenant, adapter_name, count)
 
     def abort(self, request_id: str) -> Future[bool]:
         """Ends a request; at the latest the step in progress still counts it. The future says if it was running."""

@@ -34,17 +34,18 @@ class QueueRoom:
         """Record that a running request has ended."""
         self._ends.append(self._clock())
 
-    def check(self, queue: WaitingQueue, account: str) -> None:
-        """Raise Overloaded when there is no room for one more request of `account`.
+    def check(self, queue: WaitingQueue, account: str, count: int = 1) -> None:
+        """Raise Overloaded when there is no room for `count` more requests of `account`.
 
-        An account's waiting requests must not outnumber the free places, so that new accounts find room.
+        An account's waiting requests must not outnumber the free places, so that new accounts find room. Changes
+        nothing, so that any thread may look before it makes requests.
         """
-        most, waiting = self._most, len(queue)
+        most, waiting = self._most, len(queue) + count - 1  # when the last of them is queued
         if most is None or waiting < most // 2:
             return
         if waiting >= most:
             text = f"{waiting} generations wait, the queue holds {most}"
-        elif account and (own := queue.count(account)) >= most - waiting:
+        elif account and (own := queue.count(account) + count - 1) >= most - waiting:
             text = f"{own} of your generations wait, and the queue has room for {most - waiting} of all clients"
         else:
             return

@@ -84,9 +84,9 @@ class Scheduler:
         """Return a request in progress; KeyError when it is unknown or done."""
         return self._requests[request_id]
 
-    def check_room(self, account: str) -> None:
-        """Raise Overloaded when the queue has no room for one more request of `account`."""
-        self._room.check(self.waiting, account)
+    def check_room(self, account: str, count: int = 1) -> None:
+        """Raise Overloaded when the queue has no room for `count` more requests of `account`."""
+        self._room.check(self.waiting, account, count)
 
     def add(self, request: Request) -> None:
         """Queue a request that has been validated."""

@@ -61,8 +61,8 @@ class WaitingQueue(OrderedDict[Request, None]):
         self._new_accounts: dict[str, None] = {}
 
     def count(self, account: str) -> int:
-        """Return the number of an account's waiting requests, without those held back."""
-        return sum(len(group) for group in self.accounts.get(account, {}).values())
+        """Return the number of an account's waiting requests, without those held back; from any thread."""
+        return sum(map(len, [*self.accounts.get(account, {}).values()]))
 
     def append(self, request: Request) -> None:
         """Add a new request at the end."""

@@ -118,6 +118,10 @@ class FakeEngine:
         self.asked.append(request)
         self.running[request.id] = (request, self.answer(request))
 
+    def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
+        if self.refuse_from is not None and len(self.running) + count > self.refuse_from:
+            raise Overloaded("too many requests wait", 2.5)
+
     def answer(self, request: Request) -> list[int]:
         echo = [token for token in request.token_ids if token != BOS]
         return echo if request.adapter_name is None else echo[::-1]
@@ -314,7 +318,7 @@ def live_server(
     named = {"max_body_bytes": max_body_bytes, "adapter_roots": adapter_roots}
     chosen = Settings(**{**usual, **named, **(settings or {})})
     app = create_app(worker, tokenizer, chosen, defaults or SamplingDefaults())
-    with bind("127.0.0.1", 0) as bound:
+    with bind("127.0.0.1", 0, chosen.send_seconds) as bound:
         server = http_server(app, chosen)
         served, loops = wrap(app), []
 

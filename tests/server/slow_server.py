@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from chorus.server import http_server, launch
 from chorus.server.cli import main
+from chorus.server.exits import leave
 from chorus.server.tokenizer import Tokenizer
 from chorus.server.worker import EngineWorker
 from tests.server.conftest import BOS, CHAT_TEMPLATE, FakeEngine, byte_level_backend
@@ -61,4 +62,4 @@ MODE = sys.argv[1]
 OTHERS = ThreadPoolExecutor(1)  # such a pool is joined at the interpreter's exit
 launch.load = load
 launch.HttpServer = StuckServer
-sys.exit(main(["serve", "--port", "0", "--served-model-name", "base", *sys.argv[2:]]))
+leave(main(["serve", "--port", "0", "--served-model-name", "base", *sys.argv[2:]]))

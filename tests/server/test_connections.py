@@ -1,20 +1,27 @@
 """Connections that are too many, too slow, or not read, and what they leave to others."""
 
+import errno
+import json
 import os
+import signal
 import socket
 import threading
 import time
 from contextlib import contextmanager
-from types import SimpleNamespace
 
-import httpx
 import pytest
 
-from chorus.server import acceptor, connections
-from chorus.server.connections import FRESH_SECONDS, RESERVED_DESCRIPTORS, UNREAD_SECONDS, max_connections
+from chorus.server.http_protocol import MAX_HEADERS, MAX_PIPELINED
+from chorus.server.launch import RESERVED_DESCRIPTORS, max_connections
 
-HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "send_seconds": 0.3, "idle_seconds": 1}
-PATIENT = {"head_seconds": 300, "body_seconds": 300, "send_seconds": 300, "idle_seconds": 300}
+HURRIED = {"head_seconds": 0.3, "body_seconds": 0.3, "whole_body_seconds": 0.6, "send_seconds": 0.3, "idle_seconds": 1}
+PATIENT = {
+    "head_seconds": 300,
+    "body_seconds": 300,
+    "whole_body_seconds": 300,
+    "send_seconds": 300,
+    "idle_seconds": 300,
+}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
@@ -110,39 +117,25 @@ def test_who_reads_slowly_is_not_cut(start, make_engine):
     assert received.rstrip().endswith(b"0") and b"data: [DONE]" in received
 
 
-def test_a_new_client_takes_the_place_of_the_oldest_that_ask_for_nothing(start, fake_engine):
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    silent = [connect(live, b"GET /hea" if number % 2 else b"") for number in range(60)]
-    assert live.client.get("/health").status_code == 200
-    assert len(live.server.connections) <= 17
-    assert ends(silent[0]) == b""
-    for connection in silent[1:]:
+def test_this_machine_may_hold_any_number_unless_told_otherwise(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 32, "max_connections_per_address": 2})
+    held = [connect(live) for _ in range(20)]
+    for connection in held:
+        asks_and_stays(connection)
+    live.wait_until(lambda: open_ones(live) >= 20, 30)
+    for connection in held:
         connection.close()
 
 
-def test_a_new_client_is_not_closed_while_an_older_one_can_be(start, fake_engine):
-    """Idle connections are worth more than silent ones, but not more than those that had no time to speak yet."""
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    live.client.close()
-    idle = [connect(live, b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n") for _ in range(16)]
-    open_ones = live.server.connections
+def test_the_limit_leaves_descriptors_for_all_else(monkeypatch):
+    import resource
 
-    def all_are_idle():
-        now = time.monotonic()
-        return len(open_ones) == 16 and all(one.look(now).name == "IDLE" for one in open_ones)
-
-    live.wait_until(all_are_idle, 30)
-    for one in open_ones:
-        one.since -= FRESH_SECONDS  # they have been so for a while
-    fresh = [connect(live)]
-    live.wait_until(lambda: sum(one.cycle is None for one in list(open_ones)) == 1, 30)
-    fresh.append(connect(live))
-    live.wait_until(lambda: sum(one.cycle is None for one in list(open_ones)) == 2, 30)
-    for connection in fresh:
-        connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-        assert b"200 OK" in ends(connection)
-    for connection in idle:
-        connection.close()
+    in_use = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
+    assert 1024 - RESERVED_DESCRIPTORS - in_use - 4 <= max_connections() <= 1024 - RESERVED_DESCRIPTORS
+    assert max_connections(50) == 50 and max_connections(5000) == max_connections()
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
+    assert max_connections() == 16
 
 
 @contextmanager
@@ -162,63 +155,68 @@ def standing_still(live):
         goes_on.set()
 
 
-def test_no_client_that_asked_is_closed_however_many_ask_at_once(start, fake_engine):
+def body_of(**fields):
+    body = json.dumps({"model": "base", **fields}).encode()
+    return HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+
+
+def open_ones(live):
+    return len(live.server.connections)
+
+
+def test_a_body_may_pause_but_not_for_long(start, fake_engine):
+    """Each part of a body has its time, however many bytes came before; a steady one is served."""
+    live = start(fake_engine, settings={**PATIENT, "body_seconds": 5})
+    asks = body_of(prompt="abc")
+    connection = connect(live)
+    for at in range(0, len(asks), 40):
+        connection.sendall(asks[at : at + 40])
+        time.sleep(0.02)
+    assert b'"text":"abc"' in ends(connection)
+    hurried = start(fake_engine, settings={**PATIENT, "body_seconds": 0.3})
+    assert ends(connect(hurried, HEAD + b"content-length: 900000\r\n\r\n" + b" " * 500_000)) == b""
+
+
+def test_a_new_client_takes_the_place_of_the_one_waited_for_longest(start, fake_engine):
     live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    live.client.close()
-    with standing_still(live):
-        asking = [connect(live, ASKS) for _ in range(60)]
-        others = [connect(live, sent) for sent in (b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{") * 20]
-    for connection in asking:
-        assert b"200 OK" in ends(connection)
-    for connection in others:
+    waiting = [b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{"]
+    silent = [connect(live, waiting[number % 3]) for number in range(60)]
+    assert live.client.get("/health").status_code == 200
+    assert open_ones(live) <= 16
+    assert ends(silent[0]) == b""
+    for connection in silent[1:]:
         connection.close()
 
 
-def test_time_in_the_system_s_queue_is_time_to_ask(start, fake_engine, monkeypatch):
-    """Else a flood of silent connections makes way only as fast as each has had its time after it was accepted."""
-    monkeypatch.setattr(acceptor, "FULL_SECONDS", 10**6)  # whoever is not accepted at once is not served at all
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    live.client.close()
-    with standing_still(live):
-        silent = [connect(live, sent) for sent in (b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{") * 20]
-        asking = connect(live, ASKS)
-        time.sleep(2 * connections.RESPITE_SECONDS)
-    asking.settimeout(10)
-    assert b"200 OK" in ends(asking)
+def test_a_connection_with_a_request_in_progress_is_never_closed_for_another(start, fake_engine, calls_of):
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 16, "stall_seconds": 300})
+    fake_engine.gate.clear()
+    submitted = calls_of(live.worker, "submit")
+    asking = [connect(live, body_of(prompt="abc")) for _ in range(6)]
+    live.wait_until(lambda: len(submitted) == 6, 30)
+    silent = [connect(live) for _ in range(40)]
+    assert live.client.get("/health").status_code == 200
+    fake_engine.gate.set()
+    for connection in asking:
+        assert b'"text":"abc"' in ends(connection)
     for connection in silent:
         connection.close()
 
 
-def test_a_request_that_was_not_read_yet_counts_when_places_are_taken(start, fake_engine):
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    live.client.close()
-    old = [connect(live) for _ in range(16)]
-    for connection in old:
-        asks_and_stays(connection)
-    for one in live.server.connections:
-        one.since -= FRESH_SECONDS
-    with standing_still(live):
-        new = [connect(live, ASKS) for _ in range(16)]
-        for connection in old:
-            connection.sendall(ASKS)
-    for connection in (*new, *old):
-        assert b"200 OK" in ends(connection)
-
-
-def test_one_address_cannot_hold_all_connections(start, fake_engine):
-    limits = {"max_connections": 16, "max_connections_per_address": 4, "trusted_proxies": ["127.0.0.9"]}
+def test_one_address_cannot_hold_all_connections(start, fake_engine, calls_of):
+    limits = {"max_connections": 32, "max_connections_per_address": 4, "trusted_proxies": ["127.0.0.9"]}
     live = start(fake_engine, settings={**PATIENT, **limits, "stall_seconds": 300})
     live.client.close()
     idle = connect(live, address="127.0.0.2")
     asks_and_stays(idle)
     silent = [connect(live) for _ in range(10)]
-    time.sleep(2 * connections.RESPITE_SECONDS)
-    assert b"200 OK" in ends(connect(live, ASKS)), "what asks for nothing gives way"
+    assert b"200 OK" in ends(connect(live, ASKS)), "the one waited for longest gives way"
     fake_engine.gate.clear()
-    body = b'{"model": "base", "prompt": "abc"}'
-    asks = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body) + body
-    busy = [connect(live, asks) for _ in range(4)]
-    live.wait_until(lambda: sum(one.look(time.monotonic()).name == "ANSWER" for one in open_ones(live)) == 4, 30)
+    submitted = calls_of(live.worker, "submit")
+    busy = []
+    for _ in range(4):
+        busy.append(connect(live, body_of(prompt="abc")))
+        live.wait_until(lambda: len(submitted) == len(busy), 30)
     assert ends(connect(live, ASKS)) == b"", "its address has all that it may"
     assert b"200 OK" in ends(connect(live, ASKS, address="127.0.0.2"))
     proxied = [connect(live, address="127.0.0.9") for _ in range(6)]
@@ -236,123 +234,134 @@ def test_one_address_cannot_hold_all_connections(start, fake_engine):
     assert not live.server.connections.places
 
 
-def open_ones(live):
-    return list(live.server.connections)
-
-
-def test_this_machine_may_hold_any_number_unless_told_otherwise(start, fake_engine):
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 32, "max_connections_per_address": 2})
-    held = [connect(live) for _ in range(20)]
-    for connection in held:
-        asks_and_stays(connection)
-    live.wait_until(lambda: len(open_ones(live)) >= 20, 30)
-    for connection in held:
-        connection.close()
-
-
-def test_who_takes_something_now_and_then_reads(start, fake_engine, monkeypatch):
-    monkeypatch.setattr(connections, "SWEEP_SECONDS", 1e6)  # only this test looks
-    live = start(fake_engine, settings=PATIENT)
-    live.client.get("/health")
-    (one,) = open_ones(live)
-    limits = live.server.connections.limits
-    transport, one.transport = one.transport, SimpleNamespace(unread=9, taken=0)
-    now = time.monotonic()
-    for _ in range(10):
-        now += UNREAD_SECONDS / 2
-        one.transport.taken += 1
-        assert one.overdue(now, limits) is None and not one.unread_seconds(now)
-    assert one.unread_seconds(now + UNREAD_SECONDS) == UNREAD_SECONDS and one.is_unread
-    assert one.overdue(now + limits.send, limits) == "the answer was not read", "a byte now and then is too slow"
-    one.transport = transport
-
-
-def test_answers_in_progress_are_not_given_up_for_new_clients(start, fake_engine, calls_of):
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16, "stall_seconds": 300})
+def test_a_tenant_leaves_room_for_requests_of_others(start, fake_engine, calls_of):
+    """One address took all places of the server; now as many stay free as it has."""
+    live = start(fake_engine, settings={**PATIENT, "max_connections": 64, "stall_seconds": 300})
     fake_engine.gate.clear()
-    body = b'{"model": "base", "prompt": "abc"}'
-    head = HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body)
     submitted = calls_of(live.worker, "submit")
-    asking = [connect(live, head + body) for _ in range(12)]
-    live.wait_until(lambda: len(submitted) == 12, 30)
-    silent = [connect(live) for _ in range(40)]
-    refused = live.client.post("/v1/completions", json={"model": "base", "prompt": "abc"})
-    assert refused.status_code == 503 and refused.json()["error"]["code"] == "overloaded"
+    busy = [connect(live, body_of(prompt="abc")) for _ in range(24)]  # half of the 48 requests it takes
+    live.wait_until(lambda: len(submitted) == 24, 30)
+    refused = live.post(model="base", prompt="abc")
+    assert refused.status_code == 429 and refused.json()["error"]["code"] == "overloaded"
     assert "retry-after" in refused.headers
-    assert live.client.get("/health").status_code == 200
+    others = [connect(live, body_of(prompt="abc"), address="127.0.0.2") for _ in range(8)]
+    live.wait_until(lambda: len(submitted) == 32, 30)
     fake_engine.gate.set()
-    for connection in asking:
+    for connection in (*busy, *others):
         assert b'"text":"abc"' in ends(connection)
-    for connection in silent:
+
+
+def test_a_tenant_leaves_room_for_the_bodies_of_others(start, fake_engine):
+    bounds = {"max_connections": 64, "max_held_body_bytes": 800_000}
+    live = start(fake_engine, max_body_bytes=400_000, settings={**PATIENT, **bounds})
+    part = HEAD + b"content-length: 300000\r\n\r\n" + b" " * 200_000
+    held = [connect(live, part) for _ in range(2)]
+    bodies = live.server.gate.bodies
+    live.wait_until(lambda: bodies.total == 400_000, 30)
+    refused = ends(connect(live, part + b" " * 100_000 + b"x"))
+    assert b" 429 " in refused and b'"overloaded"' in refused
+    other = connect(live, part, address="127.0.0.2")
+    live.wait_until(lambda: bodies.total == 600_000, 30)
+    for connection in (*held, other):
         connection.close()
+    live.wait_until(lambda: not bodies.total, 30)
 
 
-def test_the_limit_leaves_descriptors_for_all_else(monkeypatch):
-    import resource
+def test_a_body_in_bytewise_chunks_is_handed_on_in_large_parts(start, fake_engine, monkeypatch):
+    """A call into Python for each chunk made a megabyte of them cost seconds."""
+    from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-    in_use = len(os.listdir("/proc/self/fd"))
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1024, 1024))
-    assert 1024 - RESERVED_DESCRIPTORS - in_use - 4 <= max_connections() <= 1024 - RESERVED_DESCRIPTORS
-    assert max_connections(50) == 50 and max_connections(5000) == max_connections()
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (64, 64))
-    assert max_connections() == 16
-
-
-def test_a_lack_of_descriptors_does_not_fill_the_log(start, fake_engine, caplog):
-    live = start(fake_engine, settings=PATIENT)
-    (door,) = live.server.acceptors
-    for _ in range(1000):
-        live.loop.call_soon_threadsafe(door.on_lack, OSError(24, "Too many open files"))
-    assert live.client.get("/health").status_code == 200
-    assert len([record for record in caplog.records if "accepted" in record.message]) <= 1
+    parts = []
+    plain = HttpToolsProtocol.on_body
+    monkeypatch.setattr(
+        HttpToolsProtocol, "on_body", lambda self, body: (parts.append(len(body)), plain(self, body))[1]
+    )
+    live = start(fake_engine)
+    body = json.dumps({"model": "base", "prompt": "abc", "user": "u" * 20_000}).encode()
+    chunks = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    received = ends(connect(live, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n" + chunks))
+    assert b'"text":"abc"' in received
+    assert sum(parts) == len(body) and len(parts) < 500
 
 
-def test_requests_behind_an_answer_that_is_not_read_wait(start, make_engine):
-    engine = make_engine([f"adapter-{number}" for number in range(300)])  # a page of models is larger than what is read
-    live = start(engine, settings=PATIENT)
-    asked = []
-    call = live.worker.call
+@pytest.mark.parametrize(
+    "sent", [b"transfer-encoding: chunked\r\n\r\n1\r\nx\r\n", b"content-length: 1\r\n\r\nx"], ids=["chunked", "sized"]
+)
+def test_a_get_has_no_body(start, fake_engine, sent):
+    live = start(fake_engine, settings=HURRIED)
+    answer = ends(connect(live, b"GET /ping HTTP/1.1\r\nhost: localhost\r\n" + sent))
+    assert answer.startswith(b"HTTP/1.1 413 ") and b'"invalid_http"' in answer
 
-    def counted(function):
-        if function.__module__ == "chorus.server.api":  # others look after adapters meanwhile
-            asked.append(function)
-        return call(function)
 
-    live.worker.call = counted
-    connection = connect(live, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n" * 20, receive_buffer=4096)
-    live.wait_until(lambda: asked, 30)
-    for _ in range(20):
-        assert live.client.get("/health").status_code == 200
-        time.sleep(0.01)
-    assert len(asked) == 1
-    received = b""
-    while received.count(b"HTTP/1.1 200 OK") < 20:
-        received += connection.recv(1 << 16)
-    assert len(asked) == 20
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\n" + b"a: b\r\n" * MAX_HEADERS + b"\r\n", 431),
+        (b"GET /ping HTTP/1.1\r\nhost: localhost\r\nhost: other\r\n\r\n", 400),
+        (b"GET /ping HTTP/1.1\r\n\r\n", 400),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n1;" + b"x" * 300_000, 431),
+        (HEAD + b"transfer-encoding: chunked\r\n\r\n0\r\nx: " + b"x" * 300_000, 431),
+        (HEAD + b"transfer-encoding: chunked\r\ncontent-length: 5\r\n\r\n0\r\n\r\n", 400),
+    ],
+    ids=["many headers", "two hosts", "no host", "endless extension", "endless trailer", "two lengths"],
+)
+def test_what_the_parser_lets_through_is_bounded(start, fake_engine, sent, status):
+    answer = ends(connect(start(fake_engine, settings=HURRIED), sent))
+    assert answer.startswith(b"HTTP/1.1 %d " % status), answer[:300]
+
+
+def test_a_trailer_is_no_header(start, fake_engine):
+    live = start(fake_engine, settings={"api_key": ["sk-a-long-key"]})
+    head = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+    assert b" 401 " in ends(connect(live, head + b"2\r\n{}\r\n0\r\nauthorization: Bearer sk-a-long-key\r\n\r\n"))
+
+
+def test_requests_sent_at_once_are_answered_in_order(start, fake_engine):
+    live = start(fake_engine)
+    paths = [b"/version", b"/health"] * (MAX_PIPELINED // 2)
+    asks = b"".join(b"GET %s HTTP/1.1\r\nhost: localhost\r\n\r\n" % path for path in paths)
+    received = ends(connect(live, asks + b"GET /ping HTTP/1.1\r\nhost: localhost\r\n\r\n"))
+    found = [b"version" in answer for answer in received.split(b"HTTP/1.1 200 OK")[1:]]
+    assert found == [True, False] * (MAX_PIPELINED // 2), "and no more at once"
+
+
+def test_all_requests_of_a_client_that_leaves_end(start, fake_engine):
+    live = start(fake_engine, settings={"stall_seconds": 300})
+    fake_engine.gate.clear()
+    connection = connect(live, body_of(prompt="abc").replace(b"connection: close\r\n", b""))
+    live.wait_until(lambda: fake_engine.running or fake_engine.asked, 30)
     connection.close()
+    fake_engine.gate.set()
+    live.wait_until(lambda: not live.server.gate.active, 30)
 
 
-def test_an_answer_that_lies_in_the_system_counts_as_unread(start, make_engine):
+def test_an_answer_that_lies_in_the_system_is_unread(start, make_engine):
     live = start(make_engine([f"adapter-{number}" for number in range(300)]), settings={**PATIENT, "send_seconds": 0.3})
     connection = connect(live, b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n", receive_buffer=4096)
-    live.wait_until(lambda: len(live.server.connections) == 1, 30)
-    live.wait_until(lambda: not len(live.server.connections), 60)
+    live.wait_until(lambda: open_ones(live) == 1, 30)
+    live.wait_until(lambda: not open_ones(live), 60)
     connection.close()
 
 
-def test_unread_answers_give_way_to_new_clients(start, fake_engine):
-    live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
+def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_engine, caplog):
+    live = start(fake_engine, settings=PATIENT)
+    old, new = connect(live), connect(live, ASKS.replace(b"close", b"keep-alive"))
+    live.wait_until(lambda: open_ones(live) == 2, 30)
+    lack = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many")}
+    live.loop.call_soon_threadsafe(live.loop.call_exception_handler, lack)
+    assert ends(old) == b""
+    assert live.client.get("/health").status_code == 200
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    new.close()
+
+
+def test_what_was_accepted_before_a_signal_is_answered(start, fake_engine):
+    """Each of many requests that lie unread when the server is told to end is read, and told that it drains."""
+    live = start(fake_engine)
     live.client.close()
-    unread = [
-        connect(live, b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 200, receive_buffer=4096) for _ in range(16)
-    ]
-
-    def served():
-        try:
-            return httpx.get(f"{live.url}/v1/models", timeout=20).status_code == 200
-        except httpx.TransportError:  # as long as all of them may still begin to read
-            return False
-
-    live.wait_until(served, 60)
-    for connection in unread:
-        connection.close()
+    with standing_still(live):
+        asking = [connect(live, body_of(prompt="abc")) for _ in range(100)]
+        live.server.handle_exit(signal.SIGTERM, None)
+    for connection in asking:
+        answer = ends(connection)
+        assert b" 503 " in answer and b'"code":"draining"' in answer

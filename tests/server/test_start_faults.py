@@ -22,7 +22,8 @@ import torch
 
 from chorus.server import cli
 from chorus.server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
-from chorus.server.http_server import ExitDeadline, HttpServer
+from chorus.server.exits import ExitDeadline
+from chorus.server.http_server import HttpServer
 
 SECONDS = 60
 """In which any start ends, on a busy machine, too."""
