@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import signal
 import socket
 import sys
 import threading
@@ -123,7 +124,7 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
         access_log=settings.access_log,
-        forwarded_allow_ips=settings.trusted_proxies,
+        proxy_headers=False,  # the app looks at them: there only addresses count
         timeout_graceful_shutdown=1,
         # it is a delay of the event loop, which takes fractions whatever uvicorn's annotation says
         timeout_keep_alive=settings.idle_seconds,  # pyright: ignore[reportArgumentType]
@@ -158,6 +159,8 @@ def serve(settings: Settings) -> int:
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
         server = http_server(app, settings)
+        if app.state.key_watch.files:
+            signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         server.run(sockets=[bound])
     return server.exit_code
 

@@ -43,7 +43,7 @@ class LoraModule(NamedTuple):
 
 
 class ConfigFileError(ValueError):
-    """A configuration file that can't be read, or that sets what doesn't exist."""
+    """A configuration file, or an environment, that can't be read or that sets what doesn't exist."""
 
 
 # pydantic's own BaseSettings gives BaseModel's `model_config` a narrower type
@@ -265,8 +265,15 @@ def _keys_of(path: Path | None) -> list[NamedKey]:
 
 
 def _many_keys() -> dict[str, Any]:
-    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS."""
-    found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
+    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
+
+    ConfigFileError for a variable of keys that is empty, as one is whose secret is missing: it would open the server.
+    """
+    variables = {name.upper(): value for name, value in os.environ.items()}
+    for name in ("API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"):
+        if not variables.get(f"{ENV_PREFIX}{name}", name).strip():
+            raise ConfigFileError(f"{ENV_PREFIX}{name} is set and empty; give it a value, or unset it to go without")
+    found = {name: variables.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
     return {name: value for name, value in found.items() if value}
 
 

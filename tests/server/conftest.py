@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -286,6 +287,7 @@ class Live:
     client: httpx.Client = field(repr=False)
     server: HttpServer = field(repr=False)
     loop: asyncio.AbstractEventLoop = field(repr=False)
+    app: Starlette = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -330,7 +332,7 @@ def live_server(
             time.sleep(0.002)
         try:
             with httpx.Client(base_url=url_of(bound), timeout=20) as client:
-                yield Live(url_of(bound), engine, worker, client, server, loops[0])
+                yield Live(url_of(bound), engine, worker, client, server, loops[0], app)
         finally:
             if isinstance(engine, FakeEngine):
                 engine.gate.set()
