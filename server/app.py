@@ -58,7 +58,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
     private = PrivatePaths([settings.model, *settings.loadable_from, *(path for _, path in settings.lora_modules)])
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
-    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds, settings.adapter_load_seconds)
+    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text)
     texts = TextApi(worker, tokenizer, generation)

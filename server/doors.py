@@ -60,8 +60,8 @@ class Doors:
 
     Routes find in `request.state` the `tenant` to be fair to: whom the tenant header names, where one is configured,
     else the key's tenant, or without a key the address that the request came from; `caller`: the last two, for the log;
-    `identity`, None at an open route without a key; and `sees_paths`: whether it may be told where on this machine files
-    lie.
+    `identity`, None at an open route without a key; and `sees_paths`: whether it may be told where files lie on this
+    machine.
     """
 
     def __init__(

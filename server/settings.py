@@ -150,9 +150,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=20, ge=0, description="how long answers in progress may go on once the server is told to stop"
     )
     stall_seconds: float = Field(
-        default=8, gt=0, description="how long a step or an adapter's load may take before /health is 503; raise it "
-        "where steps are that slow",
-    )  # fmt: skip
+        default=8,
+        gt=0,
+        description="how long a step may take before /health is 503; raise it where steps are that slow",
+    )
     give_up_seconds: float = Field(
         default=30, gt=0, description="how long a step may take before the requests in it end with an error"
     )
