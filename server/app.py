@@ -55,14 +55,14 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
     keys = settings.client_keys()
     hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []
-    private = PrivatePaths([settings.model, *settings.loadable_from, *(path for _, path in settings.lora_modules)])
+    private = PrivatePaths([settings.model, *settings.adapter_places])
     files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
     key_watch = KeyWatch(keys, settings.client_keys, files)
     watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text)
     texts = TextApi(worker, tokenizer, generation)
-    loads = AdapterLoads(worker, settings.adapter_load_seconds)
+    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
 
     @asynccontextmanager

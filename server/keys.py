@@ -17,6 +17,7 @@ from typing import NamedTuple
 from .errors import ApiError
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
 
 TENANT = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 """A tenant's name."""
@@ -154,8 +155,8 @@ class KeyWatch:
         before = set(self._keys.tenants)
         self._keys.replace(keys)
         now = set(keys.tenants)
-        log.info(
-            "audit: the keys were read anew; %d tenants, new: %s, gone: %s",
+        audit.info(
+            "the keys were read anew; %d tenants, new: %s, gone: %s",
             len(now), ", ".join(sorted(now - before)) or "none", ", ".join(sorted(before - now)) or "none",
         )  # fmt: skip
 

@@ -55,10 +55,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
 def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> Engine:
     from ..core.engine import Engine  # imports torch, which takes a while
 
-    engine = Engine.from_config(config)
-    for name, path in modules:
-        engine.store.register(name, path)
-    return engine
+    return Engine.from_config(config, modules=modules)
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -91,10 +88,10 @@ def build_app(settings: Settings) -> Starlette:
         raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
     names = worker.call(lambda engine: engine.store.names()).result()
-    if settings.base_name in names:
+    if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
         raise LaunchError(
-            f"an adapter is named {settings.base_name} like the base model; set --served-model-name to something else"
+            f"an adapter is named {taken[0]} like the base model; set --served-model-name to something else"
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
@@ -155,6 +152,7 @@ def serve(settings: Settings) -> int:
         take_short_turns()
         if warning is not None:
             log.warning(warning)
+        logging.getLogger("chorus.audit").setLevel(logging.INFO)  # whatever else is to be logged
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))

@@ -60,9 +60,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    served_model_name: str | None = Field(
-        default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
-    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
     max_prompts: int = Field(default=128, ge=1, description="most prompts in one call, times the answers to each")
     generation_config: Literal["auto", "vllm"] = Field(
@@ -257,8 +254,19 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
 
+    @property
+    def adapter_places(self) -> tuple[Path, ...]:
+        """The directories that adapters come from: below these a broken one may be mended."""
+        start = () if self.adapters is None else (self.adapters,)
+        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules))
+
+    def is_reserved(self, name: str) -> bool:
+        """True if a request that names this model means the base model, or an adapter of another name."""
+        return name == self.base_name or name.startswith(f"{self.base_name}:")
+
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        return EngineConfig(**{**values, "served_model_name": self.base_name})
 
 
 def _keys_of(path: Path | None) -> list[NamedKey]:

@@ -54,10 +54,18 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
-        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model"}
+        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
+        known |= {"names_other_base": False}
         manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
         return SimpleNamespace(
-            name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
+            name=name,
+            version=1,
+            rank=4,
+            manifest=manifest,
+            pages=[],
+            references=0,
+            load_seconds=0.25,
+            num_overflows=None,
         )
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:

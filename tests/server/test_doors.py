@@ -314,7 +314,7 @@ def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
         assert keys.identify(f"Bearer {OTHER}").tenant == "batch"
         with pytest.raises(ApiError):
             keys.identify(f"Bearer {KEY}")
-        assert "audit: the keys were read anew; 1 tenants, new: batch, gone: support" in caplog.text
+        assert "the keys were read anew; 1 tenants, new: batch, gone: support" in caplog.text
         path.write_text("")
         watch.look()
         watch.look()
