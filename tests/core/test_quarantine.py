@@ -144,7 +144,7 @@ def test_modules_are_set_aside_as_the_directorys_adapters_are(gqa, directory, tm
     assert set(engine.quarantine) == (BROKEN | {"x", "r2-qv"}) - {"cut"}, "the later one of a name counts"
     assert "no such directory" in engine.quarantine["x"].reason
     assert engine.store.names() == ["cut", "good", "r3-mlp"]
-    with pytest.raises(NotServed, match="'x' is not served: .*no such directory"):
+    with pytest.raises(NotServed, match=r"'x' is not served: .*no such directory"):
         engine.add_request(Request("r", [1, 2], SamplingParams(), "x"))
     engine.close()
     strict = config.model_copy(update={"adapters": None, "strict_adapters": True})
