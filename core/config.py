@@ -22,11 +22,19 @@ class EngineConfig(BaseModel):
     )
     strict_adapters: bool = Field(
         default=False,
-        description="an adapter in the adapters directory that can't be served stops the start; by default it is "
+        description="an adapter of --adapters or --lora-modules that can't be served stops the start; by default it is "
         "listed with the reason and the others are served",
     )
     adapter_load_seconds: float = Field(
         default=30.0, gt=0, description="how long reading and checking an adapter may take before it is given up"
+    )
+    served_model_name: str | None = Field(
+        default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
+    )
+    strict_base: bool = Field(
+        default=False,
+        description="refuse adapters whose base_model_name_or_path names another base model than this one's directory, "
+        "origin or served name; by default that is logged and listed",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="dtype of weights, KV cache and adapters; auto: the checkpoint's own"

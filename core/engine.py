@@ -14,7 +14,7 @@ from typing import Any
 from ..graphs.runner import StepMode
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
-from ..memory.files.error import LoadFailure
+from ..memory.files.error import AdapterFormatError, LoadFailure, shown
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -26,17 +26,18 @@ from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
+from .base_name import names_of, short_name
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
 from .merging import Merging
 from .modes import Modes, mode_policy
-from .quarantine import Quarantined, register_directories
+from .quarantine import Quarantined, adapter_directories, register_directories
 from .requests.record import from_record, to_record
 from .requests.request import Request
-from .requests.sampling_params import InvalidRequest, SamplingParams
-from .requests.types import RequestOutput, StepPlan, StepResult
+from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
+from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
 from .scheduling.learned_prices import LearnedPrices
 from .scheduling.load_ahead import LoadPolicy
 from .scheduling.policies import Policies
@@ -101,12 +102,16 @@ class Engine:
         self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
         self._seeds = random.Random(config.seed)
         self._next_check = 0.0
+        self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
-        """Adapters of the adapters directory that are not served, by name."""
+        """Adapters that are not served, by name."""
 
     @classmethod
-    def from_config(cls, config: EngineConfig, reads: Reads | None = None) -> Engine:
+    def from_config(
+        cls, config: EngineConfig, reads: Reads | None = None, modules: Sequence[tuple[str, Path]] = ()
+    ) -> Engine:
         """Load the model and register the adapters directory. reads: how adapters are read; default: in threads.
+        modules: further adapters, each a name and its directory.
 
         An adapter that can't be served goes into `quarantine`, unless the configuration says that it stops the start
         with AdapterFormatError. Raises UnsupportedModel for a checkpoint, and what `open_executor` raises for a device.
@@ -117,11 +122,11 @@ class Engine:
         if config.host_cache_bytes is None:
             config = config.model_copy(update={"host_cache_bytes": default_host_cache_bytes()})
         engine = cls(config, open_executor(config), reads=reads)
-        if config.adapters is not None:
-            engine.quarantine = register_directories(
-                engine.store, engine.executor.adapters.inspect, config.adapters,
-                strict=config.strict_adapters, seconds=config.adapter_load_seconds,
-            )  # fmt: skip
+        found = [] if config.adapters is None else adapter_directories(config.adapters)
+        engine.quarantine = register_directories(
+            engine.store, engine.inspect_adapter, [*((path.name, path) for path in found), *modules],
+            strict=config.strict_adapters, seconds=config.adapter_load_seconds,
+        )  # fmt: skip
         return engine
 
     def _modes(self, policies: Policies | None) -> Modes | None:
@@ -215,6 +220,8 @@ class Engine:
         start = self._clock()
         result = self._execute(plan)
         seconds = self._clock() - start
+        if result is not None and result.errors:
+            self._note_overflows(plan, result)
         outputs = self.scheduler.take_failed()
         if result is None:
             return outputs
@@ -225,6 +232,13 @@ class Engine:
             if self.modes is not None and not result.unready:
                 self.modes.note(plan, seconds)
         return outputs + self.scheduler.update(plan, result)
+
+    def _note_overflows(self, plan: StepPlan, result: StepResult) -> None:
+        """Count the requests of adapters whose logits were not finite, unless another adapter was in the weights."""
+        for request_id, error in result.errors.items():
+            adapter = self.scheduler.get(request_id).adapter if error == NOT_FINITE else None
+            if adapter is not None and adapter.num_overflows is not None and plan.merged in (None, adapter):
+                adapter.num_overflows += 1
 
     def _measure_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Update the estimated cost of recomputing a cached block from the time of a prefill step."""
@@ -313,7 +327,19 @@ class Engine:
         and `check_weights` may be called from any thread: they take as long as the disk does and no step waits for
         them. Raises AdapterFormatError.
         """
-        return self.check_weights(self.executor.adapters.inspect(path, roots), image)
+        return self.check_weights(self.inspect_adapter(path, roots), image)
+
+    def inspect_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
+        """Read and check an adapter's configuration and the headers of its weights, as `check_adapter` does."""
+        manifest = self.executor.adapters.inspect(path, roots)
+        if manifest.base_model is None or short_name(manifest.base_model) in self._base_names:
+            return manifest
+        if self.config.strict_base:
+            base = shown(manifest.base_model)
+            raise AdapterFormatError(
+                f"{path}: was trained on {base}, which is not the model that is served (strict_base)"
+            )
+        return replace(manifest, names_other_base=True)
 
     def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
         """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.
@@ -401,10 +427,18 @@ class Engine:
             try:
                 request.adapter = self.store.get(request.adapter_name)
             except UnknownAdapter as error:
+                if (one := self.quarantine.get(request.adapter_name)) is not None:
+                    raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
                 raise InvalidRequest("model", str(error)) from None
         self._limit_output(request)
         ends = frozenset() if params.ignore_eos else self._eos_token_ids
         request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends
+        if params.allowed_token_ids is not None:
+            banned = {word[0] for word in params.bad_words if len(word) == 1}
+            if params.min_tokens:
+                banned |= self._eos_token_ids.union(params.stop_token_ids)
+            if banned.issuperset(params.allowed_token_ids):
+                raise InvalidRequest("allowed_token_ids", "bad_words and min_tokens ban all of them; allow others")
 
     def _limit_output(self, request: Request) -> None:
         """Set `max_tokens` and `max_length` to what the request asks for, or to all that there is room for.

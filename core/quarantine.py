@@ -1,10 +1,10 @@
-"""Registration of a directory of adapters, in which a broken adapter does not stop the others."""
+"""Registration of the adapters of the start, of which a broken one does not stop the others."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -57,23 +57,29 @@ def adapter_directories(directory: Path) -> list[Path]:
 
 
 def register_directories(
-    store: AdapterStore, inspect: Callable[[Path], AdapterManifest], directory: Path, *, strict: bool, seconds: float
+    store: AdapterStore,
+    inspect: Callable[[Path], AdapterManifest],
+    named: Iterable[tuple[str, Path]],
+    *,
+    strict: bool,
+    seconds: float,
 ) -> dict[str, Quarantined]:
-    """Register the adapters of a directory under their directories' names; returns those that can't be served.
+    """Register adapters, each a name and its directory; returns those that can't be served. The last one has a name.
 
-    strict: raise AdapterFormatError for the first of these instead. seconds: how long a directory may take.
+    strict: raise AdapterFormatError for the first that can't be served instead. seconds: how long a directory may take.
     """
     threads = LimitedThreads("adapter-inspect", MAX_STUCK)
     quarantine: dict[str, Quarantined] = {}
-    for path in adapter_directories(directory):
+    for given, path in named:
         stamp = None
         try:
-            check_name(path.name)
+            check_name(given)
             stamp, manifest = threads.run(partial(_inspect, inspect, path), seconds)
             if isinstance(manifest, AdapterFormatError):
                 raise manifest
-            store.register(path.name, manifest)
-            report(path.name, manifest)
+            store.register(given, manifest)
+            quarantine.pop(given, None)
+            report(given, manifest)
             continue
         except AdapterFormatError as error:
             if strict:
@@ -83,14 +89,16 @@ def register_directories(
             reason = str(error)
             if strict:
                 raise AdapterFormatError(f"{shown(str(path))}: {reason}") from None
-        name = path.name if path.name.isprintable() else shown(path.name)
-        quarantine[name] = Quarantined(name, path, reason, stamp, can_mend=name == path.name)
+        if given in store:
+            store.unregister(given)
+        name = given if given.isprintable() else shown(given)
+        quarantine[name] = Quarantined(name, path, reason, stamp, can_mend=name == given)
         logger.warning("adapter %s is not served: %s", name, reason)
     if quarantine:
         logger.warning(
-            "%d adapters in %s are not served; GET /v1/adapters says why. They are tried again when they change",
-            len(quarantine), directory,
-        )  # fmt: skip
+            "%d adapters are not served; GET /v1/adapters says why. They are tried again when they change",
+            len(quarantine),
+        )
     return quarantine
 
 
@@ -98,6 +106,12 @@ def report(name: str, manifest: AdapterManifest) -> None:
     """Log warnings about a registered adapter that its author may not expect."""
     if manifest.stem != STEM:
         logger.info("adapter %s: its %s is served as the base model's %s", name, manifest.stem, STEM)
+    if manifest.names_other_base:
+        logger.warning(
+            "adapter %s was trained on %s, by its base_model_name_or_path, which is not the model that is served; "
+            "--served-model-name says what that is, --strict-base refuses others",
+            name, shown(manifest.base_model),
+        )  # fmt: skip
     if manifest.no_effect:
         logger.warning("adapter %s changes nothing: all of its B, or A, or its alpha are zero", name)
 

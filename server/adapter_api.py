@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..core.engine import Engine
     from ..memory.adapters.adapter import Adapter
 
-log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
 
 PIN_SECONDS = 0.02
 """Seconds between two looks at whether an adapter that is to be pinned has been read."""
@@ -147,7 +147,7 @@ class _Seen:
         )  # fmt: skip
 
     def body(self, request: Request) -> dict[str, Any]:
-        manifest = self.adapter.manifest
+        manifest, base = self.adapter.manifest, self.adapter.manifest.base_model
         return {
             "name": self.adapter.name,
             "version": self.adapter.version,
@@ -162,6 +162,8 @@ class _Seen:
             "content_hash": manifest.content_hash,
             "no_effect": manifest.no_effect,
             "stem": None if manifest.stem == STEM else manifest.stem,
+            "base_model": base if base is None or base[0] != "/" else shown_path(Path(base), request),
+            "names_other_base": manifest.names_other_base,
         }
 
 
@@ -209,7 +211,7 @@ class AdapterApi:
     async def add(self, request: Request) -> Response:
         """Registers an adapter, or replaces one; 201 or 200."""
         asked = await self._read(AddAdapter, request)
-        seen, replaced = await self._load(asked.name, asked.path, "name", "path", replace=True)
+        seen, replaced = await self._load(request, asked.name, asked.path, "name", "path", replace=True)
         return JSONResponse(seen.body(request), status_code=200 if replaced else 201)
 
     async def remove(self, request: Request) -> Response:
@@ -217,7 +219,7 @@ class AdapterApi:
         name, force = request.path_params["name"], request.query_params.get("force", "false")
         if force not in ("true", "false"):
             raise ApiError(400, f"force is {clipped(force)!r}; it may be true or false", param="force")
-        ended = await self._unload(name, None, force=force == "true")
+        ended = await self._unload(request, name, None, force=force == "true")
         return JSONResponse({"object": "adapter", "name": name, "deleted": True, "ended_requests": ended})
 
     async def change(self, request: Request) -> Response:
@@ -232,6 +234,7 @@ class AdapterApi:
             seen = await self._call(lambda engine: _Seen.of(engine, engine.store.get(name)))
         except UnknownAdapter:
             raise _unknown(name, None) from None
+        audit.info("%s %s adapter %s", request.state.caller, "pinned" if asked.pinned else "unpinned", name)
         return JSONResponse(seen.body(request))
 
     # --- vLLM's ---
@@ -242,12 +245,13 @@ class AdapterApi:
         if asked.base_model_name not in (None, base, str(self._settings.model)):
             message = f"base_model_name is {asked.base_model_name!r}, this server's base model is {base!r}"
             raise ApiError(400, message, param="base_model_name")
-        await self._load(asked.lora_name, asked.lora_path, "lora_name", "lora_path", replace=bool(asked.load_inplace))
+        replace = bool(asked.load_inplace)
+        await self._load(request, asked.lora_name, asked.lora_path, "lora_name", "lora_path", replace=replace)
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' added successfully.")
 
     async def unload_lora_adapter(self, request: Request) -> Response:
         asked = await self._read(UnloadLoraAdapter, request)
-        await self._unload(asked.lora_name, "lora_name", force=bool(asked.force))
+        await self._unload(request, asked.lora_name, "lora_name", force=bool(asked.force))
         return PlainTextResponse(f"Success: LoRA adapter '{asked.lora_name}' removed successfully.")
 
     # --- common ---
@@ -257,15 +261,16 @@ class AdapterApi:
             return validated(kind, body)
 
     async def _load(
-        self, name: str, path: str, name_field: str, path_field: str, *, replace: bool
+        self, request: Request, name: str, path: str, name_field: str, path_field: str, *, replace: bool
     ) -> tuple[_Seen, bool]:
         """The adapter once requests may use it, and whether it took another's place."""
         self._roots.require()
-        if name == self._settings.base_name:
-            raise ApiError(400, f"{name_field} {name!r} is the base model's; choose another", param=name_field)
+        if self._settings.is_reserved(name):
+            message = f"{name_field} {name!r} is the base model's, or begins like it; choose another"
+            raise ApiError(400, message, param=name_field)
         find = partial(self._roots.find, path, path_field)
         try:
-            load = self._loads.load(name, find, self._roots.roots, replace=replace)
+            load = self._loads.load(name, find, self._roots.roots, replace=replace, by=request.state.caller)
             adapter, replaced = await asyncio.wrap_future(load)
         except AdapterFormatError as error:
             if getattr(error.__cause__, "errno", None) in DISK_FAULTS:
@@ -301,14 +306,19 @@ class AdapterApi:
             message = f"the disk did not answer within {seconds:g} seconds (adapter_load_seconds); nothing is pinned"
             raise ApiError(504, message, code="load_timed_out") from None
 
-    async def _unload(self, name: str, field: str | None, *, force: bool) -> int:
+    async def _unload(self, request: Request, name: str, field: str | None, *, force: bool) -> int:
         """Remove an adapter; returns how many requests were ended for it."""
         self._roots.require()
         try:
-            ended = await self._call(lambda engine: engine.remove_adapter(name, force=force))
+            adapter, ended = await self._call(
+                lambda engine: (engine.store.get(name), engine.remove_adapter(name, force=force))
+            )
         except UnknownAdapter:
             raise _unknown(name, field) from None
-        log.info("removed adapter %s; %d requests were ended", name, ended)
+        audit.info(
+            "%s removed adapter %s: version %d, content %s; %d requests were ended",
+            request.state.caller, name, adapter.version, adapter.manifest.content_hash, ended,
+        )  # fmt: skip
         return ended
 
     async def _call(self, function: Any) -> Any:

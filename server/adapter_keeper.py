@@ -6,10 +6,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ..core.quarantine import Quarantined, Stamp, is_as_registered, report, stamp_of
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from ..memory.files.format import AdapterManifest
 
 log = logging.getLogger(__name__)
+audit = logging.getLogger("chorus.audit")
 
 T = TypeVar("T")
 
@@ -36,15 +38,22 @@ HASH_SHARE = 1 / 8
 """Of the time, at most, in which adapters are read for their hash."""
 
 
+MOST_OVERFLOWS = 3
+"""Requests that may end for logits that are not finite before one has ended well; then the adapter is set aside."""
+
 BATCH = 64
 """Quarantined directories that one thread looks at; where one hangs, the rest of these wait with it."""
 
 
 class AdapterKeeper:
-    """A thread beside the engine. What touches a disk is given up after `seconds`, on a thread that is left behind."""
+    """A thread beside the engine. What touches a disk is given up after `seconds`, on a thread that is left behind.
 
-    def __init__(self, worker: EngineWorker, seconds: float) -> None:
+    places: directories below which the files of what is tried again must lie.
+    """
+
+    def __init__(self, worker: EngineWorker, seconds: float, places: Sequence[Path] = ()) -> None:
         self._worker = worker
+        self._places = tuple(place.resolve() for place in places)
         self._seconds = seconds
         self._threads = LimitedThreads("adapter-keeper", 4)
         self._stopped = threading.Event()
@@ -63,6 +72,7 @@ class AdapterKeeper:
         while not self._stopped.wait(TURN_SECONDS):
             try:
                 self._try_again()
+                self._set_aside_overflowing()
                 self._hash_some()
             except EngineUnavailable as error:
                 if self._worker.failure is not None:
@@ -89,14 +99,14 @@ class AdapterKeeper:
     def _try(self, one: Quarantined, stamp: Stamp) -> None:
         try:
             image = HostImage()
-            manifest = self._beside(partial(self._worker.check_adapter, one.path, image=image))
+            manifest = self._beside(lambda: with_content(self._worker.check_adapter(one.path, self._places, image)))
         except AdapterFormatError as error:
             log.warning("adapter %s changed, but is not served: %s", one.name, error)
             again = replace(one, reason=str(error), stamp=stamp)
             self._call(partial(_keep, again))
             return
         if manifest is not None and self._call(partial(_release, one.name, manifest, image)):
-            log.info("adapter %s changed and is served now", one.name)
+            audit.info("adapter %s has changed and is served now: content %s", one.name, manifest.content_hash)
             report(one.name, manifest)
 
     # -- weights
@@ -134,14 +144,21 @@ class AdapterKeeper:
         What was loaded over HTTP has been checked, and so has only changed; what a disk failed to read may be whole.
         """
         log.warning("adapter %s can't be read: %s", name, error)
-        if manifest.no_effect is None and not isinstance(error.__cause__, OSError):
-            stamp = self._beside(partial(stamp_of, manifest.path))
-            if stamp is not None and not is_as_registered(stamp, manifest):
-                stamp = None  # try what is there by now
-            one = Quarantined(name, manifest.path, str(error), stamp)
-            if not self._call(partial(_set_aside, one, version)):
-                return
-        self._hopeless.add(version)
+        is_broken = manifest.no_effect is None and not isinstance(error.__cause__, OSError)
+        if not is_broken or self._call(partial(_set_aside, self._quarantined(name, manifest, str(error)), version)):
+            self._hopeless.add(version)
+
+    def _quarantined(self, name: str, manifest: AdapterManifest, reason: str) -> Quarantined:
+        stamp = self._beside(partial(stamp_of, manifest.path))
+        if stamp is not None and not is_as_registered(stamp, manifest):
+            stamp = None  # try what is there by now
+        return Quarantined(name, manifest.path, reason, stamp)
+
+    def _set_aside_overflowing(self) -> None:
+        """Into quarantine with adapters whose weights are finite, and what is computed with them is not."""
+        reason = f"its logits were not finite in its first {MOST_OVERFLOWS} requests; train it again, or scale it down"
+        for name, version, manifest in self._call(_overflowing):
+            self._call(partial(_set_aside, self._quarantined(name, manifest, reason), version, in_use=True))
 
     def _unhashed(self, engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
         adapters = (engine.store.get(name) for name in engine.store.names())
@@ -175,19 +192,28 @@ def _keep(one: Quarantined, engine: Engine) -> None:
         engine.quarantine[one.name] = one
 
 
-def _set_aside(one: Quarantined, version: int, engine: Engine) -> bool:
-    """Into quarantine, on the engine's thread, unless it was replaced or loaded meanwhile; False to ask again later."""
+def _overflowing(engine: Engine) -> list[tuple[str, int, AdapterManifest]]:
+    adapters = (engine.store.get(name) for name in engine.store.names())
+    return [(one.name, one.version, one.manifest) for one in adapters if (one.num_overflows or 0) >= MOST_OVERFLOWS]
+
+
+def _set_aside(one: Quarantined, version: int, engine: Engine, *, in_use: bool = False) -> bool:
+    """Into quarantine, on the engine's thread, unless it was replaced meanwhile; False to ask again later.
+
+    in_use: one that has been loaded, too; else it has turned out to be whole.
+    """
     store = engine.store
     if one.name not in store or store.get(one.name).version != version:
         return True
     adapter = store.get(one.name)
     tier = store.tier(adapter)
-    if tier is Tier.LOADING or (adapter.requests and tier in (Tier.DISK, Tier.FAILED)):
+    on_disk = tier in (Tier.DISK, Tier.FAILED)
+    if not in_use and (tier is Tier.LOADING or (adapter.requests and on_disk)):
         return False
-    if tier in (Tier.DISK, Tier.FAILED):
+    if on_disk or in_use:
         store.unregister(one.name)
         engine.quarantine[one.name] = one
-        log.warning("adapter %s is not served any more: %s", one.name, one.reason)
+        audit.warning("adapter %s is not served any more: %s", one.name, one.reason)
     return True
 
 

@@ -29,6 +29,22 @@ def place_of(address: str) -> str:
     return f"at-{ipaddress.ip_network((known, 64), strict=False) if known.version == 6 else known}"
 
 
+def forwarded_client(peer: str, forwarded: str, proxies: Networks) -> str:
+    """The client's address by X-Forwarded-For: the last one there that no trusted proxy has.
+
+    Each trusted proxy has added the address of its own peer at the end. What is no address ends the search: the proxy
+    that sent it counts as the client.
+    """
+    for hop in reversed(forwarded.split(",")):
+        text = hop.strip()
+        host = text[1:].partition("]")[0] if text.startswith("[") else text
+        known = parse_address(host.partition(":")[0] if host.count(":") == 1 else host)
+        if peer not in proxies or known is None:
+            break
+        peer = str(known)
+    return peer
+
+
 class Networks:
     """A set of addresses, given one by one or as networks, such as 10.0.0.0/8. Raises ValueError for anything else."""
 

@@ -14,7 +14,7 @@ from .. import __version__
 from .errors import EngineUnavailable, JsonResponse, no_model
 from .executors import DaemonPool
 from .gate import Gate
-from .metrics import EngineView, Metrics
+from .metrics import EngineView, Metrics, accounts_text
 from .settings import Settings
 from .worker import EngineWorker
 
@@ -35,13 +35,17 @@ class Api:
         self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
         self._started = int(time.time())
 
-    async def health(self, _: Request) -> Response:
-        """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end."""
+    async def health(self, request: Request) -> Response:
+        """200 while the engine takes requests and gets on with them, 503 when it doesn't, or is about to end.
+
+        A client without a key, where keys are needed, is told the status alone.
+        """
         healthy = self._worker.healthy and not self._gate.draining
-        status = "ok" if healthy else "draining" if self._gate.draining else "unavailable"
-        body = {"status": status, "stats": asdict(self._worker.stats)}
-        if not healthy:
-            body["reason"] = self._worker.trouble or "the server is shutting down"
+        body: dict[str, object] = {"status": "ok" if healthy else "draining" if self._gate.draining else "unavailable"}
+        if request.state.identity is not None:
+            body["stats"] = asdict(self._worker.stats)
+            if not healthy:
+                body["reason"] = self._worker.trouble or "the server is shutting down"
         return JsonResponse(body, status_code=200 if healthy else 503)
 
     async def ping(self, _: Request) -> Response:
@@ -55,11 +59,15 @@ class Api:
     async def version(self, _: Request) -> Response:
         return JsonResponse({"version": __version__})
 
-    async def scrape(self, _: Request) -> Response:
-        """Prometheus' text; what a stuck engine can't tell is as it was. Scrapes at the same time share one."""
+    async def scrape(self, request: Request) -> Response:
+        """Prometheus' text; what a stuck engine can't tell is as it was. Scrapes at the same time share one, but for
+        the tenants: a caller without an admin key sees its own alone.
+        """
         if self._scraping is None or self._scraping.done():
             self._scraping = asyncio.ensure_future(self._scrape())
         text = await asyncio.shield(self._scraping)
+        sees_all = request.state.identity.sees_tenants or self._settings.fair_by == "adapter"
+        text += accounts_text(self._view, None if sees_all else request.state.tenant)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
     async def _scrape(self) -> bytes:

@@ -11,14 +11,14 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
-from starlette.routing import Route
 
 from ..core.requests.sampling_params import InvalidRequest
 from ..core.scheduling.overload import Overloaded
 from .adapter_api import AdapterApi
 from .adapter_loads import AdapterLoads
+from .addresses import Networks
 from .api import Api
-from .doors import Doors, RequestId
+from .doors import Doors, GuardedRoute, RequestId
 from .errors import (
     ApiError,
     EngineUnavailable,
@@ -32,6 +32,7 @@ from .executors import Executors, PoolFull
 from .gate import Gate
 from .generation_api import GenerationApi
 from .hosts import Hosts
+from .keys import KeyWatch, Right
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
@@ -45,7 +46,8 @@ STOP_SECONDS = 1.0
 
 
 def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
-    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker` and `executors`.
+    """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
+    and `key_watch`.
 
     defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started.
     """
@@ -53,12 +55,14 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
     keys = settings.client_keys()
     hosts = Hosts(settings.host, settings.allowed_hosts, guarded=keys.guarded)
     origins = settings.cors_origins or []
-    private = PrivatePaths([settings.model, *settings.loadable_from, *(path for _, path in settings.lora_modules)])
-    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds, settings.adapter_load_seconds)
+    private = PrivatePaths([settings.model, *settings.adapter_places])
+    files = [path for path in (settings.api_key_file, settings.admin_key_file) if path is not None]
+    key_watch = KeyWatch(keys, settings.client_keys, files)
+    watchdog = Watchdog(worker, settings.stall_seconds, settings.give_up_seconds)
     api = Api(worker, settings, gate, executors.scrapes)
     generation = GenerationApi(worker, tokenizer, settings, defaults, api.metrics, executors.text)
     texts = TextApi(worker, tokenizer, generation)
-    loads = AdapterLoads(worker, settings.adapter_load_seconds)
+    loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
 
     @asynccontextmanager
@@ -68,33 +72,36 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
         finally:
             loads.stop()
             watchdog.stop()
+            key_watch.stop()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
                 log.warning("the engine was not stopped (%r); the process ends all the same", error)
             executors.shutdown()
 
+    routes = [
+        GuardedRoute("GET", "/health", api.health, Right.OPEN),
+        GuardedRoute("GET", "/version", api.version, Right.KEY),
+        GuardedRoute("GET", "/metrics", api.scrape, Right.KEY),
+        GuardedRoute("GET", "/v1/models", api.models, Right.KEY),
+        GuardedRoute("GET", "/v1/models/{name:path}", api.model, Right.KEY),
+        GuardedRoute("POST", "/v1/completions", generation.completions, Right.KEY),
+        GuardedRoute("POST", "/v1/chat/completions", generation.chat_completions, Right.KEY),
+        GuardedRoute("POST", "/tokenize", texts.tokenize, Right.KEY),
+        GuardedRoute("POST", "/detokenize", texts.detokenize, Right.KEY),
+        GuardedRoute("GET", "/ping", api.ping, Right.OPEN),
+        GuardedRoute("POST", "/ping", api.ping, Right.KEY),
+        GuardedRoute("GET", "/load", api.load, Right.KEY),
+        GuardedRoute("GET", "/v1/adapters", adapters.list_all, Right.KEY),
+        GuardedRoute("POST", "/v1/adapters", adapters.add, Right.ADMIN),
+        GuardedRoute("GET", "/v1/adapters/{name:path}", adapters.show, Right.KEY),
+        GuardedRoute("PATCH", "/v1/adapters/{name:path}", adapters.change, Right.ADMIN),
+        GuardedRoute("DELETE", "/v1/adapters/{name:path}", adapters.remove, Right.ADMIN),
+        GuardedRoute("POST", "/v1/load_lora_adapter", adapters.load_lora_adapter, Right.ADMIN),
+        GuardedRoute("POST", "/v1/unload_lora_adapter", adapters.unload_lora_adapter, Right.ADMIN),
+    ]
     app = Starlette(
-        routes=[
-            Route("/health", api.health, methods=["GET"]),
-            Route("/version", api.version, methods=["GET"]),
-            Route("/metrics", api.scrape, methods=["GET"]),
-            Route("/v1/models", api.models, methods=["GET"]),
-            Route("/v1/models/{name:path}", api.model, methods=["GET"]),
-            Route("/v1/completions", generation.completions, methods=["POST"]),
-            Route("/v1/chat/completions", generation.chat_completions, methods=["POST"]),
-            Route("/tokenize", texts.tokenize, methods=["POST"]),
-            Route("/detokenize", texts.detokenize, methods=["POST"]),
-            Route("/ping", api.ping, methods=["GET", "POST"]),
-            Route("/load", api.load, methods=["GET"]),
-            Route("/v1/adapters", adapters.list_all, methods=["GET"]),
-            Route("/v1/adapters", adapters.add, methods=["POST"]),
-            Route("/v1/adapters/{name:path}", adapters.show, methods=["GET"]),
-            Route("/v1/adapters/{name:path}", adapters.change, methods=["PATCH"]),
-            Route("/v1/adapters/{name:path}", adapters.remove, methods=["DELETE"]),
-            Route("/v1/load_lora_adapter", adapters.load_lora_adapter, methods=["POST"]),
-            Route("/v1/unload_lora_adapter", adapters.unload_lora_adapter, methods=["POST"]),
-        ],
+        routes=routes,
         exception_handlers={
             HTTPException: on_http_error,
             ClientDisconnect: on_disconnect,
@@ -108,17 +115,20 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             *([Middleware(CORSMiddleware, allow_origins=origins, allow_methods=["*"], allow_headers=["*"])]
               if origins else []),
             Middleware(
-                Doors, keys=keys, hosts=hosts, origins=origins, gate=gate, tenant_header=settings.tenant_header
+                Doors, routes=routes, keys=keys, hosts=hosts, proxies=Networks(settings.trusted_proxies or ()),
+                origins=origins, gate=gate, tenant_header=settings.tenant_header,
             ),
         ],
         lifespan=lifespan,
     )  # fmt: skip
-    app.state.gate, app.state.worker, app.state.executors = gate, worker, executors
+    app.state.gate, app.state.worker, app.state.executors, app.state.key_watch = gate, worker, executors, key_watch
     app.state.private_paths = private
     try:  # here and not in the lifespan, whose errors a client of the command line sees as tracebacks
         watchdog.start()
+        key_watch.start()
         loads.start()
     except BaseException:
         watchdog.stop()
+        key_watch.stop()
         raise
     return app

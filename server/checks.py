@@ -26,10 +26,8 @@ def check_model(settings: Settings) -> None:
         if not root.is_dir():
             raise LaunchError(f"there is no directory {root}, which adapter_roots names")
     names = set()
-    for name, path in settings.lora_modules:
-        if not path.is_dir():
-            raise LaunchError(f"there is no directory {path}, from which --lora-modules takes {name}")
-        if name in names or name == settings.base_name:
+    for name, _ in settings.lora_modules:
+        if name in names or settings.is_reserved(name):
             taken = "twice" if name in names else "like the base model"
             raise LaunchError(f"--lora-modules names an adapter {name} {taken}; names must differ")
         names.add(name)

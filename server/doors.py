@@ -1,27 +1,41 @@
-"""Middleware around every route: the request's id, and checks of its host, origin, key and content type."""
+"""Middleware around every route: the request's id, its client, and checks of its host, origin, right and body."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .addresses import place_of
+from .addresses import Networks, forwarded_client, place_of
 from .errors import REQUEST_ID, ApiError, clipped
-from .gate import ALWAYS_OPEN, Gate
+from .gate import Gate
 from .hosts import Hosts, is_same_origin
-from .keys import READING, TENANT, Identity, Keys, changes_adapters
+from .keys import TENANT, Identity, Keys, Right
 
 _random = random.Random()
 """Not the system's, which is asked without the interpreter's lock: getting that back takes half a millisecond or more
 beside an engine at work.
 """
 
+READING = ("GET", "HEAD", "OPTIONS")
+"""Methods that change nothing."""
+
+CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+
+class GuardedRoute(Route):
+    """A route for one method, and the right that it asks for."""
+
+    def __init__(self, method: str, path: str, endpoint: Callable[..., Any], right: Right) -> None:
+        super().__init__(path, endpoint, methods=[method])
+        self.right = right
 
 
 class RequestId:
@@ -50,21 +64,26 @@ class Doors:
     """Middleware that refuses, in OpenAI's error shape, what must not come in.
 
     Routes find in `request.state` the `tenant` to be fair to: whom the tenant header names, where one is configured,
-    else the key's tenant, or without a key the address that the request came from; and `sees_paths`: whether it may be
-    told where on this machine files lie.
+    else the key's tenant, or without a key the address that the request came from; `caller`: the last two, for the log;
+    `identity`, None at an open route without a key; and `sees_paths`: whether it may be told where files lie on this
+    machine.
     """
 
     def __init__(
         self,
         app: ASGIApp,
+        routes: Sequence[GuardedRoute],
         keys: Keys,
         hosts: Hosts,
+        proxies: Networks,
         origins: Collection[str],
         gate: Gate,
         tenant_header: str | None = None,
     ) -> None:
-        """tenant_header: header that may name the tenant."""
+        """proxies: may name the client in X-Forwarded-For. tenant_header: header that may name the tenant."""
         self._app = app
+        self._routes = routes
+        self._proxies = proxies
         self._tenant_header = tenant_header
         self._keys = keys
         self._hosts = hosts
@@ -79,12 +98,17 @@ class Doors:
         answer = _Answer(send)
         try:
             headers = Headers(scope=scope)
-            identity = self._admit(method, path, headers)
+            self._find_client(scope, headers)
+            identity = self._admit(scope, headers)
             named = self._named_tenant(headers)
-            tenant = named or identity.tenant or place_of((scope.get("client") or ("",))[0])
+            known = identity or Identity(may_change_adapters=False, sees_tenants=False)
+            caller = known.tenant or place_of((scope.get("client") or ("",))[0])
+            tenant = named or caller
             scope.setdefault("state", {}).update(
                 tenant=tenant,
-                sees_paths=identity.may_change_adapters and (bool(identity.tenant) or self._hosts.only_this_machine),
+                caller=caller,
+                identity=identity,
+                sees_paths=known.may_change_adapters and (bool(known.tenant) or self._hosts.only_this_machine),
             )
             with self._gate.passing(method, path, tenant):
                 await self._app(scope, receive, answer.send)
@@ -97,23 +121,44 @@ class Doors:
                 error = ApiError(503, "the server is shutting down", code="engine_unavailable")
                 await error.response()(scope, receive, send)
 
-    def _admit(self, method: str, path: str, headers: Headers) -> Identity:
-        host = headers.get("host")
+    def _find_client(self, scope: Scope, headers: Headers) -> None:
+        """Take the client's address and the scheme from a trusted proxy's headers."""
+        peer = (scope.get("client") or ("",))[0]
+        if peer in self._proxies:
+            forwarded = ",".join(headers.getlist("x-forwarded-for"))
+            if (client := forwarded_client(peer, forwarded, self._proxies)) != peer:
+                scope["client"] = (client, 0)
+            if (scheme := headers.get("x-forwarded-proto")) in ("http", "https"):
+                scope["scheme"] = scheme
+
+    def _right(self, scope: Scope) -> Right:
+        """Return the right that the request's route asks for; without a route that of any other."""
+        return next((one.right for one in self._routes if one.matches(scope)[0] is Match.FULL), Right.KEY)
+
+    def _admit(self, scope: Scope, headers: Headers) -> Identity | None:
+        """Return the caller; None at an open route without a good key. Raises an ApiError for what may not come in."""
+        method, host = scope["method"], headers.get("host")
+        if CONTROL.search(scope["path"]):
+            raise ApiError(400, "the path holds a control character", code="invalid_path")
         if not self._hosts.serves(host):
             message = (
                 f"this server does not answer to the host {clipped(host or '')!r}; use a name it serves, or start it "
                 "with --allowed-hosts"
             )
             raise ApiError(400, message, code="invalid_host")
-        if path in ALWAYS_OPEN and method in READING:
-            return Identity(may_change_adapters=False)
         if method not in READING and (origin := headers.get("origin")) is not None:
             allowed = "*" in self._origins or origin in self._origins or is_same_origin(origin, host)
             if not allowed:
                 message = f"pages of {clipped(origin)!r} may not call this server; --cors-origins allows them"
                 raise ApiError(403, message, code="origin_not_allowed")
-        identity = self._keys.identify(headers.get("authorization"))
-        if changes_adapters(method, path) and not identity.may_change_adapters:
+        right = self._right(scope)
+        try:
+            identity = self._keys.identify(headers.get("authorization"))
+        except ApiError:
+            if right is not Right.OPEN:
+                raise
+            identity = None
+        if right is Right.ADMIN and identity is not None and not identity.may_change_adapters:
             raise ApiError(403, "changing adapters needs an admin key of this server", code="admin_key_required")
         if method in ("POST", "PATCH") and not _is_json(headers.get("content-type", "")):
             given = clipped(headers.get("content-type", "")) or "nothing"

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ..core.requests.request import Request
-from ..core.requests.types import FinishReason, RequestOutput, StepInfo, TokenLogprobs
+from ..core.requests.sampling_params import InvalidRequest
+from ..core.requests.types import ALL_BANNED, FinishReason, RequestOutput, StepInfo, TokenLogprobs
 from .detokenizer import TextStream
 from .errors import EngineUnavailable, GenerationFailed
 
@@ -224,6 +225,8 @@ class Generation:
             if output.finish_reason is FinishReason.ERROR or output.finish_reason is FinishReason.ABORT:
                 self._end(output.request_id, output.finish_reason.value)
                 reason = output.error or "the engine ended this request"
+                if reason == ALL_BANNED:
+                    raise InvalidRequest("allowed_token_ids", reason)
                 if output.finish_reason is FinishReason.ERROR:
                     raise GenerationFailed(reason, output.failure)
                 raise EngineUnavailable(reason)

@@ -12,10 +12,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..core.requests.request import Request as EngineRequest
-from ..core.requests.sampling_params import InvalidRequest
+from ..core.requests.sampling_params import InvalidRequest, NotServed
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
-from .errors import as_api_error, client_gone, no_model, read_body, too_long
+from .errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
 from .executors import DaemonPool
 from .generation import Choice, Generation
 from .json_text import dumps, encode
@@ -191,6 +191,8 @@ class GenerationApi:
     ) -> Response:
         try:
             await generation.start()
+        except NotServed as error:
+            raise ApiError(424, str(error), param="model", code="adapter_quarantined") from None
         except InvalidRequest as error:
             raise no_model(generation.model) if error.field == "model" else error from None
         try:  # now the engine has found the prompts to be such that they can be decoded

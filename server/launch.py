@@ -6,6 +6,7 @@ import atexit
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -66,10 +67,7 @@ def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
 def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> Engine:
     from ..core.engine import Engine  # imports torch, which takes a while
 
-    engine = Engine.from_config(config)
-    for name, path in modules:
-        engine.store.register(name, path)
-    return engine
+    return Engine.from_config(config, modules=modules)
 
 
 def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
@@ -107,10 +105,10 @@ def build_app(settings: Settings) -> Starlette:
         raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
     names = worker.call(lambda engine: engine.store.names()).result()
-    if settings.base_name in names:
+    if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
         raise LaunchError(
-            f"an adapter is named {settings.base_name} like the base model; set --served-model-name to something else"
+            f"an adapter is named {taken[0]} like the base model; set --served-model-name to something else"
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
@@ -147,7 +145,7 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",
         access_log=settings.access_log,
-        forwarded_allow_ips=settings.trusted_proxies,
+        proxy_headers=False,  # the app looks at them: there only addresses count
         timeout_graceful_shutdown=1,
         # it is a delay of the event loop, which takes fractions whatever uvicorn's annotation says
         timeout_keep_alive=settings.idle_seconds,  # pyright: ignore[reportArgumentType]
@@ -179,10 +177,13 @@ def serve(settings: Settings) -> int:
         take_short_turns()
         if warning is not None:
             log.warning(warning)
+        logging.getLogger("chorus.audit").setLevel(logging.INFO)  # whatever else is to be logged
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
         server = http_server(app, settings)
+        if app.state.key_watch.files:
+            signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         server.run(sockets=[bound])
     return server.exit_code
 

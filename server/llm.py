@@ -91,7 +91,7 @@ class LLM:
         self._settings = settings
         self._worker, self.tokenizer = load(settings)
         self._ids = itertools.count()
-        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds)
+        self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, settings.adapter_places)
         self._loads.start()
 
     # -- answers

@@ -9,7 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -100,7 +100,7 @@ class EngineView:
             waiting=waiting,
             max_adapters=config.max_adapters_per_step or config.max_num_seqs,
             num_quarantined=len(engine.quarantine),
-            accounts=engine.accounts()[:MAX_ACCOUNT_SERIES],
+            accounts=engine.accounts(),
         )
 
 
@@ -297,15 +297,6 @@ class _EngineCollector(Collector):
             value = getattr(stats.last_step, f"num_{noun}") if stats.last_step is not None else 0
             yield GaugeMetricFamily(f"chorus_last_step_{noun}", f"Different {noun} in the latest step", value)
         yield from _adapters(view)
-        for name, text, attribute in (
-            ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
-            ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
-            ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
-        ):
-            yield _with(
-                GaugeMetricFamily(f"chorus_account_{name}", text, labels=("account",)),
-                *(((label(each.name),), getattr(each, attribute)) for each in view.accounts),
-            )
         room = stats.num_pages - stats.num_adapter_pages
         usage = "Share of the pages that adapters leave which hold running requests' KV; 1 is all"
         yield _with(
@@ -317,6 +308,21 @@ class _EngineCollector(Collector):
             GaugeMetricFamily("vllm:cache_config_info", "The KV cache", labels=cache),
             ((ENGINE, str(view.block_tokens), str(stats.num_pages), "auto"), 1),
         )
+
+
+def accounts_text(view: EngineView, tenant: str | None = None) -> bytes:
+    """Series of tenants, or adapters, with requests in progress: of one tenant, or of those that have most."""
+    accounts = [each for each in view.accounts if tenant in (None, each.name)][:MAX_ACCOUNT_SERIES]
+    registry = CollectorRegistry()
+    for name, text, attribute in (
+        ("requests_running", "Requests of a tenant, or adapter, in the running batch", "num_running"),
+        ("requests_waiting", "Requests of a tenant, or adapter, that wait for a place", "num_waiting"),
+        ("standing", "Cost that a tenant, or adapter, was served over its weight; the least is next", "standing"),
+    ):
+        gauge = Gauge(f"chorus_account_{name}", text, ("account",), registry=registry)
+        for each in accounts:
+            gauge.labels(label(each.name)).set(getattr(each, attribute))
+    return generate_latest(registry)
 
 
 def _adapters(view: EngineView) -> Iterator[Metric]:

@@ -43,7 +43,7 @@ class LoraModule(NamedTuple):
 
 
 class ConfigFileError(ValueError):
-    """A configuration file that can't be read, or that sets what doesn't exist."""
+    """A configuration file, or an environment, that can't be read or that sets what doesn't exist."""
 
 
 # pydantic's own BaseSettings gives BaseModel's `model_config` a narrower type
@@ -60,9 +60,6 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     config: Path | None = Field(default=None, description="TOML file with any of these settings")
     host: str = Field(default="127.0.0.1", description="address to listen on")
     port: int = Field(default=8000, ge=0, le=65535, description="port to listen on; 0 picks a free one")
-    served_model_name: str | None = Field(
-        default=None, min_length=1, description="the base model's name in the API; default: its directory's name"
-    )
     max_body_bytes: int = Field(default=8 << 20, ge=1024, description="largest request body that is taken")
     max_held_body_bytes: int = Field(
         default=256 << 20,
@@ -154,9 +151,10 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
         default=20, ge=0, description="how long answers in progress may go on once the server is told to stop"
     )
     stall_seconds: float = Field(
-        default=8, gt=0, description="how long a step or an adapter's load may take before /health is 503; raise it "
-        "where steps are that slow",
-    )  # fmt: skip
+        default=8,
+        gt=0,
+        description="how long a step may take before /health is 503; raise it where steps are that slow",
+    )
     give_up_seconds: float = Field(
         default=30, gt=0, description="how long a step may take before the requests in it end with an error"
     )
@@ -260,8 +258,19 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
             return tuple(self.adapter_roots)
         return () if self.adapters is None else (self.adapters,)
 
+    @property
+    def adapter_places(self) -> tuple[Path, ...]:
+        """The directories that adapters come from: below these a broken one may be mended."""
+        start = () if self.adapters is None else (self.adapters,)
+        return (*self.loadable_from, *start, *(path for _, path in self.lora_modules))
+
+    def is_reserved(self, name: str) -> bool:
+        """True if a request that names this model means the base model, or an adapter of another name."""
+        return name == self.base_name or name.startswith(f"{self.base_name}:")
+
     def engine_config(self) -> EngineConfig:
-        return EngineConfig(**{name: getattr(self, name) for name in EngineConfig.model_fields})
+        values = {name: getattr(self, name) for name in EngineConfig.model_fields}
+        return EngineConfig(**{**values, "served_model_name": self.base_name})
 
 
 def _keys_of(path: Path | None) -> list[NamedKey]:
@@ -269,8 +278,15 @@ def _keys_of(path: Path | None) -> list[NamedKey]:
 
 
 def _many_keys() -> dict[str, Any]:
-    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS."""
-    found = {name: os.environ.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
+    """Keys under the names that say that they are many: CHORUS_API_KEYS and CHORUS_ADMIN_KEYS.
+
+    ConfigFileError for a variable of keys that is empty, as one is whose secret is missing: it would open the server.
+    """
+    variables = {name.upper(): value for name, value in os.environ.items()}
+    for name in ("API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"):
+        if not variables.get(f"{ENV_PREFIX}{name}", name).strip():
+            raise ConfigFileError(f"{ENV_PREFIX}{name} is set and empty; give it a value, or unset it to go without")
+    found = {name: variables.get(f"{ENV_PREFIX}{name.upper()}S") for name in ("api_key", "admin_key")}
     return {name: value for name, value in found.items() if value}
 
 

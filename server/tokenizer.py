@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +11,7 @@ from ..core.requests.sampling_params import InvalidRequest
 from .detokenizer import ByteDetokenizer, Decoder, Detokenizer, TextStream
 from .errors import clipped, too_long
 from .executors import DaemonPool
+from .spelt_specials import SpeltSpecials, new_mark
 from .vocabulary import Vocabulary
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ class Tokenizer:
         self.backend = backend
         """The library's own tokenizer."""
         self._special = frozenset(i for i, token in backend.get_added_tokens_decoder().items() if token.special)
+        self._spelt = SpeltSpecials(backend)
         self._threads = DaemonPool("tokenizer", THREADS)
         self.vocabulary = Vocabulary(backend)
 
@@ -100,7 +102,7 @@ class Tokenizer:
         """The tokens of the prompt that asks the model to continue a conversation; see `apply_chat_template`."""
         messages = conversation.messages
         large = len(messages) > THREAD_MESSAGES or sum(len(m["content"]) for m in messages) > THREAD_CHARACTERS
-        if large or conversation.tools or conversation.variables:
+        if large or conversation.tools or conversation.variables or self._spelt.are_in(messages):
             return await self._threads.run(self.encode_chat_now, conversation, most)
         return self.encode_chat_now(conversation, most)
 
@@ -119,12 +121,24 @@ class Tokenizer:
         return [e.ids for e in self.backend.encode_batch_fast(list(texts), add_special_tokens=add_special_tokens)]
 
     def encode_chat_now(self, conversation: Conversation | list[dict[str, Any]], most: int | None = None) -> list[int]:
-        """The tokens of the prompt of a conversation, or of its messages."""
+        """The tokens of the prompt of a conversation, or of its messages. Special tokens are the template's alone."""
         if not isinstance(conversation, Conversation):
             conversation = Conversation(conversation)
-        prompt = self.apply_chat_template(conversation)
-        self._check_length(prompt, most, "messages")
-        return self._encode([prompt], conversation.add_special_tokens)[0]
+        mark = new_mark()
+        given = conversation.messages, conversation.tools, conversation.variables
+        messages, tools, variables = (self._spelt.marked(each, mark) for each in given)
+        if all(a is b for a, b in zip(given, (messages, tools, variables), strict=True)):
+            prompt = self.apply_chat_template(conversation)
+            self._check_length(prompt, most, "messages")
+            return self._encode([prompt], conversation.add_special_tokens)[0]
+        try:
+            prompt = self.apply_chat_template(
+                replace(conversation, messages=messages, tools=tools, variables=variables)
+            )
+        except InvalidRequest as error:
+            raise InvalidRequest(error.field, str(error).replace(mark, "")) from None
+        self._check_length(prompt.replace(mark, ""), most, "messages")
+        return self._spelt.encode(prompt, mark, add_special_tokens=conversation.add_special_tokens)
 
     def _check_length(self, text: str, most: int | None, what: str) -> None:
         """Raises an ApiError for a text that has more than `most` tokens, as far as that can be told cheaply."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -16,75 +15,33 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.5
 
-
-class Progress:
-    """Times of the engine's turns and of adapter loads. Written by the threads that work, read by any."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._turn_since: float | None = None
-        self._steps: int | None = None
-        self._waits_since: float | None = None
-        self._lock = threading.Lock()
-        self._numbers = itertools.count()
-        self._loads: dict[int, float] = {}
-
-    def turn_began(self) -> None:
-        """The engine's thread has something to do: a step, or a call."""
-        self._turn_since = self._clock()
-
-    def turn_ended(self, waiting_steps: int | None = None) -> None:
-        """It is done. waiting_steps: how many steps have run so far, where requests still wait for the next one."""
-        self._turn_since = None
-        if waiting_steps is None:
-            self._steps = self._waits_since = None
-        elif waiting_steps != self._steps:
-            self._steps, self._waits_since = waiting_steps, self._clock()
-
-    @contextmanager
-    def loading(self) -> Iterator[None]:
-        """Count what is done inside as a load under way."""
-        with self._lock:
-            number = next(self._numbers)
-            self._loads[number] = self._clock()
-        try:
-            yield
-        finally:
-            with self._lock:
-                del self._loads[number]
-
-    def turn_seconds(self) -> float:
-        """Seconds that the engine's thread has been at one thing."""
-        since = self._turn_since
-        return 0.0 if since is None else self._clock() - since
-
-    def waiting_seconds(self) -> float:
-        """Seconds that requests have waited without any step, as when the disk does not give their adapters."""
-        since = self._waits_since
-        return 0.0 if since is None else self._clock() - since
-
-    def load_seconds(self, limit: float) -> float:
-        """Seconds that the oldest load has been under way; those that took longer than `limit` are given up by now."""
-        now = self._clock()
-        with self._lock:
-            return max((now - since for since in self._loads.values() if now - since <= limit), default=0.0)
+MOST_SECONDS = 2 * POLL_SECONDS
+"""Most seconds that count between two looks: in the rest the watchdog did not run, nor, probably, did the engine."""
 
 
 class Watchdog:
-    """A daemon thread that looks at a worker's progress twice a second.
+    """A daemon thread that looks twice a second whether the engine's thread gets on with its step.
 
-    What takes longer than `stall_seconds` makes the worker unhealthy until it ends; a step that takes longer than
-    `give_up_seconds`, or requests that no step served for so long, end with an error.
+    A step that takes longer than `stall_seconds` makes the worker unhealthy until it ends; one that takes longer than
+    `give_up_seconds` ends the requests with an error. So do requests for which no step runs, though nothing is being
+    read for them. Reads of adapters have deadlines of their own, and only time in which the watchdog ran counts: that
+    of a stopped process or machine does not.
     """
 
     def __init__(
-        self, worker: EngineWorker, stall_seconds: float, give_up_seconds: float, load_seconds: float = 30.0
+        self,
+        worker: EngineWorker,
+        stall_seconds: float,
+        give_up_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """load_seconds: how long a load over HTTP may take; then its client has been told, and it counts no more."""
         self._worker = worker
         self._stall_seconds = stall_seconds
         self._give_up_seconds = give_up_seconds
-        self._load_limit = min(give_up_seconds, load_seconds)
+        self._clock = clock
+        self._seen: object = None
+        self._looked = clock()
+        self._hang = 0.0
         self._stopped = threading.Event()
         self._gave_up = False
 
@@ -96,13 +53,13 @@ class Watchdog:
 
     def look(self) -> None:
         """Hold the worker's progress against the limits, once."""
-        worker, progress = self._worker, self._worker.progress
-        hang = max(progress.turn_seconds(), progress.waiting_seconds())
-        stalled = None
-        if hang > self._stall_seconds:
-            stalled = f"the engine has not finished a step for {hang:.0f} s"
-        elif (seconds := self._load_seconds()) > self._stall_seconds:
-            stalled = f"an adapter has been loading for {seconds:.0f} s"
+        worker, now, seen = self._worker, self._clock(), self._worker.progress
+        if seen is None or seen != self._seen:
+            self._hang = 0.0
+        else:
+            self._hang += min(now - self._looked, MOST_SECONDS)
+        self._seen, self._looked, hang = seen, now, self._hang
+        stalled = f"the engine has not finished a step for {hang:.0f} s" if hang > self._stall_seconds else None
         if stalled is not None and worker.stalled is None:
             log.error("%s; /health is 503 until it has", stalled)
         elif stalled is None and worker.stalled is not None:
@@ -113,12 +70,6 @@ class Watchdog:
         elif not self._gave_up:
             self._gave_up = True
             log.error("%s; ending %d requests", stalled, worker.give_up(f"{stalled}; this request was given up"))
-
-    def _load_seconds(self) -> float:
-        """Seconds that the slowest load under way has taken, asked for over HTTP or needed by requests."""
-        stats = self._worker.stats
-        needed = stats.oldest_read_seconds if stats.num_running or stats.num_waiting else 0.0
-        return max(needed, self._worker.progress.load_seconds(self._load_limit))
 
     def _run(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):

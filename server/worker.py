@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import itertools
 import logging
 import threading
-import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -18,7 +18,6 @@ from ..core.requests.types import FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
 from ..memory.transfers.transfer import ExecutorLost
 from .errors import EngineUnavailable
-from .watchdog import Progress
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
@@ -44,19 +43,21 @@ class EngineWorker:
 
     A step that raises ends the requests in progress with an error output, and the worker goes on. When the engine
     can't even be cleared, steps go on failing, its device is lost or its books don't match, the worker is unhealthy for
-    good: `failure` says why. What hangs is seen from outside, see `Watchdog`: `progress` says since when, `give_up`
+    good: `failure` says why. What hangs is seen from outside, see `Watchdog`: `progress` stays as it is, and `give_up`
     ends the requests.
     """
 
-    def __init__(self, build: Callable[[], Engine], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
         (but for `check_adapter` and `check_weights`).
         """
         self._build = build
-        self.progress = Progress(clock)
-        """Work under way on the engine's thread and of loads, since when."""
+        self.progress: int | None = None
+        """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
         self.stalled: str | None = None
-        """Reason why the engine can't be asked just now; set and cleared by whoever watches the progress."""
+        """Reason why the engine can't be asked just now; set and cleared by the watchdog."""
+        self._marks = itertools.count()
+        self._steps = 0  # at the end of the latest turn
         self._wake = threading.Condition()
         self._inbox: list[Callable[..., None]] = []
         self._stopping = False
@@ -116,7 +117,7 @@ class EngineWorker:
             self._given_up += ended
             self._end_all(FinishReason.ABORT, reason)
         for call in calls:
-            call(EngineUnavailable(reason))
+            call(reason)
         return len(ended) + len(calls)
 
     def submit(
@@ -134,8 +135,11 @@ class EngineWorker:
         self._engine.check_room(tenant, adapter_name, count)
 
     def abort(self, request_id: str) -> Future[bool]:
-        """Ends a request; at the latest the step in progress still counts it. The future says if it was running."""
-        return self._enqueue(partial(self._abort, request_id))
+        """Ends a request; at the latest the step in progress still counts it. The future says if it was running.
+
+        It is never refused: an engine that hangs aborts the request once it answers, one that ended runs none.
+        """
+        return self._enqueue(partial(self._abort, request_id), unless_running=False)
 
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs `function(engine)` between two steps."""
@@ -148,41 +152,45 @@ class EngineWorker:
         """
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        with self.progress.loading():
-            return self._engine.check_adapter(path, roots, image)
+        return self._engine.check_adapter(path, roots, image)
 
     def check_weights(self, manifest: AdapterManifest) -> AdapterManifest:
         """Reads and checks the weights of an adapter that was inspected, as `check_adapter` does."""
         if self.failure is not None:
             raise EngineUnavailable(self.failure)
-        with self.progress.loading():
-            return self._engine.check_weights(manifest)
+        return self._engine.check_weights(manifest)
 
-    def _enqueue(self, action: Callable[[], T]) -> Future[T]:
+    def _enqueue(self, action: Callable[[], T], unless_running: T | None = None) -> Future[T]:
+        """Have the engine's thread do something. unless_running: its result where the engine does not, instead of an
+        EngineUnavailable; then it waits for one that hangs.
+        """
         future: Future[T] = Future()
 
-        def run(refusal: EngineUnavailable | None = None) -> None:
+        def run(refusal: str | None = None) -> None:
             if not future.set_running_or_notify_cancel():
                 return
             try:
-                if refusal is not None:
-                    raise refusal
-                if self.failure is not None:
-                    raise EngineUnavailable(self.failure)
-                future.set_result(action())
+                refusal = refusal or self.failure
+                if refusal is None:
+                    future.set_result(action())
+                elif unless_running is not None:
+                    future.set_result(unless_running)
+                else:
+                    raise EngineUnavailable(refusal)
             except Exception as error:
                 future.set_exception(error)
                 if isinstance(error, ExecutorLost):
                     self._lost = error
 
         with self._wake:
-            trouble = self.trouble or (SHUTTING_DOWN if self._stopping else None)
+            stalled = self.stalled if unless_running is None else None
+            trouble = self.failure or stalled or (SHUTTING_DOWN if self._stopping else None)
             if trouble is None:
                 self._inbox.append(run)
                 self._wake.notify()
                 self._engine.wake()
                 return future
-        future.set_exception(EngineUnavailable(trouble))
+        run(trouble)
         return future
 
     # --- the worker's thread ---
@@ -218,7 +226,7 @@ class EngineWorker:
         for run in rest:
             run()
         self._end_all(ending, self.failure)
-        self.progress.turn_ended()
+        self.progress = None
         try:
             self._engine.close()
         except Exception:
@@ -232,7 +240,8 @@ class EngineWorker:
             if self._stopping:
                 return False
             actions, self._inbox = self._inbox, []
-        self.progress.turn_began()
+        if self.progress is None:
+            self.progress = next(self._marks)
         for action in actions:
             action()
         if self._lost is not None:  # by an action, whose caller was told
@@ -246,7 +255,11 @@ class EngineWorker:
         waits = self._has_work()
         if not waits and self.failure is None:
             self._engine.check_when_idle()
-        self.progress.turn_ended(self.stats.num_steps if waits else None)
+        if not waits:
+            self.progress = None
+        elif self.stats.num_steps != self._steps or self.stats.num_reads:
+            self.progress = next(self._marks)
+        self._steps = self.stats.num_steps
         return True
 
     def _forget_given_up(self) -> None:

@@ -24,12 +24,7 @@ from ...ops.sampling import (
 )
 from ..requests.logit_edits import edited
 from ..requests.sampling_params import MAX_LOGPROBS, SamplingParams
-from ..requests.types import ScheduledRow, StepResult, TokenLogprobs
-
-NOT_FINITE = "the model produced logits that are not finite"
-ALL_BANNED = (
-    "every token is banned: allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw; ask for less"
-)
+from ..requests.types import ALL_BANNED, NOT_FINITE, ScheduledRow, StepResult, TokenLogprobs
 
 
 class Sampling(Protocol):

@@ -21,6 +21,10 @@ class InvalidRequest(ValueError):
         self.field = field
 
 
+class NotServed(InvalidRequest):
+    """A request of an adapter that is in quarantine; the text says why."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Applied in this order: allowed tokens, min_tokens, bad words, logit bias, penalties, temperature, min_p, top_k,

@@ -155,6 +155,15 @@ class StepInfo(NamedTuple):
     num_tokens: int
 
 
+NOT_FINITE = "the model produced logits that are not finite"
+"""Error of a row without a most likely token."""
+
+ALL_BANNED = (
+    "every token is banned: allowed_token_ids, bad_words, logit_bias and min_tokens leave none to draw; ask for less"
+)
+"""Error of a row with nothing to draw."""
+
+
 class RequestOutput(NamedTuple):
     """New tokens of one request. `finish_reason` is set exactly once, on the last output.
 

@@ -19,7 +19,7 @@ from ...memory.transfers.swapped_kv import KvImage
 from ..config import EngineConfig
 from ..engine_stats import AccountStats
 from ..requests.request import Request, RequestState
-from ..requests.types import FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
+from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
 from .load_ahead import LoadAhead, LoadPolicy
 from .output_lengths import OutputLengths
@@ -484,7 +484,8 @@ class Scheduler:
             return False
         if error := result.errors.get(request.id):
             self._finish(request, FinishReason.ERROR)
-            outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info))
+            failure = LoadFailure.OVERFLOWS if error == NOT_FINITE and request.adapter is not None else None
+            outputs.append(RequestOutput(request.id, (), FinishReason.ERROR, error=error, step=info, failure=failure))
             return False
         request.prompt_logprobs += result.prompt_logprobs.get(request.id, ())
         return True
@@ -536,6 +537,8 @@ class Scheduler:
             self._give_back(request)
             self._room.note_end()
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                if request.adapter is not None:
+                    request.adapter.num_overflows = None
                 self._lengths.end(request.num_output_tokens, reason is FinishReason.LENGTH)
         else:
             self.waiting.remove(request)

@@ -50,7 +50,8 @@ class Adapter:
 
     requests: live requests that hold this version, waiting or running. references: running ones, which pin its pages.
     transfer: the way of its bytes into the pages, until they are all there. load_seconds: of its latest way from host
-    memory to the pages.
+    memory to the pages. num_overflows: requests that ended because its logits were not finite; None once one has ended
+    well.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Adapter:
     requests: int = 0
     uses: int = 0
     load_seconds: float | None = None
+    num_overflows: int | None = 0
     rank: int = field(init=False)  # asked for in every step
 
     def __post_init__(self) -> None:

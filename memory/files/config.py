@@ -20,6 +20,7 @@ CONFIG_FILE = "adapter_config.json"
 #: no other Python code runs.
 MAX_CONFIG_BYTES = 1 << 18
 MAX_RANK = 4096
+MAX_BASE_CHARACTERS = 256
 MAX_PATTERNS = 1024
 
 #: Modules that PEFT targets in a Llama-architecture model when `target_modules` is null.
@@ -51,12 +52,13 @@ _BASE_CHANGING = ("pissa", "olora", "corda", "lora_ga", "loftq")
 class AdapterConfig:
     """A checked configuration. Module keys are names inside the base model: `model.layers.0.self_attn.q_proj`.
 
-    base_model: what the adapter says it was trained on, for messages only.
+    base_model: what the adapter says it was trained on, if anything.
     """
 
     def __init__(self, fields: _Fields) -> None:
         fields.refuse_unserved()
-        self.base_model = fields.raw.get("base_model_name_or_path")
+        base = fields.raw.get("base_model_name_or_path")
+        self.base_model = base[:MAX_BASE_CHARACTERS] if isinstance(base, str) and base else None
         self._rank = fields.rank("r", fields.raw.get("r", 8))
         self._alpha = fields.alpha("lora_alpha", fields.raw.get("lora_alpha", 8))
         self._ranks = fields.patterns("rank_pattern", fields.rank)

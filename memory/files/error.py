@@ -16,11 +16,12 @@ class LoadFailure(StrEnum):
     INVALID = "adapter_invalid"
     NO_ROOM = "no_room_beside_pinned"
     REMOVED = "adapter_removed"
+    OVERFLOWS = "adapter_overflows"
 
     @property
     def may_pass(self) -> bool:
         """True if the same request may succeed later, though nobody mends the adapter."""
-        return self not in (LoadFailure.CHANGED, LoadFailure.INVALID, LoadFailure.REMOVED)
+        return self in (LoadFailure.UNREADABLE, LoadFailure.TIMEOUT, LoadFailure.NO_ROOM)
 
 
 class AdapterFormatError(ValueError):

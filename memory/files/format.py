@@ -43,7 +43,8 @@ class AdapterManifest:
     file_size, mtime_ns, identity: the state of the weights file that was inspected. places: of each part's layers'
     targets' A and B, in this order; None where there is no file. stem: where the file has the model's layers, if not in
     `model`. content_hash: of what it computes, whatever the files look like, and no_effect: whether that is nothing;
-    None until its weights have been read for it.
+    None until its weights have been read for it. base_model: what it says it was trained on, and names_other_base:
+    whether that is not the model that is served.
     """
 
     path: Path
@@ -55,6 +56,8 @@ class AdapterManifest:
     stem: str = STEM
     content_hash: str | None = None
     no_effect: bool | None = None
+    base_model: str | None = None
+    names_other_base: bool = False
 
     @property
     def rank(self) -> int:
@@ -93,7 +96,9 @@ def inspect_adapter(path: Path, dims: ModuleDims, num_layers: int, roots: Sequen
                         raise _wrong_shape(file, name, shape, rank, config)
             parts = _parts(targets)
             parts, places = _shared(parts, _places(file, parts))
-            return AdapterManifest(path, parts, file.size, file.mtime_ns, places, file.identity, stem)
+            return AdapterManifest(
+                path, parts, file.size, file.mtime_ns, places, file.identity, stem, base_model=config.base_model
+            )
 
 
 class AdapterWeights(TensorFile):

@@ -10,11 +10,12 @@ import threading
 
 import pytest
 
+from chorus.core.base_name import short_name
 from chorus.core.config import EngineConfig
 from chorus.core.engine import Engine
 from chorus.core.quarantine import adapter_directories, stamp_of
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import SamplingParams
+from chorus.core.requests.sampling_params import NotServed, SamplingParams
 from chorus.memory.files.error import AdapterFormatError
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
@@ -133,3 +134,49 @@ def test_skipped_directories_are_named_in_the_log(directory, caplog):
     assert len(found) == len(BROKEN) + 2
     assert "skipped the directory 'no-config'" in caplog.text
     assert "a file" not in caplog.text
+
+
+def test_modules_are_set_aside_as_the_directorys_adapters_are(gqa, directory, tmp_path):
+    config = EngineConfig(model=gqa.model, adapters=directory, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    good = directory / "r3-mlp"
+    modules = [("x", tmp_path / "nowhere"), ("good", good), ("r2-qv", directory / "cut"), ("cut", good)]
+    engine = Engine.from_config(config, modules=modules)
+    assert set(engine.quarantine) == (BROKEN | {"x", "r2-qv"}) - {"cut"}, "the later one of a name counts"
+    assert "no such directory" in engine.quarantine["x"].reason
+    assert engine.store.names() == ["cut", "good", "r3-mlp"]
+    with pytest.raises(NotServed, match=r"'x' is not served: .*no such directory"):
+        engine.add_request(Request("r", [1, 2], SamplingParams(), "x"))
+    engine.close()
+    strict = config.model_copy(update={"adapters": None, "strict_adapters": True})
+    with pytest.raises(AdapterFormatError, match="no such directory"):
+        Engine.from_config(strict, modules=modules)
+
+
+def test_an_adapter_of_another_base_model_is_told_or_refused(gqa, tmp_path, caplog):
+    for name, base in (("own", f"/elsewhere/{gqa.model.name}/"), ("other", "org/Other-7B"), ("none", None)):
+        shutil.copytree(gqa.adapters["r2-qv"], tmp_path / name)
+        config = json.loads((tmp_path / name / CONFIG).read_text())
+        (tmp_path / name / CONFIG).write_text(json.dumps(config | {"base_model_name_or_path": base}))
+    config = EngineConfig(model=gqa.model, adapters=tmp_path, memory_bytes=8 << 20, threads=1, cpu_kernels="torch")
+    engine = Engine.from_config(config)
+    named = {name: engine.store.get(name).manifest.names_other_base for name in engine.store.names()}
+    assert named == {"own": False, "other": True, "none": False}
+    assert "adapter other was trained on 'org/Other-7B'" in caplog.text
+    assert "adapter own" not in caplog.text
+    assert engine.check_adapter(tmp_path / "other").names_other_base
+    engine.close()
+    strict = Engine.from_config(config.model_copy(update={"strict_base": True}))
+    assert list(strict.quarantine) == ["other"]
+    with pytest.raises(AdapterFormatError, match="strict_base"):
+        strict.check_adapter(tmp_path / "other")
+    strict.close()
+    served = Engine.from_config(config.model_copy(update={"strict_base": True, "served_model_name": "hub/other-7b"}))
+    assert not served.quarantine
+    served.close()
+
+
+def test_short_names():
+    for name in ("org/Llama-2-7b", "/models/llama-2-7b/", "llama-2-7b",
+                 "/cache/hub/models--org--Llama-2-7b/snapshots/0123"):  # fmt: skip
+        assert short_name(name) == "llama-2-7b"
+    assert short_name("/") == ""

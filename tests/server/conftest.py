@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
@@ -53,10 +54,18 @@ class FakeStore:
         return list(self.tiers)
 
     def get(self, name: str) -> SimpleNamespace:
-        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model"}
+        known = {"content_hash": "0" * 64, "no_effect": False, "stem": "model", "base_model": None}
+        known |= {"names_other_base": False}
         manifest = SimpleNamespace(path=Path("/adapters") / name, rank=4, targets=("q_proj",), **known)
         return SimpleNamespace(
-            name=name, version=1, rank=4, manifest=manifest, pages=[], references=0, load_seconds=0.25
+            name=name,
+            version=1,
+            rank=4,
+            manifest=manifest,
+            pages=[],
+            references=0,
+            load_seconds=0.25,
+            num_overflows=None,
         )
 
     def is_pinned(self, adapter: SimpleNamespace) -> bool:
@@ -290,6 +299,7 @@ class Live:
     client: httpx.Client = field(repr=False)
     server: HttpServer = field(repr=False)
     loop: asyncio.AbstractEventLoop = field(repr=False)
+    app: Starlette = field(repr=False)
 
     def post(self, path: str = "/v1/completions", /, **body: object) -> httpx.Response:
         return self.client.post(path, json=body)
@@ -334,7 +344,7 @@ def live_server(
             time.sleep(0.002)
         try:
             with httpx.Client(base_url=url_of(bound), timeout=20) as client:
-                yield Live(url_of(bound), engine, worker, client, server, loops[0])
+                yield Live(url_of(bound), engine, worker, client, server, loops[0], app)
         finally:
             if isinstance(engine, FakeEngine):
                 engine.gate.set()

@@ -174,6 +174,8 @@ def test_our_own_routes(live, reference, root):
         "content_hash": body["content_hash"],
         "no_effect": False,
         "stem": None,
+        "base_model": body["base_model"],
+        "names_other_base": False,
     }
     assert body["pages"] > 0
     listed = live.client.get("/v1/adapters").json()

@@ -37,7 +37,9 @@ def root(tmp_path, reference):
 def make_live(start, reference, root, monkeypatch):
     monkeypatch.setattr("chorus.server.adapter_keeper.TURN_SECONDS", 0.05)
 
-    def make(adapters=None, **options):
+    def make(adapters=None, keys=None, **options):
+        if keys is not None:
+            (root.parent / "keys").write_bytes(keys)
         config = {"model": reference.model, "memory_bytes": 8 << 20, "threads": 1, "cpu_kernels": "torch"}
         engine = Engine.from_config(EngineConfig(adapters=adapters, **config))
         if adapters is None:
@@ -291,3 +293,109 @@ def test_a_file_that_changed_before_it_was_read_is_tried_as_it_is_by_now(make_li
     else:
         live.wait_until(lambda: live.client.get("/v1/adapters/r3-mlp").json().get("version", 0) > 3, 60)
         assert quarantined(live) == {}
+
+
+def test_what_was_mended_with_a_link_to_elsewhere_stays_in_quarantine(make_live, root, tmp_path):
+    """It would not be loaded from there over HTTP, either."""
+    good = tmp_path / "elsewhere"
+    (root / "r3-mlp" / WEIGHTS).rename(good)
+    shutil.copytree(root / "r2-qv", root / "first")
+    live = make_live(adapters=root)
+    assert "not found" in quarantined(live)["r3-mlp"]
+    (root / "r3-mlp" / WEIGHTS).symlink_to(good)
+    live.wait_until(lambda: "outside" in quarantined(live).get("r3-mlp", "outside"), 60)
+    assert "outside" in quarantined(live)["r3-mlp"]
+    assert works(live)
+
+
+def test_finite_weights_that_overflow_are_set_aside(make_live, root):
+    weights = load_file(root / "r3-mlp" / WEIGHTS)
+    save_file({name: tensor.float() * 1e30 for name, tensor in weights.items()}, root / "r3-mlp" / WEIGHTS)
+    shutil.copytree(root / "r2-qv", root / "first")
+    live = make_live(adapters=root)
+    for _ in range(3):
+        refused = live.post(model="r3-mlp", prompt=[5, 6], max_tokens=3)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (424, "adapter_overflows"), refused.text
+    live.wait_until(lambda: "r3-mlp" in quarantined(live), 60)
+    assert "not finite" in quarantined(live)["r3-mlp"]
+    refused = live.post(model="r3-mlp", prompt=[5, 6], max_tokens=3)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (424, "adapter_quarantined")
+    assert "not finite" in refused.json()["error"]["message"] and str(root) not in refused.text
+    assert works(live)
+    time.sleep(0.3)  # some turns of the keeper, which does not take it back while its files are the same
+    assert "r3-mlp" in quarantined(live)
+    save_file(weights, root / "r3-mlp" / WEIGHTS)
+    live.wait_until(lambda: live.post(model="r3-mlp", prompt=[5, 6], max_tokens=3).status_code == 200, 60)
+
+
+def test_no_request_takes_an_adapter_away_that_has_answered_before(make_live, root):
+    live = make_live()
+    assert works(live)
+    adapter = live.worker.call(lambda engine: engine.store.get("first")).result(60)
+    assert adapter.num_overflows is None
+
+
+def test_tokens_of_which_none_may_be_drawn_are_refused(make_live):
+    live = make_live()
+    (end, *_), body = live.worker.model.eos_token_ids, {"model": "first", "prompt": [5, 6], "max_tokens": 3}
+    for more in ({"min_tokens": 1, "allowed_token_ids": [end]}, {"allowed_token_ids": [7], "bad_words": []}):
+        response = live.post(**body, **more)
+        assert response.status_code == (400 if "min_tokens" in more else 200), response.text
+    assert live.post(**body, min_tokens=1, allowed_token_ids=[end, 7]).status_code == 200
+    response = live.post(**body, min_tokens=2, allowed_token_ids=[7], stop_token_ids=[7])
+    assert response.status_code == 400 and response.json()["error"]["param"] == "allowed_token_ids"
+
+
+def test_a_slow_load_delays_no_other(make_live, monkeypatch, root):
+    live = make_live(settings={"stall_seconds": 0.5})
+    monkeypatch.setattr("chorus.server.adapter_loads.SLOW_SECONDS", 0.05)
+    go_on, slow, check = threading.Event(), threading.Event(), live.engine.check_adapter
+
+    def checked(path, roots, image):
+        if path.name == "r3-mlp":
+            slow.set()
+            assert go_on.wait(60)
+        return check(path, roots, image)
+
+    monkeypatch.setattr(live.engine, "check_adapter", checked)
+    answers = []
+    loading = threading.Thread(target=lambda: answers.append(add(live, "slow", "r3-mlp")))
+    loading.start()
+    try:
+        assert slow.wait(60)
+        assert add(live, "quick", "r2-qv").status_code == 201
+        following = threading.Thread(target=lambda: answers.append(add(live, "slow", "r2-qv")))
+        following.start()
+        time.sleep(1.5)  # of three looks of the watchdog
+        assert not answers, "loads of one name follow each other"
+        assert live.client.get("/health").status_code == 200 and works(live)
+    finally:
+        go_on.set()
+    loading.join(60)
+    following.join(60)
+    assert [answer.status_code for answer in answers] == [201, 200]
+    assert live.client.get("/v1/adapters/slow").json()["rank"] == 2
+
+
+def test_changes_of_adapters_are_logged_with_their_callers(make_live, root, caplog):
+    live = make_live(settings={"admin_key_file": root.parent / "keys"}, keys=b"sk-of-the-admin ops\n")
+    live.client.headers["authorization"] = "Bearer sk-of-the-admin"
+    with caplog.at_level("INFO", "chorus.audit"):
+        added = add(live, "new", "r3-mlp").json()
+        add(live, "new", "r2-qv")
+        live.client.patch("/v1/adapters/new", json={"pinned": True})
+        live.client.delete("/v1/adapters/new")
+    lines = [record.getMessage() for record in caplog.records if record.name == "chorus.audit"]
+    assert lines[0].startswith(f"ops added adapter new: version 2, content {added['content_hash']}, from ")
+    assert lines[1].startswith("ops replaced adapter new: version 3, content ")
+    assert lines[2] == "ops pinned adapter new"
+    assert lines[3].startswith("ops removed adapter new: version 3, content ")
+    assert len(added["content_hash"]) == 64 and "sk-of" not in caplog.text
+
+
+def test_names_that_mean_another_adapter_are_refused(make_live, root):
+    live = make_live()
+    for name in ("base", "base:new"):
+        response = add(live, name, "r3-mlp")
+        assert response.status_code == 400 and response.json()["error"]["param"] == "name", response.text
+    assert add(live, "based:new", "r3-mlp").status_code == 201

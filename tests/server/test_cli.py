@@ -79,7 +79,7 @@ def test_version(capsys):
         (["serve", "--memory-bytes", "2 elephants"], 2, "2GiB"),
         (["serve", "--lora-modules", "nameless"], 2, "NAME=DIR"),
         (["serve", "--lora-modules", "../x=/tmp"], 2, "lora-modules"),
-        (["serve", "--lora-modules", "new=/nowhere/adapter"], 1, "/nowhere/adapter"),
+        (["serve", "--lora-modules", "chorus-builtin:x=/tmp"], 1, "like the base model"),
         (["serve", "--host", "0.0.0.0"], 1, "--allow-unauthenticated"),
         (["serve", "--api-key", "short"], 2, "8 to 512 characters"),
         (["serve", "--api-key-file", "/nowhere/keys"], 1, "/nowhere/keys"),
@@ -264,9 +264,12 @@ def test_adapter_roots_must_be_there(capsys, model_dir, tmp_path):
     assert "/nowhere/else" in capsys.readouterr().err
 
 
-def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_engine, tokenizer):
+@pytest.mark.parametrize("name", ["model", "model:alice"])
+def test_an_adapter_named_like_the_base_is_refused(model_dir, monkeypatch, make_engine, tokenizer, name):
+    """A request for `model:alice` means the adapter `alice`."""
+
     def load(settings):
-        worker = EngineWorker(lambda: make_engine(["model"]))
+        worker = EngineWorker(lambda: make_engine([name]))
         worker.start()
         return worker, tokenizer
 

@@ -1,17 +1,21 @@
 """Requests that must not come in: foreign hosts, foreign pages, clients without a key, bodies that are no JSON."""
 
 import asyncio
+import re
 import socket
 from pathlib import Path
 
 import pytest
 
+from chorus.core.engine_stats import AccountStats
+from chorus.server.addresses import Networks
 from chorus.server.checks import LaunchError, check_access
 from chorus.server.doors import Doors
+from chorus.server.errors import ApiError
 from chorus.server.flags import UsageError
 from chorus.server.gate import Gate
 from chorus.server.hosts import Hosts, is_loopback, is_same_origin
-from chorus.server.keys import InvalidKey, Keys, NamedKey, changes_adapters, check_key, read_keys
+from chorus.server.keys import InvalidKey, Keys, KeyWatch, NamedKey, Right, check_key, read_keys
 from chorus.server.settings import Settings
 
 KEY, OTHER, ADMIN = "sk-first-key", "sk-second-key", "sk-admin-key"
@@ -151,15 +155,60 @@ def test_every_route_but_health_needs_a_key(guarded):
 
 def test_only_an_admin_key_changes_adapters(guarded):
     changes = (
-        ("POST", "/v1/adapters"), ("POST", "/v1/adapters/"), ("DELETE", "/v1/adapters/alice"),
-        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"), ("POST", "/v1/unload_lora_adapter/"),
+        ("POST", "/v1/adapters"), ("PATCH", "/v1/adapters/alice"), ("DELETE", "/v1/adapters/alice"),
+        ("POST", "/v1/load_lora_adapter"), ("POST", "/v1/unload_lora_adapter"),
     )  # fmt: skip
     for method, path in changes:
-        assert changes_adapters(method, path)
         response = guarded.client.request(method, path, json={}, headers=bearer(KEY))
         assert error_of(response, 403) == "admin_key_required"
         assert guarded.client.request(method, path, json={}, headers=bearer(ADMIN)).status_code != 401
     assert guarded.client.get("/v1/adapters", headers=bearer(KEY)).status_code == 200
+
+
+RIGHTS = {
+    ("GET", "/health"): Right.OPEN,
+    ("GET", "/ping"): Right.OPEN,
+    ("POST", "/ping"): Right.KEY,
+    ("GET", "/version"): Right.KEY,
+    ("GET", "/metrics"): Right.KEY,
+    ("GET", "/load"): Right.KEY,
+    ("GET", "/v1/models"): Right.KEY,
+    ("GET", "/v1/models/{name:path}"): Right.KEY,
+    ("POST", "/v1/completions"): Right.KEY,
+    ("POST", "/v1/chat/completions"): Right.KEY,
+    ("POST", "/tokenize"): Right.KEY,
+    ("POST", "/detokenize"): Right.KEY,
+    ("GET", "/v1/adapters"): Right.KEY,
+    ("GET", "/v1/adapters/{name:path}"): Right.KEY,
+    ("POST", "/v1/adapters"): Right.ADMIN,
+    ("PATCH", "/v1/adapters/{name:path}"): Right.ADMIN,
+    ("DELETE", "/v1/adapters/{name:path}"): Right.ADMIN,
+    ("POST", "/v1/load_lora_adapter"): Right.ADMIN,
+    ("POST", "/v1/unload_lora_adapter"): Right.ADMIN,
+}
+
+
+def test_every_route_has_its_right(guarded):
+    """A route that is new here must be given one, and stand in the list."""
+    routes = guarded.app.routes
+    assert {(method, route.path): route.right for route in routes for method in route.methods - {"HEAD"}} == RIGHTS
+    for (method, path), right in RIGHTS.items():
+        for key in (None, KEY, ADMIN):
+            headers = {"content-type": "application/json"} | (bearer(key) if key else {})
+            response = guarded.client.request(method, path.replace("{name:path}", "alice"), headers=headers)
+            refused = response.json()["error"]["code"] if response.status_code in (401, 403) else None
+            if right is Right.OPEN or key == ADMIN or (right is Right.KEY and key):
+                assert refused in (None, "adapter_loading_disabled"), (method, path, key)
+            else:
+                assert refused == ("admin_key_required" if key else "invalid_api_key"), (method, path, key)
+
+
+@pytest.mark.parametrize("path", ["/v1/adapters%0A", "/v1/load_lora_adapter%0A", "/v1/adapters/a%00", "/health%7F"])
+def test_a_control_character_in_a_path_is_refused(guarded, path):
+    """Regular expressions of routes match before a final newline, too: it reached the route, but not its guard."""
+    for key in (KEY, ADMIN):
+        response = guarded.client.post(path, json={"name": "a", "path": "/a"}, headers=bearer(key))
+        assert error_of(response, 400) == "invalid_path"
 
 
 def test_without_admin_keys_api_keys_change_adapters(start, fake_engine):
@@ -219,7 +268,7 @@ def test_keys_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
         monkeypatch.setenv(name, value)
         assert Settings().client_keys().identify(f"Bearer {KEY}").tenant
         monkeypatch.delenv(name)
-    for text in ("", "# none\n", "short\n", "has blanks in inside\n", f"{KEY} na,me\n"):
+    for text in ("", "# none\n", "short\n", "has blanks in inside\n", f"{KEY} na,me\n", f"{KEY} a\n{OTHER}\n{KEY} b\n"):
         path.write_text(text)
         with pytest.raises(InvalidKey, match="key file"):
             read_keys(path)
@@ -227,6 +276,105 @@ def test_keys_from_the_environment_and_from_a_file(tmp_path, monkeypatch):
         read_keys(tmp_path / "missing")
     with pytest.raises(InvalidKey, match="ASCII"):
         check_key("schlüsselchen")
+
+
+def test_one_key_is_one_tenants(tmp_path):
+    with pytest.raises(InvalidKey, match="two tenants, a and b"):
+        Keys([NamedKey(KEY, "a")], [NamedKey(KEY, "b")])
+    assert Keys([NamedKey(KEY)], [NamedKey(KEY, "b")]).identify(f"Bearer {KEY}").tenant == "b"
+    both = Keys([NamedKey(KEY)], [NamedKey(KEY)])
+    assert both.guarded, "an admin key that is an API key, too, does not open the server"
+
+
+@pytest.mark.parametrize("name", ["API_KEY", "API_KEYS", "API_KEY_FILE", "ADMIN_KEY", "ADMIN_KEYS", "ADMIN_KEY_FILE"])
+def test_an_empty_variable_of_keys_is_refused(name, monkeypatch, capsys):
+    """As one is whose secret is missing: the server would be open."""
+    from chorus.server.cli import main
+
+    for value in ("", " "):
+        monkeypatch.setenv(f"CHORUS_{name}", value)
+        assert main(["serve"]) == 2
+        assert f"CHORUS_{name} is set and empty" in capsys.readouterr().err
+
+
+def test_keys_are_read_anew_when_their_file_changes(tmp_path, caplog):
+    path = tmp_path / "keys"
+    path.write_text(f"{KEY} support\n")
+    settings = Settings(api_key_file=path)
+    keys = settings.client_keys()
+    watch = KeyWatch(keys, settings.client_keys, [path])
+    with caplog.at_level("INFO", "chorus"):
+        watch.look()
+        assert not caplog.records
+        path.write_text(f"{OTHER} batch\n")
+        watch.look()
+        with pytest.raises(ApiError):
+            keys.identify(f"Bearer {OTHER}")  # it may still be being written
+        watch.look()
+        assert keys.identify(f"Bearer {OTHER}").tenant == "batch"
+        with pytest.raises(ApiError):
+            keys.identify(f"Bearer {KEY}")
+        assert "the keys were read anew; 1 tenants, new: batch, gone: support" in caplog.text
+        path.write_text("")
+        watch.look()
+        watch.look()
+        assert "the keys stay as they were" in caplog.text
+        assert keys.guarded and keys.identify(f"Bearer {OTHER}").tenant == "batch"
+        path.write_text(f"{KEY} support\n")
+        watch.reload()
+        watch.look()
+        assert keys.identify(f"Bearer {KEY}").tenant == "support", "a signal does not wait for the next look"
+    assert KEY not in caplog.text and OTHER not in caplog.text
+
+
+def test_health_shows_traffic_to_keys_alone(guarded, start, fake_engine):
+    for headers in ({}, bearer("sk-wrong-key")):
+        assert guarded.client.get("/health", headers=headers).json() == {"status": "ok"}
+    assert "stats" in guarded.client.get("/health", headers=bearer(KEY)).json()
+    guarded.worker.stalled = "the engine has not finished a step for 9 s"
+    assert guarded.client.get("/health").json() == {"status": "unavailable"}
+    assert "9 s" in guarded.client.get("/health", headers=bearer(KEY)).json()["reason"]
+    assert "stats" in start(fake_engine).client.get("/health").json(), "a server without keys has no secrets"
+
+
+def accounts_of(live, headers):
+    return set(
+        re.findall(r'chorus_account_standing{account="([^"]+)"', live.client.get("/metrics", headers=headers).text)
+    )
+
+
+def test_metrics_name_other_tenants_to_admins_alone(start, fake_engine, tmp_path, monkeypatch):
+    (tmp_path / "keys").write_text(f"{KEY} support\n{OTHER} batch\n")
+    standing = [AccountStats(name, 1, 0, 2.0) for name in ("support", "batch", "other")]
+    monkeypatch.setattr(fake_engine, "accounts", lambda: standing)
+    live = start(fake_engine, settings={"api_key_file": tmp_path / "keys", "admin_key": [ADMIN]})
+    assert accounts_of(live, bearer(KEY)) == {"support"}
+    assert accounts_of(live, bearer(OTHER)) == {"batch"}
+    assert accounts_of(live, bearer(ADMIN)) == {"support", "batch", "other"}
+    plain = start(fake_engine, settings={"api_key_file": tmp_path / "keys"})
+    assert accounts_of(plain, bearer(KEY)) == {"support"}, "keys may change adapters here, and still are tenants'"
+    assert accounts_of(start(fake_engine), {}) == {"support", "batch", "other"}
+    by_adapter = start(fake_engine, settings={"api_key_file": tmp_path / "keys", "fair_by": "adapter"})
+    assert len(accounts_of(by_adapter, bearer(KEY))) == 3, "adapters' names are in /v1/models"
+
+
+def test_a_proxy_names_clients_by_their_addresses_alone(start, fake_engine):
+    live = start(fake_engine, settings={"trusted_proxies": "127.0.0.1,10.0.0.0/8"})
+    for forwarded, tenant in (
+        ("192.0.2.7", "at-192.0.2.7"),
+        ("1.1.1.1, 192.0.2.7, 10.0.0.9", "at-192.0.2.7"),
+        ("[2001:db8::1]:80", "at-2001:db8::/64"),
+        ("192.0.2.7:1234", "at-192.0.2.7"),
+        ("support", "at-127.0.0.1"),
+        ("192.0.2.7, key-0123", "at-127.0.0.1"),
+        ("10.0.0.3", "at-10.0.0.3"),
+        ("", "at-127.0.0.1"),
+    ):
+        assert live.client.post("/v1/completions", json=OK, headers={"x-forwarded-for": forwarded}).status_code == 200
+        assert fake_engine.asked[-1].tenant == tenant, forwarded
+    alone = start(fake_engine, settings={"trusted_proxies": ""})
+    alone.client.post("/v1/completions", json=OK, headers={"x-forwarded-for": "192.0.2.7"})
+    assert fake_engine.asked[-1].tenant == "at-127.0.0.1"
 
 
 def test_keys_are_never_shown(capsys, monkeypatch, caplog, guarded):
@@ -365,7 +513,7 @@ def test_who_has_no_key_goes_by_the_address(shared):
     def tenant(address, **headers):
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "client": (address, 1)}
         scope["headers"] = [(name.encode(), text.encode()) for name, text in {"host": "localhost", **headers}.items()]
-        asyncio.run(Doors(route, Keys(), Hosts("127.0.0.1"), (), Gate())(scope, None, None))
+        asyncio.run(Doors(route, (), Keys(), Hosts("127.0.0.1"), Networks(()), (), Gate())(scope, None, None))
         return seen.pop()
 
     assert tenant("192.0.2.1") == tenant("192.0.2.1", authorization="Bearer none") != tenant("192.0.2.2")

@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+from contextlib import contextmanager
 
+import httpx
 import openai
 import pytest
 
@@ -22,10 +24,10 @@ def model_dir(subject, pretrained, tmp_path_factory):
     return directory
 
 
-@pytest.fixture(scope="module")
-def url(subject, model_dir):
-    adapters = next(iter(subject("wide_heads").adapters.values())).parent
-    flags = ["--model", str(model_dir), "--adapters", str(adapters), "--port", "0", "--threads", "1"]
+@contextmanager
+def served(model_dir, *more):
+    """A server's process and its URL."""
+    flags = ["--model", str(model_dir), "--port", "0", "--threads", "1", *map(str, more)]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
     with subprocess.Popen(
         [sys.executable, "-m", "chorus.server", "serve", *flags], stderr=subprocess.PIPE, text=True, env=environment
@@ -35,11 +37,37 @@ def url(subject, model_dir):
                 break
         else:
             pytest.fail("the server ended before it listened")
-        yield found[1]
+        yield process, found[1]
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
         assert process.wait(20) in (0, 130)
         assert "Traceback" not in rest
+
+
+@pytest.fixture(scope="module")
+def url(subject, model_dir):
+    adapters = next(iter(subject("wide_heads").adapters.values())).parent
+    with served(model_dir, "--adapters", adapters) as (_, url):
+        yield url
+
+
+def test_keys_change_while_the_server_runs(model_dir, tmp_path):
+    keys = tmp_path / "keys"
+    keys.write_text("sk-the-old-one old\n")
+    with (
+        served(model_dir, "--api-key-file", keys) as (process, url),
+        httpx.Client(base_url=url, timeout=60) as client,
+    ):
+
+        def status(key):
+            return client.get("/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+        assert (status("sk-the-old-one"), status("sk-the-new-one")) == (200, 401)
+        keys.write_text("sk-the-new-one new\n")
+        process.send_signal(signal.SIGHUP)
+        said = next(line for line in process.stderr if "chorus.audit" in line)
+        assert said.rstrip().endswith("the keys were read anew; 1 tenants, new: new, gone: old")
+        assert (status("sk-the-old-one"), status("sk-the-new-one")) == (401, 200)
 
 
 def test_every_adapter_at_once_says_what_peft_says(url, subject):

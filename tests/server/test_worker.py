@@ -13,7 +13,7 @@ from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.transfers.transfer import ExecutorLost
 from chorus.server.errors import EngineUnavailable
-from chorus.server.watchdog import Watchdog
+from chorus.server.watchdog import POLL_SECONDS, Watchdog
 from chorus.server.worker import MAX_FAILED_STEPS, EngineWorker
 
 
@@ -294,107 +294,133 @@ def test_books_that_do_not_match_cost_no_token_and_stop_the_worker(worker, fake_
     assert fake_engine.closed
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now = 0.0
+class Watch:
+    """A watchdog under a clock of the test's, which looks twice a second as the real one does."""
 
-    def __call__(self) -> float:
-        return self.now
+    def __init__(self, worker: EngineWorker) -> None:
+        self.now = 0.0
+        self.dog = Watchdog(worker, stall_seconds=8, give_up_seconds=30, clock=lambda: self.now)
+
+    def look(self, seconds: float) -> None:
+        """Let so many seconds go by."""
+        for _ in range(round(seconds / POLL_SECONDS)):
+            self.now += POLL_SECONDS
+            self.dog.look()
 
 
 @pytest.fixture
-def watched(fake_engine):
-    """A worker under a clock that the test sets, and its watchdog, which looks when the test says so."""
-    clock = Clock()
-    worker = EngineWorker(lambda: fake_engine, clock)
-    worker.start()
-    yield worker, Watchdog(worker, stall_seconds=8, give_up_seconds=30, load_seconds=20), clock
-    fake_engine.gate.set()
-    worker.stop()
+def watch(worker):
+    return Watch(worker)
 
 
-def test_a_step_that_hangs_is_seen_and_its_requests_end(watched, fake_engine):
-    worker, watchdog, clock = watched
+def wait_for(condition) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_a_step_that_hangs_is_seen_and_its_requests_end(worker, watch, fake_engine):
     fake_engine.gate.clear()
     receiver = Receiver()
     worker.submit(request(ignore_eos=True, max_tokens=10**6), receiver).result(5)
     waiting = worker.call(lambda engine: 1)
-    clock.now = 7
-    watchdog.look()
+    watch.look(7)
     assert worker.healthy and not receiver.outputs
-    clock.now = 9
-    watchdog.look()
-    assert not worker.healthy and "9 s" in worker.trouble
+    watch.look(3)
+    assert not worker.healthy and "10 s" in worker.trouble
     with pytest.raises(EngineUnavailable, match="has not finished a step"):
         worker.call(lambda engine: 1).result(5)
-    clock.now = 31
-    watchdog.look()
+    watch.look(22)
     output = receiver.done.result(5)
     assert output.finish_reason is FinishReason.ABORT and "given up" in output.error
     with pytest.raises(EngineUnavailable, match="given up"):
         waiting.result(5)
     fake_engine.gate.set()  # it answers after all
-    deadline = time.monotonic() + 30
-    while fake_engine.running or worker.progress.turn_seconds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    watchdog.look()
+    wait_for(lambda: not fake_engine.running and worker.progress is None)
+    watch.look(0.5)
     assert worker.healthy
     assert run(worker, request("next")).outputs[-1].finish_reason is FinishReason.STOP
     assert len(receiver.outputs) == 1, "what was given up is told once"
 
 
-def test_requests_that_no_step_serves_are_given_up(watched, fake_engine, monkeypatch):
-    """Steps that do nothing, as while a disk does not give an adapter: the thread is alive and gets nowhere."""
-    worker, watchdog, clock = watched
+def test_an_abort_is_never_refused(worker, watch, fake_engine):
+    """A client that leaves while a step hangs: its request ends with the step."""
+    fake_engine.gate.clear()
+    worker.submit(request("left", ignore_eos=True, max_tokens=10**6), Receiver()).result(5)
+    watch.look(10)
+    assert not worker.healthy
+    aborted, late = worker.abort("left"), worker.abort("left")
+    fake_engine.gate.set()
+    assert (aborted.result(5), late.result(5)) == (True, False)
+    wait_for(lambda: not fake_engine.running and worker.progress is None)
+    watch.look(0.5)
+    fake_engine.gate.clear()
+    worker.submit(request("hung", ignore_eos=True, max_tokens=10**6), Receiver()).result(5)
+    aborted = worker.abort("hung")
+    worker.give_up("it hangs")
+    assert aborted.result(5) is False, "it has ended as all others"
+    fake_engine.gate.set()
+    wait_for(lambda: not fake_engine.running)
+    worker.stop()
+    assert worker.abort("hung").result(5) is False, "an engine that ended runs nothing"
+
+
+def test_requests_that_no_step_serves_are_given_up(worker, watch, fake_engine, monkeypatch):
+    """Steps that do nothing, though nothing is being read: the thread is alive and gets nowhere."""
     steps = []
     monkeypatch.setattr(fake_engine, "step", lambda: steps.append(time.sleep(0.001)) or [])
     receiver = Receiver()
     worker.submit(request(adapter="alice"), receiver).result(5)
-    while len(steps) < 3:
-        time.sleep(0.001)
-    clock.now = 9
-    watchdog.look()
+    wait_for(lambda: len(steps) > 3)
+    watch.look(10)
     assert not worker.healthy
-    clock.now = 31
-    watchdog.look()
+    watch.look(22)
     assert receiver.done.result(5).finish_reason is FinishReason.ABORT
-    deadline = time.monotonic() + 30
-    while fake_engine.running or worker.progress.waiting_seconds():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-    watchdog.look()
+    wait_for(lambda: not fake_engine.running and worker.progress is None)
+    watch.look(0.5)
     assert worker.healthy
 
 
-def test_a_load_that_hangs_is_seen(watched, fake_engine):
-    worker, watchdog, clock = watched
+def test_a_slow_read_is_not_a_hung_step(worker, watch, fake_engine, monkeypatch):
+    """Requests that wait for an adapter whose disk hangs: the read has a deadline of its own, and others come in."""
+    reading = replace(fake_engine.stats(), num_reads=1, oldest_read_seconds=40.0)
+    monkeypatch.setattr(fake_engine, "step", lambda: time.sleep(0.001) or [])
+    monkeypatch.setattr(fake_engine, "stats", lambda: reading)
+    receiver = Receiver()
+    worker.submit(request(adapter="alice"), receiver).result(5)
+    for _ in range(80):
+        mark = worker.progress
+        wait_for(lambda mark=mark: worker.progress != mark)
+        watch.look(0.5)
+        assert worker.healthy
+    assert not receiver.outputs, "nothing was given up"
+    assert worker.abort("r").result(5) is True
+
+
+def test_a_slow_load_is_not_a_hung_step(worker, watch, fake_engine):
     begun, release = threading.Event(), threading.Event()
     fake_engine.check_adapter = lambda path, roots, image: (begun.set(), release.wait(60))
     loading = threading.Thread(target=worker.check_adapter, args=(None,), daemon=True)
     loading.start()
     assert begun.wait(30)
-    clock.now = 9
-    watchdog.look()
-    assert not worker.healthy and "loading" in worker.trouble
-    clock.now = 21
-    watchdog.look()
-    assert worker.healthy, "its client has been told that it was given up, and nobody waits for it"
+    watch.look(40)
+    assert worker.healthy and run(worker, request()).outputs[-1].finish_reason is FinishReason.STOP
     release.set()
     loading.join(30)
-    watchdog.look()
-    assert worker.healthy
 
 
-def test_a_read_that_hangs_is_seen_while_others_get_on(watched, fake_engine):
-    worker, watchdog, _ = watched
-    run(worker, request())
-    worker.stats = replace(worker.stats, num_running=1, num_waiting=1, oldest_read_seconds=9.0)
-    watchdog.look()
-    assert not worker.healthy and "loading" in worker.trouble
-    worker.stats = replace(worker.stats, oldest_read_seconds=0.0)
-    watchdog.look()
-    assert worker.healthy
+def test_time_in_which_the_watchdog_did_not_run_does_not_count(worker, watch, fake_engine):
+    """As of a process that was stopped, or of a machine: the step did not run then, either."""
+    fake_engine.gate.clear()
+    receiver = Receiver()
+    worker.submit(request(), receiver).result(5)
+    watch.look(5)
+    watch.now += 3600
+    watch.look(1)
+    assert worker.healthy and not receiver.outputs
+    fake_engine.gate.set()
+    assert receiver.done.result(5).finish_reason is FinishReason.STOP
 
 
 def test_an_engine_that_hangs_does_not_keep_its_requests_when_it_is_stopped(worker, fake_engine):

@@ -465,7 +465,8 @@ class TestEngine:
     def test_a_request_that_bans_every_token_ends_with_an_error_and_no_other_does(self, gqa, drive):
         prompt = gqa.prompt(None, 10, 12, seed=2)
         driver = drive(gqa)
-        driver.add("none", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), bad_words=((5,), (6,)))
+        pairs = ((5, 5), (5, 6), (6, 5), (6, 6))  # so that nothing is left behind the first token
+        driver.add("none", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), bad_words=pairs)
         driver.add("some", None, prompt, max_tokens=12, allowed_token_ids=(5, 6), temperature=1.0, seed=3)
         driver.add("all", None, prompt, max_tokens=12)
         answers = driver.drain()
@@ -477,6 +478,12 @@ class TestEngine:
     def test_allowed_tokens_must_be_in_the_vocabulary(self, gqa, drive):
         with pytest.raises(InvalidRequest, match="token id 999999 is outside the vocabulary") as refused:
             drive(gqa).add("a", None, [5], max_tokens=2, allowed_token_ids=(5, 999999))
+        assert refused.value.field == "allowed_token_ids"
+
+    @pytest.mark.parametrize("more", [{"bad_words": ((5,), (6,))}, {"min_tokens": 1, "stop_token_ids": (5, 6)}])
+    def test_a_request_that_leaves_no_first_token_is_refused(self, gqa, drive, more):
+        with pytest.raises(InvalidRequest, match="ban all of them") as refused:
+            drive(gqa).add("a", None, [5], max_tokens=2, allowed_token_ids=(5, 6), **more)
         assert refused.value.field == "allowed_token_ids"
 
     def test_min_tokens_holds_back_every_end(self, gqa, drive):

@@ -1,0 +1,130 @@
+"""Special tokens that a client spells out inside a conversation: they are text, and only the template's are tokens."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tokenizers import Encoding
+    from tokenizers import Tokenizer as Backend
+
+GUARD = "\ue000begin\ue000"
+"""Token in front of a part of a text, which some vocabularies would otherwise spell as the beginning of a text."""
+
+MOST_CHARACTERS = 64
+"""Characters of a special token that are looked for; what only begins like one is text either way."""
+
+
+class SpeltSpecials:
+    """Finds spellings of special tokens in strings, breaks them, and encodes the text that a template made of these.
+
+    A spelling is broken by a mark behind its first character: digits, which templates leave as they are. The whole text
+    is encoded as it is, so that the special tokens found in it are the template's. A part between two of these that
+    holds a mark is encoded again without it, by a copy of the tokenizer that knows no special tokens. All other parts
+    have the tokens that they always have. A special token of one character can't be broken.
+    """
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._special = {i: token.content for i, token in backend.get_added_tokens_decoder().items() if token.special}
+        words = [content[:MOST_CHARACTERS] for content in self._special.values() if len(content) > 1]
+        self._begins = re.compile(_any_of(words)) if words else None
+
+    def are_in(self, value: Any) -> bool:
+        """True if a string, or any in a list or mapping, spells a special token."""
+        return self.marked(value, "0") is not value
+
+    def marked(self, value: Any, mark: str) -> Any:
+        """The value with each special token that its strings spell broken by the mark; itself where there is none."""
+        if isinstance(value, str):
+            return self._broken(value, mark)
+        if isinstance(value, Mapping):
+            pairs = {self.marked(key, mark): self.marked(each, mark) for key, each in value.items()}
+            same = all(a is b and c is d for (a, c), (b, d) in zip(pairs.items(), value.items(), strict=False))
+            return value if same and len(pairs) == len(value) else pairs
+        if isinstance(value, list | tuple):
+            items = [self.marked(each, mark) for each in value]
+            return value if all(a is b for a, b in zip(items, value, strict=True)) else items
+        return value
+
+    def _broken(self, text: str, mark: str) -> str:
+        begins, parts, at = self._begins, [], 0
+        while begins is not None and (found := begins.search(text, at)) is not None:
+            parts += text[at : found.start() + 1], mark
+            at = found.start() + 1
+        return "".join((*parts, text[at:])) if parts else text
+
+    def encode(self, text: str, mark: str, *, add_special_tokens: bool) -> list[int]:
+        """The tokens of a text in which the mark breaks what is no special token."""
+        encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+        ids: list[int] = []
+        begin, since = 0, 0
+        for index, (start, end, is_broken) in self._ends(text, encoding):
+            part = text[begin:start]
+            if mark in part or is_broken:
+                ids += self._as_text(part.replace(mark, ""), is_first=begin == 0)
+            else:
+                ids += encoding.ids[since:index]
+            ids += encoding.ids[index : index + 1]
+            begin, since = end, index + 1
+        return ids
+
+    def _ends(self, text: str, encoding: Encoding) -> Iterable[tuple[int, tuple[int, int, bool]]]:
+        """Index and place in the text of each special token, and of the end; and if the part before it has a special
+        token that was spelt in another way, as a normalizer may allow.
+        """
+        has_text = is_broken = False
+        for index, (token_id, (start, end)) in enumerate(zip(encoding.ids, encoding.offsets, strict=True)):
+            content = self._special.get(token_id)
+            if content is None:
+                has_text = True
+            elif start == end:  # the tokenizer's own, at an end of the text
+                place = len(text) if has_text else 0
+                yield index, (place, place, is_broken)
+                is_broken = False
+            elif text[start:end].strip() == content.strip():
+                yield index, (start, end, is_broken)
+                has_text, is_broken = True, False
+            else:
+                has_text = is_broken = True
+        yield len(encoding.ids), (len(text), len(text), is_broken)
+
+    def _as_text(self, part: str, *, is_first: bool) -> list[int]:
+        ids = self._plain.encode(part if is_first else GUARD + part, add_special_tokens=False).ids
+        return ids if is_first else ids[1:]
+
+    @cached_property
+    def _plain(self) -> Backend:
+        from tokenizers import AddedToken, Tokenizer
+
+        plain = Tokenizer.from_str(self._backend.to_str())
+        plain.add_tokens([AddedToken(GUARD, normalized=False)])
+        plain.encode_special_tokens = True
+        return plain
+
+
+def new_mark() -> str:
+    """A mark that no client can foresee."""
+    return f"{secrets.randbelow(10**12):012d}"
+
+
+def _any_of(words: Iterable[str]) -> str:
+    """A regular expression that matches where any of the words begins, in a time that their number does not change."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for character in word:
+            node = node.setdefault(character, {})
+        node[""] = {}
+    return _pattern(tree)
+
+
+def _pattern(node: dict[str, Any]) -> str:
+    if "" in node:
+        return ""
+    parts = [re.escape(character) + _pattern(rest) for character, rest in node.items()]
+    return parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
