@@ -203,7 +203,11 @@ class NativeDecoder:
         return logits
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call."""
+        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call. RuntimeError where
+        it had fewer.
+        """
+        if end > self._step.scores_wanted:
+            raise RuntimeError(f"the last step had {self._step.scores_wanted} score tokens, not {end}")
         logits = self._scores.first(end - begin)
         self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits
