@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True

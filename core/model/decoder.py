@@ -59,7 +59,7 @@ class DecoderModel:
         self._norm = weights.norm().to(device)
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
         self.scored: torch.Tensor | None = None
-        """Normalised states of the last step's score tokens; the replay of a captured step, which has none, must reset it."""
+        """Normalised states of the last step's score tokens; to be reset before a captured step, which has none."""
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
 
     def use_arena(self, arena: Arena) -> None:
