@@ -176,7 +176,7 @@ class EngineConfig(BaseModel):
         "32 s more for large layers, so that a slow disk may take its time",
     )
     threads: int | None = Field(default=None, ge=1, description="CPU threads of the tensor library; default: its own")
-    seed: int | None = Field(default=None, description="seed for requests that bring none")
+    seed: int | None = Field(default=None, description="seed of the seeds drawn for requests that bring none")
 
     @property
     def host_bytes(self) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import random
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -34,7 +33,7 @@ from .executors.base import Executor, ModelInfo
 from .merging import Merging
 from .modes import Modes, mode_policy
 from .quarantine import Quarantined, adapter_directories, register_directories
-from .requests.record import from_record, to_record
+from .requests.record import NotHere, from_record, to_record
 from .requests.request import Request
 from .requests.sampling_params import InvalidRequest, NotServed, SamplingParams
 from .requests.types import NOT_FINITE, RequestOutput, StepPlan, StepResult
@@ -100,7 +99,6 @@ class Engine:
         start = executor.start if config.async_scheduling else None
         self._ahead = None if start is None else StepAhead(start, executor, self._foresee)
         self._decode_seconds = 0.0  # of the last decode step: what merging may hold up the next ones by goes by it
-        self._seeds = random.Random(config.seed)
         self._next_check = 0.0
         self._base_names = names_of(config.model, config.served_model_name)
         self.quarantine: dict[str, Quarantined] = {}
@@ -145,10 +143,7 @@ class Engine:
         when too many wait.
         """
         self._validate(request)
-        request.account = self._account(request.tenant, request.adapter_name)
         self.scheduler.check_room(request.account)
-        if request.params.seed is None:
-            request.seed = self._seeds.getrandbits(63)
         request.arrival_time = request.arrival_time or self._clock()
         self.scheduler.add(request)
 
@@ -160,19 +155,26 @@ class Engine:
         return tenant if self.config.fair_by == "tenant" else adapter_name or ""
 
     def export_request(self, request_id: str) -> dict[str, Any]:
-        """Return a request in progress as plain data, which `import_request` of another engine continues exactly.
+        """Return a request in progress as plain data, which `resume` of another engine continues exactly.
 
         It stays here until it is aborted. KeyError when it is unknown or done.
         """
-        return to_record(self.scheduler.get(request_id))
+        return to_record(self.scheduler.get(request_id), self._clock())
 
-    def import_request(self, record: Mapping[str, Any]) -> Request:
-        """Queue an exported request; its outputs here are those that the other engine has not returned.
+    def resume(self, record: Mapping[str, Any]) -> Request | NotHere:
+        """Queue an exported request, however many wait; its outputs here are those that the other engine has not
+        returned. NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
 
-        Raises what `add_request` raises, and ValueError for a record of another version.
+        The request keeps its age, goes before those that have not begun if it has, and pays for no token twice. Raises
+        InvalidRequest when it can't be served here, and ValueError for a record of another version.
         """
-        request = from_record(record)
-        self.add_request(request)
+        request = from_record(record, self._clock())
+        if request.adapter_name is not None:
+            request.adapter = self.store.find(record["content_hash"])
+            if request.adapter is None:
+                return NotHere(request.adapter_name, record["content_hash"])
+        self._validate(request)
+        self.scheduler.add(request)
         return request
 
     def abort(self, request_id: str) -> bool:
@@ -407,6 +409,7 @@ class Engine:
         self.executor.close()
 
     def _validate(self, request: Request) -> None:
+        """Raise InvalidRequest unless a request can be served; set its adapter, unless it has one, account and ends."""
         if request.id in self.scheduler:
             raise InvalidRequest("request_id", f"request id {request.id!r} is in use; choose another")
         limit, count = self.model.max_model_len, request.num_prompt_tokens
@@ -423,13 +426,14 @@ class Engine:
         params = request.params
         if params.logit_bias or params.stop_token_ids or params.bad_words or params.allowed_token_ids:
             _validate_ids(params, vocab)
-        if request.adapter_name is not None:
+        if request.adapter_name is not None and request.adapter is None:
             try:
                 request.adapter = self.store.get(request.adapter_name)
             except UnknownAdapter as error:
                 if (one := self.quarantine.get(request.adapter_name)) is not None:
                     raise NotServed("model", f"adapter {one.name!r} is not served: {one.reason}") from None
                 raise InvalidRequest("model", str(error)) from None
+        request.account = self._account(request.tenant, request.adapter_name)
         self._limit_output(request)
         ends = frozenset() if params.ignore_eos else self._eos_token_ids
         request.end_ids = ends.union(params.stop_token_ids) if params.stop_token_ids else ends

@@ -6,6 +6,7 @@ Where the library is not available (`native_library`) the torch operators serve;
 from __future__ import annotations
 
 import ctypes
+import os
 from array import array
 from collections.abc import Collection, Mapping, Sequence
 from ctypes import c_int32, c_void_p
@@ -31,6 +32,9 @@ from .sampling import Chances, Scores, inverse_temperature
 from .sgmv import AdapterRows, Segments
 
 PANEL = 32  # output columns of a packed panel, kPanel in gemm.h
+
+CHECKS_STEPS = os.environ.get("CHORUS_CHECK_STEPS") == "1"
+"""True if `check_step` sees every step, as in tests: a wrong index is an error then, and else any memory's bytes."""
 
 
 def pack(weight: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -91,6 +95,32 @@ class NativeRows:
         self.qo_indptr = array("i", qo_indptr)  # int32; making a tensor of a few numbers takes ten times as long
         self.kv_lens = array("i", kv_lens)
         self.page_table = page_table
+
+
+def check_step(
+    model: NativeModel,
+    token_ids: torch.Tensor,
+    positions: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    rows: NativeRows,
+    logit_tokens: torch.Tensor,
+) -> None:
+    """Raise IndexError where a step would read or write outside the model's tensors, the arena or its own tokens."""
+    block, table = model.block_tokens, rows.page_table
+    last = torch.tensor(rows.kv_lens, dtype=torch.long) - 1
+    read = table[torch.arange(table.shape[1]) <= (last // block)[:, None]]
+    for name, values, limit in (
+        ("token id", token_ids, len(model.embed)),
+        ("position", positions, len(model.cos)),
+        ("page that is written", page, len(model.arena)),
+        ("offset in a page", offset, block),
+        ("last position of a row", last, table.shape[1] * block),
+        ("page that is read", read, len(model.arena)),
+        ("token that has logits", logit_tokens, len(token_ids)),
+    ):
+        if len(wrong := values[(values < 0) | (values >= limit)]):
+            raise IndexError(f"a step's {name} is {int(wrong[0])}; it must be from 0 to {limit - 1}")
 
 
 class _Room:
@@ -176,6 +206,8 @@ class NativeDecoder:
         logits = self._logits.first(wanted if kept is None else len(kept))
         if score_tokens is not None:
             logit_tokens = torch.cat((logit_tokens, score_tokens))
+        if CHECKS_STEPS:
+            check_step(self._model, token_ids, positions, page, offset, rows, logit_tokens)
         best = array("q", bytes(8 * wanted))
         step.tokens, step.rows, step.logits_wanted = len(token_ids), len(rows.kv_lens), wanted
         step.token_ids, step.positions = _pointer(token_ids), _pointer(positions)
@@ -203,7 +235,12 @@ class NativeDecoder:
         return logits
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
-        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call."""
+        """Logits `[end - begin, vocab]` of some of the last step's score tokens, until the next call.
+
+        RuntimeError when the step had fewer.
+        """
+        if end > self._step.scores_wanted:
+            raise RuntimeError(f"the last step had {self._step.scores_wanted} score tokens, not {end}")
         logits = self._scores.first(end - begin)
         self._library.chorus_decoder_score_logits(self._handle, begin, end - begin, logits.data_ptr())
         return logits

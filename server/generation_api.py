@@ -12,7 +12,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ..core.requests.request import Request as EngineRequest
-from ..core.requests.sampling_params import InvalidRequest, NotServed
+from ..core.requests.sampling_params import InvalidRequest, NotServed, Seeds
 from .chat_request import ChatCompletionRequest
 from .completion_request import CompletionRequest
 from .errors import ApiError, as_api_error, client_gone, no_model, read_body, too_long
@@ -61,6 +61,7 @@ class GenerationApi:
         self._defaults = defaults
         self._metrics = metrics
         self._threads = threads
+        self._seeds = Seeds(settings.seed)
 
     async def completions(self, request: Request) -> Response:
         arrival = time.monotonic()
@@ -132,7 +133,7 @@ class GenerationApi:
                 engine_request = EngineRequest(
                     f"{call_id}-{len(choices)}",
                     prompt,
-                    params,
+                    self._seeds.fill(params),
                     adapter,
                     arrival,
                     tenant=request.state.tenant,

@@ -18,7 +18,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, overload
 
 from ..core.requests.request import Request
-from ..core.requests.sampling_params import InvalidRequest, SamplingParams
+from ..core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from ..core.requests.types import FinishReason, RequestOutput, TokenLogprobs
 from .adapter_loads import AdapterLoads
 from .errors import GenerationFailed
@@ -91,6 +91,7 @@ class LLM:
         self._settings = settings
         self._worker, self.tokenizer = load(settings)
         self._ids = itertools.count()
+        self._seeds = Seeds(settings.seed)
         self._loads = AdapterLoads(self._worker, settings.adapter_load_seconds, settings.adapter_places)
         self._loads.start()
 
@@ -215,7 +216,7 @@ class LLM:
         self, index: int, call: str, prompt: Prompt, params: SamplingParams, adapter: str | None, stop: Sequence[str]
     ) -> Choice:
         tokens = self.tokenizer.encode_now([prompt])[0] if isinstance(prompt, str) else list(prompt)
-        request = Request(f"{call}-{index}", tokens, params, adapter)
+        request = Request(f"{call}-{index}", tokens, self._seeds.fill(params), adapter)
         return Choice(index, request, self.tokenizer.text_stream(list(stop), min_tokens=params.min_tokens))
 
 

@@ -15,8 +15,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from chorus.ops import native_library
-
+os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -47,6 +46,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used."""
     parameters = getattr(getattr(item, "callspec", None), "params", {})
+    from chorus.ops import native_library
+
     is_native = item.get_closest_marker("native") or parameters.get("kernels") == "native"
     if is_native and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"no native library: {reason}")

@@ -179,14 +179,18 @@ class StepProfiler:
         return [self._plan([(1, self._slots(size))], size) for size in sizes]
 
     def prefill_plans(self, count: int) -> list[StepPlan]:
-        """One to four prompts or chunks of them, some beside decoding requests."""
+        """One to four prompts or chunks of them, some beside decoding requests; more prompts where the model's length
+        is short of the step's tokens.
+        """
+        limit = self._executor.model.max_model_len
         plans = []
         for _ in range(count):
-            prompts = self._random.choice([1, 1, 2, 4])
+            prompts = min(self._random.choice([1, 1, 2, 4]), self._max_num_seqs)
             decodes = self._random.choice([0, 0, self._random.randrange(self._max_num_seqs)])
             decodes = min(decodes, self._max_num_seqs - prompts)
-            budget = (self._max_tokens - decodes) // prompts
-            length = max(2, int(budget * self._random.random() ** 2))
+            tokens = int((self._max_tokens - decodes) * self._random.random() ** 2)
+            prompts = min(max(prompts, -(-tokens // limit)), self._max_num_seqs - decodes)
+            length = min(max(2, tokens // prompts), limit)
             groups = [(length, self._slots(prompts))]
             if decodes > 0:
                 groups.append((1, self._slots(decodes)))

@@ -20,7 +20,7 @@ def run_rows_alone(executor: Executor, plan: StepPlan) -> StepResult:
     merged = StepResult()
     for row in plan.rows:
         adapters = [] if row.slot < 0 else [plan.adapters[row.slot]]
-        bucket = 1 if len(row.tokens) == 1 else None
+        bucket = None if row.is_ragged else 1
         alone = StepPlan(plan.step_id, [replace(row, slot=min(row.slot, 0))], adapters, bucket, plan.merged)
         try:
             result = executor.execute(alone)

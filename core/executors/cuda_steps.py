@@ -158,6 +158,7 @@ class CudaSteps:
             mode, captured = StepMode.LORA, self.bucket_lora[bucket]
             slots = [row.slot for row in rows] + [BASE_SLOT] * (bucket - len(rows))
             launches = self.lora.begin_bucket(adapters, slots, captured)
+        self.decoder.scored = None  # a replay does not call `forward`, which resets it
         if self._captures and launches is captured:
             graphs.replay(bucket, mode)
         else:

@@ -58,7 +58,8 @@ class DecoderModel:
         self._groups = lora_groups(config)
         self._norm = weights.norm().to(device)
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
-        self._scored: torch.Tensor | None = None  # normalised states of the last step's score tokens
+        self.scored: torch.Tensor | None = None
+        """Normalised states of the last step's score tokens; to be reset before a captured step, which has none."""
         self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
 
     def use_arena(self, arena: Arena) -> None:
@@ -80,7 +81,7 @@ class DecoderModel:
         that is given.
         """
         eps, lora = self.config.rms_norm_eps, batch.lora
-        self._scored = None
+        self.scored = None
         residual = embedding(batch.token_ids, self._embed)
         rotation = self._rotary.at(batch.positions)
         out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
@@ -96,7 +97,7 @@ class DecoderModel:
                     out = self._down(x, hidden, index, layer, batch.ways[DOWN], lora)
         with span("logits"):
             if (at := batch.score_tokens) is not None:
-                self._scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
+                self.scored = add_and_norm(None if out is None else out[at], residual[at], self._norm, eps)
             if batch.logit_tokens is not None:
                 residual = residual[batch.logit_tokens]
                 out = None if out is None else out[batch.logit_tokens]
@@ -116,9 +117,9 @@ class DecoderModel:
 
     def score_logits(self, begin: int, end: int) -> torch.Tensor:
         """Logits `[end - begin, vocab]` float32 of some of the last step's score tokens."""
-        if self._scored is None:
+        if self.scored is None:
             raise RuntimeError("the last step had no score tokens")
-        return linear(self._scored[begin:end], self._lm_head).float()
+        return linear(self.scored[begin:end], self._lm_head).float()
 
     def weight(self, group: int, layer: LayerWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Weight and bias of a group of projections of a layer, or of the logits, which have the same in all."""

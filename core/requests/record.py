@@ -3,40 +3,54 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass
 from typing import Any
 
 from .plan_wire import params_from_wire, params_to_wire
 from .request import Request
 
-VERSION = 2
+VERSION = 3
 
 
-def to_record(request: Request) -> dict[str, Any]:
+@dataclass(frozen=True, slots=True)
+class NotHere:
+    """Refusal of a record: no adapter of its content is registered here.
+
+    content_hash: None where the exporting engine had not computed it yet; such a request can't be resumed anywhere.
+    """
+
+    adapter: str
+    content_hash: str | None
+
+
+def to_record(request: Request, now: float) -> dict[str, Any]:
     """Return a request's parameters and tokens; sampling depends on tokens, seed and parameters only.
 
-    Its client has received all tokens that were generated so far.
+    Its client has received all tokens that were generated so far. An adapter is the hash of its content; its name,
+    which may mean another adapter elsewhere, is what the client asked for. now: seconds on the engine's clock.
     """
+    adapter = request.adapter
     return {
         "v": VERSION, "id": request.id, "tokens": list(request.token_ids),
         "num_prompt_tokens": request.num_prompt_tokens, "params": params_to_wire(request.params),
-        "seed": request.seed, "adapter": request.adapter_name, "tenant": request.tenant,
-        "cache_salt": request.cache_salt, "call": request.call,
+        "adapter": request.adapter_name, "content_hash": None if adapter is None else adapter.manifest.content_hash,
+        "tenant": request.tenant, "cache_salt": request.cache_salt, "call": request.call,
+        "age": now - request.arrival_time,
+        "num_paid_tokens": max(request.num_paid_tokens, request.num_computed_tokens),
     }  # fmt: skip
 
 
-def from_record(data: Mapping[str, Any]) -> Request:
-    """Return a request that continues where the record ends. ValueError for another version of the format.
+def from_record(data: Mapping[str, Any], now: float) -> Request:
+    """Return a request that continues where the record ends, without its adapter. now: seconds on this engine's clock.
 
-    Its arrival time is not taken over, as it refers to another engine's clock.
+    ValueError for another version of the format.
     """
     if data["v"] != VERSION:
         raise ValueError(f"the record is of version {data['v']}, this engine reads {VERSION}; run equal versions")
     tokens, count = list(data["tokens"]), data["num_prompt_tokens"]
-    params = replace(params_from_wire(data["params"]), seed=data["seed"])
     request = Request(
-        data["id"], tokens[:count], params, data["adapter"],
-        tenant=data["tenant"], cache_salt=data["cache_salt"], call=data["call"],
+        data["id"], tokens[:count], params_from_wire(data["params"]), data["adapter"], now - data["age"],
+        data["tenant"], data["cache_salt"], data["call"], num_paid_tokens=data["num_paid_tokens"],
     )  # fmt: skip
     request.token_ids += tokens[count:]
     return request

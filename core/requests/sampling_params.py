@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MAX_LOGPROBS = 100
 #: OpenAI takes 300 biases.
@@ -36,7 +37,7 @@ class SamplingParams:
     presence_penalty, frequency_penalty: subtracted once, or per occurrence, for tokens generated so far (OpenAI).
     repetition_penalty: divides positive and multiplies negative logits of tokens in prompt or output (CTRL).
     logit_bias: added to the logits of token ids.
-    seed: same seed and prompt give the same tokens whatever else is in the batch; None draws one.
+    seed: same seed and prompt give the same tokens whatever else is in the batch; None counts as 0, see `Seeds`.
     stop_token_ids: end on any of these in addition to the model's end-of-sequence ids.
     min_tokens: neither kind of end may be drawn before that many tokens.
     bad_words: token id sequences that must not be generated.
@@ -94,6 +95,21 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _require(name, value, value is None or 0 <= value <= MAX_LOGPROBS, f"between 0 and {MAX_LOGPROBS}")
+
+
+class Seeds:
+    """Draws the seeds of requests that bring none, where they enter: an engine that takes a request over draws nothing.
+
+    May be used by any thread.
+    """
+
+    def __init__(self, seed: int | None) -> None:
+        """seed: makes all that are drawn reproducible; None: none are."""
+        self._random = random.Random(seed)
+
+    def fill(self, params: SamplingParams) -> SamplingParams:
+        """Return the parameters with a seed."""
+        return params if params.seed is not None else replace(params, seed=self._random.getrandbits(63))
 
 
 def _at_most(name: str, count: int, most: int, what: str) -> None:

@@ -68,6 +68,11 @@ class ScheduledRow:
         """True if the request asks for log-probabilities of prompt tokens that follow this row's."""
         return self.params.prompt_logprobs is not None and self.start + 1 < self.num_prompt_tokens
 
+    @property
+    def is_ragged(self) -> bool:
+        """True if no captured step can compute it: it has several tokens, or prompt tokens to score."""
+        return len(self.tokens) != 1 or self.scores_prompt
+
 
 @dataclass(slots=True)
 class StepPlan:
@@ -75,7 +80,7 @@ class StepPlan:
 
     rows: rows of decoding requests are reused: `Scheduler.update` moves them to the next step. The list never changes:
     the same list in a later plan has the same rows.
-    bucket: the captured batch size to pad to, None when the step holds a prefill chunk and runs unpadded.
+    bucket: the captured batch size to pad to; None when a row is ragged, and the step runs unpadded.
     merged: the adapter that the weights of a step in merged mode have in them; it may have no rows.
     sources: of a step launched before the one before it was read: the row of that one whose token each row goes on
     from, and which it has instead of `PENDING`; None when all tokens are known.

@@ -185,6 +185,9 @@ class Admission:
             if is_crowded:
                 break
             if not has_room and (running or self._store.loads.under_way):
+                step.held.update(running.accounts)
+                if request.account in step.held and not step.held >= self._waiting.accounts.keys():
+                    continue
                 break
             self._waiting.remove(request)
             order.go_on()
@@ -230,7 +233,7 @@ class Admission:
                 return False
             self._shares.free_row(victim)
         step.growth = None
-        step.yielded.add(victim.account)
+        step.held.add(victim.account)
         self._preempt(victim)
         return True
 
@@ -239,15 +242,11 @@ class Admission:
         self._turns.restart(step.now, self._num_steps())
         may_begin = self._shares.may_begin if place is Place.ACCOUNT else None
         only_firsts, before = place is Place.CALL, step.overdue_before
-        return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin)
+        return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin, step.held)
 
     def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
-        """True unless a request must wait for its adapter or for a free adapter place in the step, or its account has
-        made way for another: what it gave would be its own again.
-        """
+        """True unless a request must wait for its adapter or for a free adapter place in the step."""
         adapter = request.adapter
-        if request.account in step.yielded:
-            return False
         if adapter is not None and step.is_barred(adapter):
             if order.is_overdue():
                 step.reserve(request)
@@ -299,7 +298,7 @@ class Step:
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
     _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
-    they are counted. yielded: accounts of which a request was sent back to make way.
+    they are counted. held: accounts that may begin nothing more, because others of theirs run or made way.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -313,7 +312,7 @@ class Step:
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
     growth: int | None = None
-    yielded: set[str] = field(default_factory=set)
+    held: set[str] = field(default_factory=set)
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
     _most_adapters: int | None = field(init=False)

@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
@@ -168,6 +168,7 @@ class SomeTurns:
         self._waiting = waiting
         self._heap = [(turns.rank(account), account) for account in accounts]
         heapq.heapify(self._heap)
+        self._last = ""  # what `top` returned, the only one whose rank may have changed since
         self.is_late = False
 
     def top(self) -> str | None:
@@ -177,10 +178,10 @@ class SomeTurns:
             rank, account = heap[0]
             if account not in self._waiting.accounts:
                 heapq.heappop(heap)
-            elif (now := self._turns.rank(account)) != rank:  # it has had its turn, and was charged
+            elif account == self._last and (now := self._turns.rank(account)) != rank:  # it was charged for its turn
                 heapq.heapreplace(heap, (now, account))
             else:
-                self.is_late = not rank[0]
+                self._last, self.is_late = account, not rank[0]
                 return account
         return None
 
@@ -208,10 +209,11 @@ class QueueOrder:
         may_run: Callable[[Adapter | None, Request], bool] | None = None,
         only_firsts: bool = False,
         may_begin: Callable[[str], bool] | None = None,
+        held: Container[str] = (),
     ) -> None:
         """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and its
         first waiting request. None: every adapter may. only_firsts: consider only the first answer of each call.
-        may_begin: filters accounts; None: every one may.
+        may_begin: filters accounts; None: every one may. held: accounts that are left out, more and more of them.
         """
         self._waiting = waiting
         self._turns: Turns | SomeTurns = turns
@@ -220,19 +222,20 @@ class QueueOrder:
         self._may_run = may_run
         self.only_firsts = only_firsts
         self._may_begin = may_begin
-        self._near: set[Adapter | None] | None = None
+        self._held = held
+        self._near = self._nearby(waiting.by_adapter)
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         self._account = ""  # of the last candidate
         if len(waiting.accounts) >= MANY:
-            near = list(self._nearby(waiting.by_adapter))
-            if SHARE * sum(len(waiting.by_adapter[adapter]) for adapter in near) < len(waiting.accounts):
-                accounts = {account for adapter in near for account in waiting.by_adapter[adapter]}
+            near = [waiting.by_adapter[adapter] for adapter in self._near]
+            if SHARE * sum(map(len, near)) < len(waiting.accounts):
+                accounts = set(itertools.chain.from_iterable(near))
                 self._turns = SomeTurns(turns, waiting, accounts)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same one until it has left its group, or its group is passed over."""
         while (account := self._turns.top()) is not None:
-            if self._may_begin is None or self._may_begin(account):
+            if account not in self._held and (self._may_begin is None or self._may_begin(account)):
                 entries = self._entries.get(account)
                 if entries is None:
                     entries = self._entries[account] = self._open(self._waiting.accounts.get(account, {}))
@@ -270,13 +273,13 @@ class QueueOrder:
         """Return an account's groups that may run, as a heap."""
         only_firsts = self.only_firsts
         entries: list[Entry] = []
-        for adapter, kind in self._nearby(groups).items():
+        for adapter in self._near.keys() & groups.keys():
             group = groups[adapter]
             if only_firsts and not group.firsts:
                 continue
             head = self._head(group)
             if self._may_run is None or self._may_run(adapter, head):
-                entries.append(self._entry(kind, head, group))
+                entries.append(self._entry(self._near[adapter], head, group))
         heapq.heapify(entries)
         return entries
 
@@ -285,9 +288,7 @@ class QueueOrder:
         store = self._store
         few: Iterable[Adapter | None] = adapters
         if len(adapters) > 1 + store.most_near:  # most adapters are only on disk: list the others
-            if self._near is None:
-                self._near = {None, *store.near()}
-            few = self._near & adapters.keys()
+            few = {None, *store.near()} & adapters.keys()
         found: dict[Adapter | None, int] = {}
         for adapter in few:
             if adapter is None or adapter.pages:

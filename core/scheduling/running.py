@@ -93,16 +93,18 @@ def plan_step(step_id: int, groups: Groups, counts: Mapping[Request, int], bucke
         groups = {None: groups[None], **groups}  # base-model rows come first
     prefills: list[ScheduledRow] = []
     decodes: list[ScheduledRow] = []
+    is_ragged = False
     for slot, group in enumerate(groups.values(), BASE_SLOT if None in groups else 0):
         for request in group:
             row = request.row
             if row is None:
                 row = _new_row(request, counts.get(request, 1))
+                is_ragged = is_ragged or row.is_ragged
                 (decodes if len(row.tokens) == 1 else prefills).append(row)
             else:
                 decodes.append(row)
             row.slot = slot
-    bucket = None if prefills else buckets.pick(len(decodes))
+    bucket = None if is_ragged else buckets.pick(len(decodes))
     adapters = [adapter for adapter in groups if adapter is not None]
     return StepPlan(step_id, prefills + decodes, adapters, bucket)
 

@@ -89,10 +89,10 @@ class Scheduler:
         self._room.check(self.waiting, account, count)
 
     def add(self, request: Request) -> None:
-        """Queue a request that has been validated."""
+        """Queue a request that has been validated; one that has run elsewhere before all that have not."""
         self._requests[request.id] = request
         self._admission.arrive(request.account)
-        self.waiting.append(request)
+        (self.waiting.append_first if request.num_paid_tokens else self.waiting.append)(request)
         if request.adapter is not None:
             self._store.hold(request.adapter)
             if len(self.waiting) <= self._limits.lookahead:

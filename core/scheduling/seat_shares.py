@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
@@ -39,23 +40,27 @@ class SeatShares:
         self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
         self._yields: dict[str, int] = {}  # of these those that others may take, who begin
+        self._found: str | None = None  # `_giver`, unless it is stale
+        self._is_stale = True
 
     # -- what accounts were given
 
     def begin(self, request: Request) -> None:
         """Note that a request begins to run, which its account has been charged for, and takes a row of the step."""
         account = request.account
+        self._is_stale = True
         self._held[account] = self._held.get(account, 0.0) + request.charged
         self._begun.add(request)
         if request.coming is not None:  # it has nothing to compute yet
             return
         self._rows[account] = self._rows.get(account, 0) + 1
-        if sum(self._rows.values()) > self._max_rows and (giver := self._find_giver()) is not None:
+        if sum(self._rows.values()) > self._max_rows and (giver := self._giver) is not None:
             self._take_row(giver)
 
     def end(self, request: Request, expected: float) -> None:
         """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
         account = request.account
+        self._is_stale = True
         self._held[account] -= expected
         if account not in self._running.accounts:
             del self._held[account]
@@ -84,18 +89,21 @@ class SeatShares:
         members: dict[str, list[Request]] = {}
         for request in requests:
             members.setdefault(request.account, []).append(request)
-        rows = {account: len(each) for account, each in members.items()}
-        yielding: dict[str, list[Request]] = {}
+        givers = [
+            (self._rank(account, len(each)), index, each) for index, (account, each) in enumerate(members.items())
+        ]
+        heapq.heapify(givers)
+        yielding: dict[int, list[Request]] = {}
         sits_out: set[Request] = set()
         while len(sits_out) < short:
-            account = self._giver(rows)
-            if account not in yielding:  # the newest last; a prompt that has begun is computed to its end
-                yielding[account] = sorted((r for r in members[account] if r not in begun), key=_decodes)
-            if yielding[account]:
-                sits_out.add(yielding[account].pop())
-                rows[account] -= 1
+            (one_row, given, rows), index, each = givers[0]
+            if index not in yielding:  # the newest last; a prompt that has begun is computed to its end
+                yielding[index] = sorted((r for r in each if r not in begun), key=_decodes)
+            if yielding[index]:
+                sits_out.add(yielding[index].pop())
+                heapq.heapreplace(givers, ((one_row or rows == -2, given, rows + 1), index, each))
             else:
-                rows[account] = 0
+                heapq.heappop(givers)
         return [request for request in requests if request not in sits_out]
 
     def begin_step(self, taking: Sequence[Request], only: Collection[Adapter | None] | None = None) -> None:
@@ -103,7 +111,7 @@ class SeatShares:
 
         taking: the running requests that have rows of it. only: adapters whose requests alone may; None: all.
         """
-        self._taking, self._begun, self._only = taking, set(), only
+        self._taking, self._begun, self._only, self._is_stale = taking, set(), only, True
         everybody = len(taking) == len(self._running)
         accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
         self._rows, self._yields = dict(accounts), dict(accounts)
@@ -111,7 +119,7 @@ class SeatShares:
     def is_open_to(self, waiting: Collection[str]) -> bool:
         """True if one of the accounts that wait may begin a request though every seat is taken."""
         running = self._running.accounts
-        if self._find_giver() is None:
+        if self._giver is None:
             return False
         if len(running) < self._max_rows and any(account not in running for account in waiting):
             return True
@@ -126,7 +134,7 @@ class SeatShares:
             return False
         if self.is_crowded() if own else len(accounts) >= self._max_rows:  # each account keeps a row
             return False
-        giver = self._find_giver()
+        giver = self._giver
         return giver is not None and (not own or self.given(account) < self.given(giver))
 
     def is_crowded(self) -> bool:
@@ -157,17 +165,26 @@ class SeatShares:
         self._take_row(request.account)
 
     def _take_row(self, account: str) -> None:
+        self._is_stale = True
         self._rows[account] -= 1
         self._yields[account] -= 1
 
-    def _find_giver(self) -> str | None:
-        """Return the account that gives a row to the next that begins; None where none has one to give."""
-        most = {account: rows for account, rows in self._rows.items() if rows > 1 and self._yields.get(account, 0) > 0}
-        return self._giver(most) if most else None
+    @property
+    def _giver(self) -> str | None:
+        """The account that gives a row to the next that begins; None where none has one to give."""
+        if self._is_stale:
+            self._is_stale = False
+            most = [
+                (self._rank(account, rows), index, account)
+                for index, (account, rows) in enumerate(self._rows.items())
+                if rows > 1 and self._yields.get(account, 0) > 0
+            ]
+            self._found = min(most)[2] if most else None
+        return self._found
 
-    def _giver(self, rows: Mapping[str, int]) -> str:
-        """Return the account that was given most of those with two rows or more; of all where none has."""
-        return max(rows, key=lambda account: (rows[account] > 1, self.given(account), rows[account]))
+    def _rank(self, account: str, rows: int) -> tuple[bool, float, int]:
+        """Return a key whose least is of the account that was given most, of those with two rows or more first."""
+        return rows < 2, -self.given(account), -rows
 
 
 def _decodes(request: Request) -> bool:

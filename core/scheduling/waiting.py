@@ -66,8 +66,7 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def append(self, request: Request) -> None:
         """Add a new request at the end."""
-        self._last += 1
-        request.place = self._last
+        self._number(request)
         self[request] = None
         self._count(request)
         request.is_further = request.call != "" and request.call == self._last_call
@@ -76,6 +75,8 @@ class WaitingQueue(OrderedDict[Request, None]):
 
     def append_first(self, request: Request) -> None:
         """Add a request that has run: before all that have not, and in order of arrival among those that have."""
+        if not request.place:  # it ran elsewhere
+            self._number(request)
         if request.place > 0:
             request.place -= _BEFORE_ALL
         _insert(self, request)
@@ -110,6 +111,10 @@ class WaitingQueue(OrderedDict[Request, None]):
     def adapters(self) -> set[Adapter]:
         """Return the adapters of all candidates for admission."""
         return {adapter for adapter in self.by_adapter if adapter is not None}
+
+    def _number(self, request: Request) -> None:
+        self._last += 1
+        request.place = self._last
 
     def _count(self, request: Request) -> None:
         self.num_of[request.adapter] = self.num_of.get(request.adapter, 0) + 1

@@ -112,6 +112,12 @@ class AdapterStore:
         except KeyError:
             raise UnknownAdapter(f"adapter {name!r} is not registered") from None
 
+    def find(self, content_hash: str | None) -> Adapter | None:
+        """A registered adapter that computes what the hash is of, whatever its name; None where none is known to."""
+        if content_hash is None:
+            return None
+        return next((it for it in self._current.values() if it.manifest.content_hash == content_hash), None)
+
     def __contains__(self, name: str) -> bool:
         return name in self._current
 

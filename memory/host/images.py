@@ -167,10 +167,14 @@ class HostImages(Generic[Key]):
 
     def spare(self, num_bytes: int) -> None:
         """Drop the least recently used images that may be, until so many bytes are free or there are no more."""
-        left = self.num_bytes - num_bytes
-        for key in [key for key, entry in self._entries.items() if _is_loose(entry)]:
-            if self.num_bytes <= left:
-                return
+        found: list[Key] = []
+        for key, entry in self._entries.items():
+            if num_bytes <= 0:
+                break
+            if _is_loose(entry):
+                found.append(key)
+                num_bytes -= entry.num_bytes
+        for key in found:
             self.drop(key)
 
     def is_requested(self, key: Key) -> bool:

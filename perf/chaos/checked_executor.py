@@ -100,7 +100,7 @@ class CheckedAdapters:
             raise AdapterFormatError(f"{path}: no such directory")
         content = self._disk.content[path]
         part = AdapterPart(self._disk.pages[content], 1.0, (0,), MODULES)
-        return AdapterManifest(path, (part,), mtime_ns=content)
+        return AdapterManifest(path, (part,), mtime_ns=content, content_hash=str(content))
 
     def layout(self, manifest: AdapterManifest) -> AdapterLayout:
         pages = manifest.rank

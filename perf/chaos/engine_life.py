@@ -12,12 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...core.requests.record import NotHere
 from ...core.requests.request import Request, RequestState
 from ...core.requests.sampling_params import InvalidRequest, SamplingParams
 from ...core.requests.types import CannotMerge, FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded
 from ...memory.adapters.adapter import Adapter, Tier
 from ...memory.files.error import AdapterFormatError
+from ...memory.files.identity import with_content
 from .asked import Asked, Violation, promise
 
 
@@ -61,7 +63,9 @@ class EngineLife:
 
     def _register(self, name: str, path: Path) -> None:
         try:
-            self.current[name] = self.engine.store.register(name, path)
+            adapter = self.current[name] = self.engine.store.register(name, path)
+            if adapter.manifest.content_hash is None:  # without it no request can be moved
+                adapter.manifest = with_content(adapter.manifest)
             self.reached["loaded"] += 1
         except AdapterFormatError:
             adapters = self.engine.executor.adapters
@@ -105,17 +109,27 @@ class EngineLife:
     def _move(self) -> None:
         """Take a request out as plain data and let it come back, as if from another engine."""
         ids = [id for id, asked in self.active.items() if asked.request.state is not RequestState.DONE]
-        asked = self.active[self.rng.choice(ids)] if ids else None
-        if asked is None or (asked.adapter is not None and self.current.get(asked.adapter.name) is not asked.adapter):
+        if not ids:
             return
+        asked = self.active[self.rng.choice(ids)]
         record = self.engine.export_request(asked.request.id)
         self._drop(asked.request.id)
-        moved: list[Request] = []
-        if self._add(lambda: moved.append(self.engine.import_request(record))):
-            (asked.request,) = moved
-            asked.aborted, asked.was_sent_back = False, True
-            self.active[asked.request.id] = asked
-            self.reached["moved"] += 1
+        answers: list[Request | NotHere] = []
+        if not self._add(lambda: answers.append(self.engine.resume(record))):
+            return
+        (answer,) = answers
+        content = record["content_hash"]
+        if isinstance(answer, NotHere):
+            is_here = content in [adapter.manifest.content_hash for adapter in self.current.values()]
+            promise(not is_here, "a request's adapter was not found")
+            self.reached["not moved: its adapter is gone"] += 1
+            return
+        found = answer.adapter
+        promise((found and found.manifest.content_hash) == content, "a request goes on with another adapter")
+        asked.request, asked.adapter = answer, found
+        asked.aborted, asked.was_sent_back = False, True
+        self.active[answer.id] = asked
+        self.reached["moved"] += 1
 
     def _load(self) -> None:
         name = self.rng.choice(self.names)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from ...core.config import EngineConfig
 from ...core.engine import Engine
-from ...core.requests.sampling_params import SamplingParams
+from ...core.requests.sampling_params import SamplingParams, Seeds
 from ...core.requests.types import FinishReason, TokenLogprobs
 from ..report.command import conclude, parser
 from .asked import Asked, Told, promise
@@ -59,6 +59,7 @@ class Life(EngineLife):
         self.world = World()
         self.prompts = [[rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 24))] for _ in range(3)]
         config = self._draw_config()
+        self.seeds = Seeds(config.seed)
         self.disk = Disk(rng, rng.choice([0.0002, 0.002, 0.02, 0.2]), config.adapter_read_seconds)
         memory: dict = {}
         reads = VirtualReads(self.world, rng.randint(1, 3))
@@ -110,7 +111,7 @@ class Life(EngineLife):
                 prompt_logprobs=rng.choice([None, None, None, 0]), logprobs=rng.choice([None, None, None, 0]),
                 seed=rng.choice([None, 7]),
             )  # fmt: skip
-            if asked := self._submit(name, shared + own, params, tenant, salt):
+            if asked := self._submit(name, shared + own, self.seeds.fill(params), tenant, salt):
                 self.executor.contents[asked.request.id] = _content(asked)
 
     def _alone(self, asked: Asked) -> Told:

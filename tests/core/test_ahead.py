@@ -273,6 +273,6 @@ def test_a_moved_request_goes_on_from_what_was_returned(gqa, drive):
     record = driver.engine.export_request("one")
     assert record["tokens"] == PROMPT + driver.answers["one"].tokens
     driver.engine.abort("one")
-    there.engine.import_request(record)
+    there.engine.resume(record)
     there.answers["one"] = driver.answers["one"]
     assert there.drain()["one"].tokens == gqa.greedy(None, PROMPT, 12)

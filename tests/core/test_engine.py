@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from chorus.core.config import EngineConfig
 from chorus.core.requests.request import Request
-from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
 from chorus.core.requests.types import FinishReason
 from chorus.memory.adapters.store import UnknownAdapter
 from chorus.memory.files.format import WEIGHTS_FILE, AdapterFormatError
@@ -103,18 +103,18 @@ def test_seeded_tokens_survive_preemption(gqa, drive, sampled_alone, preemption)
     assert (driver.engine.stats().num_swaps_in > 0) == (preemption == "swap")
 
 
-def test_requests_without_a_seed_draw_from_the_engines(gqa, drive):
-    def tokens(seed):
-        driver = drive(gqa, seed=seed)
-        for name in "ab":
-            driver.add(name, None, [5, 6, 7], max_tokens=16, temperature=1.0)
-        answers = driver.drain()
-        return answers["a"].tokens, answers["b"].tokens
-
-    first = tokens(3)
-    assert first[0] != first[1]
-    assert tokens(3) == first
-    assert tokens(4) != first
+def test_the_engine_draws_no_seed(gqa, drive):
+    """One that takes a request over would draw another. `Seeds` gives each request its own, where it enters."""
+    driver = drive(gqa, seed=3)
+    params = {"max_tokens": 16, "temperature": 1.0}
+    plain = driver.run("a", None, [5, 6, 7], **params).tokens
+    assert driver.run("b", None, [5, 6, 7], seed=0, **params).tokens == plain
+    seeds, again = Seeds(3), Seeds(3)
+    filled = [seeds.fill(SamplingParams()) for _ in range(3)]
+    assert len({it.seed for it in filled}) == 3
+    assert filled == [again.fill(SamplingParams()) for _ in range(3)]
+    assert Seeds(None).fill(SamplingParams()) != Seeds(None).fill(SamplingParams())
+    assert seeds.fill(SamplingParams(seed=0)) == SamplingParams(seed=0)
 
 
 def test_top_k_beyond_any_vocabulary_keeps_all_tokens(gqa, drive):

@@ -6,11 +6,20 @@ import itertools
 import json
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.requests.plan_wire import plan_from_wire, plan_to_wire
+from chorus.core.requests.record import NotHere
+from chorus.core.requests.request import Request
+from chorus.core.requests.sampling_params import InvalidRequest, SamplingParams, Seeds
+from chorus.core.scheduling.overload import Overloaded
+from chorus.core.scheduling.policies import Policies, TokenCounters
 from chorus.graphs.runner import StepMode
 from chorus.memory.files.identity import with_content
+
+from .conftest import Answer
 
 PROMPT = [11, 12, 13, 14, 15, 16, 17, 18, 19, 20] * 3
 
@@ -100,11 +109,33 @@ def test_there_are_24_cases():
     assert len(CASES) == 24
 
 
+@pytest.fixture
+def known(drive):
+    """`known(subject, …)`: as `drive`, with the hashes of all adapters known, as a server finds them out by itself."""
+
+    def make(*args, **config):
+        driver = drive(*args, **config)
+        for adapter in driver.engine.store.versions():
+            adapter.manifest = with_content(adapter.manifest)
+        return driver
+
+    return make
+
+
+def move(name, here, there):
+    """Move a request, which then has told the same on both sides."""
+    record = json.loads(json.dumps(here.engine.export_request(name)))
+    here.engine.abort(name)
+    moved = there.engine.resume(record)
+    there.answers[name] = here.answers.pop(name)
+    return moved
+
+
 @pytest.mark.parametrize("kernels", ["torch"])
 @pytest.mark.parametrize(("adapter", "params", "steps"), CASES)
-def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params, steps):
+def test_a_request_goes_on_elsewhere_token_for_token(gqa, known, adapter, params, steps):
     """In another engine, beside others, with another block size; its client gets each token once."""
-    here, there = (drive(gqa, seed=1), drive(gqa, seed=2, block_tokens=32))
+    here, there = (known(gqa, seed=1), known(gqa, seed=2, block_tokens=32))
     request = here.add("moved", adapter, PROMPT, max_tokens=14, **params)
     for _ in range(steps):
         here.step()
@@ -117,7 +148,7 @@ def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params
 
     there.add("neighbour", "r2-qv", PROMPT[:7], max_tokens=20)
     there.step()
-    moved = there.engine.import_request(record)
+    moved = there.engine.resume(record)
     there.answers["moved"] = type(want)()
     got = there.drain()["moved"]
     assert moved.seed == request.seed
@@ -125,12 +156,127 @@ def test_a_request_goes_on_elsewhere_token_for_token(gqa, drive, adapter, params
     assert (got.finish_reason, got.stop_token_id) == (want.finish_reason, want.stop_token_id)
 
 
+@pytest.mark.parametrize("kernels", ["torch"])
+def test_moves_change_no_token(gqa, known):
+    """Several answers of a call, each moved at any of its tokens, there and, some of them, back again."""
+    here, there = known(gqa, block_tokens=4), known(gqa, max_num_batched_tokens=33)
+    numbers = itertools.count()
+
+    @settings(max_examples=15)
+    @given(
+        adapter=st.sampled_from([None, "r1-all", "r8-attention"]),
+        length=st.integers(1, 30),
+        temperature=st.sampled_from([0.0, 0.7, 1.0, 1.5]),
+        seeds=st.lists(st.integers(-(2**62), 2**63 - 1) | st.none(), min_size=1, max_size=4),
+        moves=st.lists(st.tuples(st.integers(0, 3), st.integers(0, 4)), max_size=6),
+    )
+    def check(adapter, length, temperature, seeds, moves):
+        def ask(driver, call):
+            for index, seed in enumerate(seeds):
+                params = draw.fill(SamplingParams(max_tokens=10, temperature=temperature, seed=seed, ignore_eos=True))
+                driver.engine.add_request(Request(f"{call} {index}", PROMPT[:length], params, adapter, call=call))
+                driver.answers[f"{call} {index}"] = Answer()
+
+        draw = Seeds(5)
+        ask(here, wanted := f"{next(numbers)}")
+        want = here.drain()
+        draw = Seeds(5)
+        ask(here, call := f"{next(numbers)}")
+        for index, steps in moves:
+            for _ in range(steps):
+                here.step()
+                there.step()
+            name = f"{call} {index}"
+            for source, target in ((here, there), (there, here)):
+                if name in source.answers and source.answers[name].finish_reason is None:
+                    assert isinstance(move(name, source, target), Request)
+                    break
+        got = {**here.drain(), **there.drain()}
+        for index in range(len(seeds)):
+            assert got[f"{call} {index}"].tokens == want[f"{wanted} {index}"].tokens
+        for driver in (here, there):
+            driver.answers.clear()
+
+    check()
+
+
+def test_a_record_means_its_adapters_content_whatever_that_is_called_here(gqa, known):
+    """The same name may mean another adapter elsewhere: with its weights the answer would go on as somebody else's."""
+    one, other = gqa.adapters["r1-all"], gqa.adapters["r8-attention"]
+    here = known(gqa, adapters={"voice": one})
+    there = known(gqa, adapters={"voice": other, "copy": one})
+    prompt = gqa.prompt("r1-all", 10, 12, seed=1)
+    here.add("a", "voice", prompt, max_tokens=12)
+    for _ in range(4):
+        here.step()
+    moved = move("a", here, there)
+    assert (moved.adapter_name, moved.adapter.name) == ("voice", "copy")
+    assert there.drain()["a"].tokens == gqa.greedy("r1-all", prompt, 12)
+
+
+def test_content_that_is_not_here_is_said_to_be_so(gqa, known, drive):
+    one, other = gqa.adapters["r1-all"], gqa.adapters["r8-attention"]
+    here, there = known(gqa, adapters={"voice": one}), known(gqa, adapters={"voice": other})
+    here.add("a", "voice", PROMPT, max_tokens=12)
+    here.step()
+    record = here.engine.export_request("a")
+    assert there.engine.resume(record) == NotHere("voice", record["content_hash"])
+    assert not there.engine.has_work()
+    assert len(record["content_hash"]) == 64
+    unhashed = drive(gqa)
+    unhashed.add("a", "r1-all", PROMPT, max_tokens=12)
+    assert unhashed.engine.resume({**unhashed.engine.export_request("a"), "id": "b"}) == NotHere("r1-all", None)
+
+
+def test_a_resumed_request_waits_behind_no_limit_and_before_all_that_have_not_begun(gqa, known):
+    here, there = known(gqa), known(gqa, max_num_seqs=1, max_waiting=2)
+    here.add("moved", None, PROMPT, max_tokens=12)
+    for _ in range(3):
+        here.step()
+    there.add("running", None, PROMPT[:5], max_tokens=8)
+    there.step()
+    for name in "ab":
+        there.add(name, None, PROMPT[:5], max_tokens=2)
+    with pytest.raises(Overloaded):
+        there.add("c", None, PROMPT[:5], max_tokens=2)
+    move("moved", here, there)
+    ended = []
+    while there.engine.has_work():
+        ended += [output.request_id for output in there.step() if output.finish_reason is not None]
+    assert ended == ["running", "moved", "a", "b"]
+
+
+def test_a_resumed_request_keeps_its_age_and_pays_for_no_token_twice(gqa, known):
+    """Its tenant has paid where the request was computed first; what is computed again there is the move's price."""
+    now = [100.0]
+    counters = TokenCounters()
+    here = known(gqa, clock=lambda: now[0])
+    there = known(gqa, clock=lambda: now[0] + 1000.0, policies=Policies(counters))
+    here.add("moved", None, PROMPT, max_tokens=10)
+    now[0] += 3.0
+    for _ in range(4):
+        here.step()
+    now[0] += 4.0
+    moved = move("moved", here, there)
+    assert moved.arrival_time == 1100.0
+    assert len(there.answers["moved"].tokens) == 4
+    there.drain()
+    assert counters.counters[""] == 2.0 * 6, "of 10 answer tokens, the last of which computes nothing, 4 had been paid"
+
+
 def test_only_requests_in_progress_can_be_exported(gqa, drive):
     driver = drive(gqa)
     driver.run("a", None, [5], max_tokens=1)
     with pytest.raises(KeyError):
         driver.engine.export_request("a")
-    driver.add("b", None, [5], max_tokens=2)
+    driver.add("b", None, [5], max_tokens=2, allowed_token_ids=(5, 6))
     record = driver.engine.export_request("b")
     with pytest.raises(ValueError, match="version 99"):
-        driver.engine.import_request({**record, "v": 99})
+        driver.engine.resume({**record, "v": 99})
+    with pytest.raises(InvalidRequest, match="request id 'b' is in use"):
+        driver.engine.resume(record)
+    driver.engine.abort("b")
+    assert driver.engine.resume(json.loads(json.dumps(record))).params == SamplingParams(
+        max_tokens=2, temperature=0.0, ignore_eos=True, allowed_token_ids=(5, 6)
+    )
+    driver.engine.abort("b")

@@ -376,7 +376,7 @@ class CheckingExecutor:
         for kind in (True, False):
             slots = [row.slot for row, one in zip(rows, single, strict=True) if one is kind]
             assert len(list(itertools.groupby(slots))) == len(set(slots)), f"rows of a slot are apart: {slots}"
-        if all(single):
+        if not any(row.is_ragged for row in rows):
             assert plan.bucket is not None
             assert plan.bucket >= len(rows)
             assert plan.bucket in DecodeBuckets(self.config.max_num_seqs).sizes

@@ -12,6 +12,7 @@ from chorus.core.engine import Engine
 from chorus.core.executors.swaps import PageSwaps
 from chorus.core.requests.request import RequestState
 from chorus.core.scheduling.preemption import swaps
+from chorus.memory.files.identity import with_content
 from chorus.memory.host.images import InlineReads
 from chorus.memory.pages.arena import Arena
 from chorus.memory.pages.eviction import RestoreCosts
@@ -309,7 +310,10 @@ def test_an_exported_request_goes_on_elsewhere_while_its_kv_is_on_the_host(subje
     here, there = drive(it, preemption="swap"), drive(it, preemption="swap")
     request, prompt = begun(it, here)
     here.engine.scheduler.preempt(request)
-    moved = there.engine.import_request(here.engine.export_request("a"))
+    for driver in (here, there):
+        adapter = driver.engine.store.get("r1-all")
+        adapter.manifest = with_content(adapter.manifest)
+    moved = there.engine.resume(here.engine.export_request("a"))
     there.answers["a"] = type(here.answers["a"])()
     here.engine.abort("a")
     here.engine.check_integrity()

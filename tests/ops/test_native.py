@@ -1,4 +1,4 @@
-"""Packing of weights for the native decoder; what it computes is tested through the engine."""
+"""Packing of weights for the native decoder, and the check of its steps; what it computes is tested by the engine."""
 
 from __future__ import annotations
 
@@ -30,3 +30,51 @@ def test_packing_into_given_memory():
 def test_odd_reduction_dimension_is_refused_in_bfloat16():
     with pytest.raises(ValueError, match="must be a multiple of 2"):
         native.packed_shape(8, 7, torch.bfloat16)
+
+
+class TestChecks:
+    """Two prefill rows of 3 and 2 tokens, over 6 positions and 5 pages of 4 tokens."""
+
+    MODEL = native.NativeModel(
+        hidden=2, ffn=2, heads=1, kv_heads=1, head_dim=2, vocab=9, block_tokens=4, eps=1e-6, layers=[],
+        embed=torch.zeros(9, 2), lm_head=torch.zeros(1), norm=torch.zeros(2), cos=torch.zeros(6, 2),
+        sin=torch.zeros(6, 2), arena=torch.zeros(5, 64),
+    )  # fmt: skip
+    STEP = {
+        "token_ids": [8, 0, 1, 2, 3],
+        "positions": [3, 4, 5, 0, 1],
+        "page": [2, 4, 4, 3, 3],
+        "offset": [3, 0, 1, 0, 1],
+        "kv_lens": [6, 2],
+        "page_table": [[2, 4], [3, 99]],  # what is behind a row's pages is not read
+        "logit_tokens": [2, 4],
+    }
+
+    def check(self, **changed):
+        step = {**self.STEP, **changed}
+        rows = native.NativeRows()
+        rows.plan([0, 3, 5], torch.tensor(step.pop("page_table")), step.pop("kv_lens"))
+        native.check_step(self.MODEL, rows=rows, **{name: torch.tensor(values) for name, values in step.items()})
+
+    def test_a_step_within_bounds_passes(self):
+        assert native.CHECKS_STEPS, "tests run with checks"
+        self.check()
+
+    @pytest.mark.parametrize(
+        ("changed", "message"),
+        [
+            ({"token_ids": [9, 0, 1, 2, 3]}, "token id is 9; it must be from 0 to 8"),
+            ({"token_ids": [-1, 0, 1, 2, 3]}, "token id is -1"),
+            ({"positions": [3, 4, 6, 0, 1]}, "position is 6; it must be from 0 to 5"),
+            ({"page": [2, 4, 5, 3, 3]}, "page that is written is 5"),
+            ({"offset": [3, 4, 1, 0, 1]}, "offset in a page is 4"),
+            ({"kv_lens": [9, 2]}, "last position of a row is 8; it must be from 0 to 7"),
+            ({"kv_lens": [6, 0]}, "last position of a row is -1"),
+            ({"page_table": [[2, 5], [3, 99]]}, "page that is read is 5"),
+            ({"kv_lens": [6, 5]}, "page that is read is 99"),
+            ({"logit_tokens": [2, 5]}, "token that has logits is 5; it must be from 0 to 4"),
+        ],
+    )
+    def test_a_step_beyond_a_bound_is_refused(self, changed, message):
+        with pytest.raises(IndexError, match=message):
+            self.check(**changed)

@@ -126,6 +126,18 @@ def test_what_is_loaded_is_hashed_as_over_http(monkeypatch):
         assert hashed.wait(60)
 
 
+def test_requests_without_a_seed_draw_from_the_settings():
+    """Answers of equal prompts differ, and those of another start with the same seed are the same."""
+
+    def texts():
+        with LLM(memory_bytes=8 << 20, threads=1, seed=3) as it:
+            return [answer.text for answer in it.generate([TEXT] * 3, SamplingParams(temperature=2.0, max_tokens=12))]
+
+    first = texts()
+    assert len(set(first)) == 3
+    assert texts() == first
+
+
 def test_adapters_come_and_go(tmp_path):
     with LLM(BUILTIN_MODEL, adapters={"voice": BUILTIN_ADAPTERS / "upper"}, memory_bytes=8 << 20, threads=1) as llm:
         assert llm.adapters == ["voice"]

@@ -102,6 +102,24 @@ def test_prefill_steps_are_mixed(profiler, executor):
     assert max(plan.num_tokens for plan in plans) > TOKENS / 2
 
 
+@pytest.mark.parametrize("seqs", [1, SEQS])
+def test_no_step_is_longer_than_the_model(gqa, seqs):
+    """A step may have more tokens than a request: then it has several prompts, as far as it has rows."""
+    limit = 24
+    settings = config(gqa, max_num_seqs=seqs, max_model_len=limit)
+    executor = CpuExecutor(settings)
+    profiler = StepProfiler(executor, list(gqa.adapters.values()), max_num_seqs=seqs, max_num_batched_tokens=TOKENS)
+    profiler.place_adapters()
+    plans = profiler.prefill_plans(60)
+    for plan in plans + profiler.decode_plans(40):
+        check_plan(plan, executor)
+        assert len(plan.rows) <= seqs
+    assert max(plan.num_tokens for plan in plans) > min(TOKENS, limit * seqs) / 2
+    assert any(len(row.tokens) == limit for plan in plans for row in plan.rows)
+    executor.execute(max(plans, key=lambda plan: plan.num_tokens))
+    executor.close()
+
+
 def test_the_steps_tell_the_terms_apart(profiler):
     """A machine that costs exactly what a model says is found to cost just that."""
     truth = StepCost(

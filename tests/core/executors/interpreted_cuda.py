@@ -367,6 +367,21 @@ def test_rows_may_ask_for_more_than_the_likeliest_token(drive, tiny):
     engine.close()
 
 
+def test_a_replayed_step_leaves_nothing_to_score(drive, monkeypatch):
+    """On a GPU a replay runs no Python, so that what the step before it kept would be taken for its own."""
+    driver = drive(adapters=[])
+    steps = driver.executor.inner.steps
+    monkeypatch.setattr(steps.graphs, "replay", lambda bucket, mode: None)
+    driver.add("a", None, [5, 6, 7], max_tokens=2, prompt_logprobs=0)
+    driver.step()
+    assert driver.plans[-1].bucket is None
+    assert len(steps.decoder.score_logits(0, 2)) == 2
+    driver.step()
+    assert driver.plans[-1].bucket == 1
+    with pytest.raises(RuntimeError, match="no score tokens"):
+        steps.decoder.score_logits(0, 1)
+
+
 @pytest.mark.parametrize("wide_steps", [0, 3])
 def test_steps_ahead_take_tokens_that_were_drawn_on_the_device(drive, tiny, monkeypatch, wide_steps):
     """Also where a draw has to look at more logits than it did: they are gone by then, so that the step runs again."""

@@ -381,9 +381,10 @@ class TestEngine:
         {"max_num_batched_tokens": 33, "max_num_seqs": 8},
         {"block_tokens": 4, "num_pages": 80, "max_num_batched_tokens": 40},
         {"prefix_cache": False},
+        {"max_num_batched_tokens": 1, "max_num_seqs": 1},
     ]
 
-    @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache"])
+    @pytest.mark.parametrize("config", CONFIGS, ids=["whole", "chunked", "small arena", "no cache", "one by one"])
     def test_logprobs_and_prompt_logprobs_are_those_of_a_full_forward(self, gqa, drive, config, monkeypatch):
         """Prompts share beginnings, which the cache knows: scores must come all the same, in slices of few rows."""
         monkeypatch.setattr(sampler, "score_rows", lambda vocab: 7)
@@ -437,6 +438,23 @@ class TestEngine:
         want = gqa.logits("r1-all", prompt + answer.tokens[:-1]).log_softmax(-1)
         self.check(answer.prompt_logprobs, prompt[1:], want[: len(prompt) - 1], 1)
         self.check(answer.logprobs, answer.tokens, want[len(prompt) - 1 :], 0)
+
+    def test_rows_that_run_alone_score_their_prompt(self, gqa, drive):
+        """Each step fails as a whole, so that its rows are run again one by one."""
+
+        def fail(plan):
+            if len(plan.rows) > 1:
+                raise RuntimeError("two rows are too many")
+
+        prompt = gqa.prompt("r1-all", 18, 4, seed=3)
+        driver = drive(gqa, before=fail, max_num_seqs=2, max_num_batched_tokens=2)
+        driver.add("b", None, [5], max_tokens=30)
+        driver.step()
+        driver.add("a", "r1-all", prompt, max_tokens=4, prompt_logprobs=1)
+        answer = driver.drain()["a"]
+        assert driver.answers["b"].error is None
+        want = gqa.logits("r1-all", prompt + answer.tokens[:-1]).log_softmax(-1)
+        self.check(answer.prompt_logprobs, prompt[1:], want[: len(prompt) - 1], 1)
 
     def test_penalised_greedy_tokens_are_those_of_generate(self, gqa, drive):
         """transformers' own generation loop with its processors, over adapters and the base."""

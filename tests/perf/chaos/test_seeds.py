@@ -77,8 +77,8 @@ def scores_of_what_is_left(monkeypatch):
 def forgetful_moves(monkeypatch):
     """A request that comes from another engine has lost what it had drawn."""
 
-    def forget(record):
-        return from_record({**record, "tokens": record["tokens"][: record["num_prompt_tokens"]]})
+    def forget(record, now):
+        return from_record({**record, "tokens": record["tokens"][: record["num_prompt_tokens"]]}, now)
 
     monkeypatch.setattr(engine, "from_record", forget)
 

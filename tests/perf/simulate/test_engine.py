@@ -590,3 +590,43 @@ assert "torch" not in sys.modules
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+def test_a_tenant_that_holds_the_pages_keeps_nobody_else_waiting():
+    """Requests of 3,000 and 1,000 tokens fill the arena, with five more behind them, late or not: they once stopped
+    admission for all, and a small tenant's first tokens took 10 s and more, whatever its weight and `max_turn_seconds`.
+    """
+
+    def slowest(num_large):
+        config = EngineConfig(model=MODEL, prefix_cache=False, max_num_seqs=32, num_pages=1002)
+        clock = VirtualClock()
+        catalogue = SimAdapters(PROFILE.geometry.page_layout(16))
+        engine, executor = simulated_engine(PROFILE, catalogue, config, clock)
+
+        first: dict[str, float] = {}
+        sent: dict[str, float] = {}
+
+        def add(name, tokens, count, tenant):
+            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+            request = SimRequest(name, [1] * tokens, params, None, clock.now)
+            request.tenant = tenant
+            engine.add_request(request)
+
+        for index in range(num_large):
+            add(f"large {index}", 3000, 1000, "large")
+        due = [(1.0 + index, f"small {index}") for index in range(30)]
+        while due or any(name not in first for name in sent):
+            while due and due[0][0] <= clock.now:
+                when, name = due.pop(0)
+                sent[name] = when
+                add(name, 30, 10, "small")
+            executor.horizon = due[0][0] if due else float("inf")
+            if not engine.has_work():
+                clock.now = due[0][0]
+                continue
+            for output in engine.step():
+                first.setdefault(output.request_id, clock.now)
+        return max(first[name] - sent[name] for name in sent)
+
+    assert slowest(0) < 0.1
+    assert slowest(9) < 1.0
