@@ -63,8 +63,8 @@ def _summary(results: Sequence[FigureResult]) -> Iterator[str]:
     yield (
         f"{len(lines)} rows of {len(results)} figures: {numbers} have a published number and ours beside it, "
         f'{len(near)} of them within 10 %. Of these, constants were fitted to {fitted} ("fitted" says which), and '
-        f"{len(near) - fitted} are predictions. {opened} are open. {held} of {len(claims)} orders hold in at least 80 % "
-        "of their seeds."
+        f"{len(near) - fitted} are predictions. {opened} are open. "
+        f"{held} of {len(claims)} orders hold in at least 80 % of their seeds."
     )
 
 
