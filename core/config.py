@@ -157,11 +157,12 @@ class EngineConfig(BaseModel):
         description="how long a tenant, or adapter, may wait for its turn, whatever its weight and others' shares",
     )
     max_turn_steps: int = Field(default=1000, ge=1, description="the same in steps")
-    mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3"] = Field(
+    mode_policy: Literal["manual", "fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact"] = Field(
         default="manual",
         description="which adapter steps have in their weights, and whose requests they run: manual: none "
         "unless it is merged by hand; fastest: whatever is predicted to compute most tokens a second; dlora-1, 2, 3: "
-        "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3, to compare with",
+        "the paper's dynamic batching, with adaptive thresholds from 2 on, with credits at 3; dlora-artifact: all of "
+        "these as the authors' code has them, which tunes thresholds at mode switches only. These are to compare with",
     )
     max_load_stall_seconds: float = Field(
         default=0.02,

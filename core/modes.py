@@ -11,7 +11,7 @@ from ..memory.adapters.adapter import Adapter
 from .config import EngineConfig
 from .merging import Merging
 from .requests.types import CannotMerge, ScheduledRow, StepPlan
-from .scheduling.dlora import AdaptiveThresholds, Credits, DynamicBatching
+from .scheduling.dlora import AdaptiveThresholds, ArtifactThresholds, Credits, DynamicBatching
 from .scheduling.fastest_mode import FastestMode
 from .scheduling.mode_policy import Batch, ModeChoice, ModePolicy, ModePrices, ModeState
 from .scheduling.scheduler import Scheduler
@@ -26,17 +26,20 @@ def mode_policy(name: str, prices: ModePrices) -> ModePolicy | None:
             return AdaptiveThresholds(DynamicBatching(), prices)
         case "dlora-3":
             return Credits(AdaptiveThresholds(DynamicBatching(), prices))
+        case "dlora-artifact":
+            return Credits(ArtifactThresholds(DynamicBatching(), prices))
         case "fastest":
             return FastestMode(prices)
     return None
 
 
 class Patience:
-    """Limits how long steps may leave requests out, whatever the policy.
+    """Limits how long steps may leave out all requests of an account, whatever the policy.
 
     They may until that has gone on for as long as a turn may be waited for (`max_turn_seconds`, `max_turn_steps`) or
-    an account is due its turn; then everybody runs for as long as somebody was left out. So in the long run nobody
-    loses more than half of the steps, and nobody waits longer than before.
+    an account is due its turn; then all requests run for as long as an account was left out. So in the long run no
+    account loses more than half of the steps, or waits longer than before. Where one account has all requests, or each
+    has a request in the step, no turn is waited for, and the policy alone decides.
     """
 
     def __init__(self, seconds: float, steps: int) -> None:
@@ -45,7 +48,7 @@ class Patience:
         self._is_due = False
 
     def pass_by(self, seconds: float, left_out: bool, is_late: bool) -> None:
-        """A step took so long. left_out: somebody was. is_late: an account has waited too long for its turn."""
+        """A step took so long. left_out: an account was. is_late: an account has waited too long for its turn."""
         if left_out:
             self._left_out += seconds
             self._num_left_out += 1
@@ -59,7 +62,7 @@ class Patience:
 
     @property
     def is_over(self) -> bool:
-        """True if the next step must leave nobody out."""
+        """True if the next step must leave no request out."""
         return self._is_due
 
 
@@ -87,7 +90,7 @@ class Modes:
         self._patience = Patience(seconds, config.max_turn_steps)
         self._clock = clock
         self._began = math.nan  # of the step before, by which time goes by
-        self._leaves_out = False
+        self._leaves_out = False  # an account, in the step before
         self._context = self._step_seconds = 0.0
         self._num_merges = 0
         self._rows: list[ScheduledRow] = []  # of the last decode step, which go on while they are the same
@@ -113,14 +116,16 @@ class Modes:
                 requests, fcfs, [each for each in requests if each is not None and merging.may_merge(each)],
                 self.max_batch, self._context, merging.merged, merging.shadowed, merging.is_under_way,
                 merging.share_made, self._step_seconds, not self._patience.is_over,
-                scheduler.running.count_by_adapter(), scheduler.most_running,
+                scheduler.running.count_by_adapter(), scheduler.count_beginning(),
             )
         )  # fmt: skip
         self._apply(choice)
         only = choice.only if choice.merged is merging.merged and not self._patience.is_over else None
-        self._leaves_out = only is not None and any(adapter not in only for adapter in requests)
-        scheduler.only = only if self._leaves_out else None
-        self.num_left_out += self._leaves_out
+        if only is not None and all(adapter in only for adapter in requests):
+            only = None
+        scheduler.only = only
+        self.num_left_out += only is not None
+        self._leaves_out = only is not None and scheduler.leaves_account_out(only)
 
     def credit(self, adapter: Adapter | None) -> float | None:
         """Return what an adapter, or the base model, has been credited; None where the policy keeps no credits."""

@@ -12,6 +12,12 @@ from typing import Generic, NoReturn, TypeVar
 Output = TypeVar("Output")
 
 
+def padded(num_rows: int) -> int:
+    """Return the bucket of more than 64 rows, without the limit of `max_num_seqs`."""
+    step = 1 << (num_rows - 1).bit_length() - 4
+    return -(-num_rows // step) * step
+
+
 class DecodeBuckets:
     """1, 2, 4, 8, 16, 24, … 128, 144, … 256, 288, … ending exactly at `max_num_seqs`.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...graphs.runner import padded
 from ..requests.types import StepPlan
 from .models import Kernel, StepCost
 
@@ -12,7 +13,9 @@ from .models import Kernel, StepCost
 class StepWork:
     """Counts over a plan's rows.
 
-    tokens: those computed, with the padding of a bucket, which a step with a prompt does without. rows: without it.
+    tokens: those computed, with the padding of a bucket, which a step with a prompt does without; but beside more than
+    64 rows as many at least as these would be padded to, since the products are computed in tiles of about an eighth of
+    them, and a prompt of few tokens makes no step cheaper. rows: without padding.
     kv_tokens: tokens in the rows' KV cache once the step has run. longest: the most that a row has there before it.
     row_ranks, token_ranks: rank-rows computed, once per row and once per token. adapter_ranks: sum of the distinct
     adapters' ranks. pairs: (token, token that it attends to) of the rows that compute more than one.
@@ -74,6 +77,8 @@ class StepWork:
                 more_using += count - 1
                 token_ranks += (count - 1) * rank
         largest = max(ranks)
+        if len(rows) > 64:
+            tokens = max(tokens, padded(len(rows)))
         return cls(
             tokens, len(rows), kv_tokens, longest, kernel.rank_work(using, row_ranks, largest),
             kernel.rank_work(using + more_using, token_ranks, largest), adapter_ranks, pairs, True,

@@ -175,15 +175,12 @@ class Admission:
             has_room = self._has_room(request, blocks, step)
             if not has_room and self._store.give_up_loads():
                 continue
-            is_crowded = self._shares.is_crowded()
-            if only_look and ((has_room and not is_crowded) or self._shares.may_begin(request.account)):
+            if only_look and (has_room or self._shares.may_begin(request.account)):
                 return {request: 0}
-            if (not has_room or is_crowded) and self._make_way(request, step, order):
+            if not has_room and self._make_way(request, step, order):
                 if self._memory.swapped.frees_pages:
                     break  # the pages are there once they have been copied
                 continue
-            if is_crowded:
-                break
             if not has_room and (running or self._store.loads.under_way):
                 step.held.update(running.accounts)
                 if request.account in step.held and not step.held >= self._waiting.accounts.keys():
@@ -204,11 +201,11 @@ class Admission:
 
     def _place(self, running: Running, rows: int) -> Place | None:
         """Return the place that one more request may take: with a seat free any, else that of a request without a row
-        of its own. None where there is none. While some are left out, so many may run as the step has rows: those keep
-        what they hold, and no row.
+        of its own. None where there is none. While a mode policy leaves requests out, these keep their pages and others
+        may take the step's rows.
         """
         seats = self._seats
-        if len(running) < seats or (self.only is not None and rows < seats and not self._shares.is_crowded()):
+        if len(running) < seats or (self.only is not None and rows < seats):
             return Place.SEAT
         if self._shares.is_open_to(self._waiting.accounts):
             return Place.ACCOUNT
@@ -217,7 +214,7 @@ class Admission:
         return None
 
     def _make_way(self, request: Request, step: Step, order: QueueOrder) -> bool:
-        """Preempt a request for one that lacks pages, or a place among those that sit out; False if none is to yield.
+        """Preempt a request for one that lacks pages; False if none is to yield.
 
         Whoever sits out yields to an account that has fewer rows; who has a row does to one that is late for its turn
         and has nothing running.

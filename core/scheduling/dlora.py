@@ -27,7 +27,9 @@ PERIOD = 100
 """Steps after which thresholds are tuned anew if nothing else changes; chosen, as no document says."""
 
 INITIAL_CREDIT, STARVE_CREDIT, NORMAL_CREDIT = 70_000.0, 80_000.0, 75_000.0
-"""Credit to begin with, T_starve and T_normal: the artifact's for 8 adapters. A whole batch that gives way moves 1."""
+"""Credit to begin with, T_starve and T_normal: the artifact's for 8 adapters. A whole batch that gives way moves 1, so
+that an adapter starves after 10,000 steps in which others had all of its rows: in no experiment of the paper's length.
+"""
 
 
 class Batching(Protocol):
@@ -94,6 +96,9 @@ class AdaptiveThresholds:
     A period ends when the mode changes, when another adapter has most requests, or after `PERIOD` steps. The paper
     leaves β_switch out as "similar": it rises by γ_dec where unmerged mode would have been better, switch included, and
     else falls by γ_mul; as in the artifact neither threshold passes the other by an addition.
+
+    To the letter α_switch has no upper bound: it is multiplied after every period of mixed adapters, and nothing but a
+    period in which merging would have paid lowers it. `ArtifactThresholds` is the authors' own reading.
     """
 
     def __init__(self, batching: DynamicBatching, prices: ModePrices, period: int = PERIOD) -> None:
@@ -107,14 +112,17 @@ class AdaptiveThresholds:
         legal = state.eligible if legal is None else legal
         batching = self.batching
         choice = batching.choose(state, legal)
-        candidate = batching.type or most_requested(state.requests, legal)
-        now = batching.type, candidate
-        if self._period and (now != self._of or len(self._period) == self._length):
+        now = batching.type, batching.type or most_requested(state.requests, legal)
+        if self._period and self._is_over(*now):
             self._tune(*self._of)
+            self._period = []
+        if now[1] is not None:
+            self._period.append(self._iteration(state, now[1]))
         self._of = now
-        if candidate is not None:
-            self._period.append(self._iteration(state, candidate))
         return choice
+
+    def _is_over(self, merged: Adapter | None, candidate: Adapter | None) -> bool:
+        return (merged, candidate) != self._of or len(self._period) == self._length
 
     def _iteration(self, state: ModeState, candidate: Adapter) -> Iteration:
         count = min(state.requests.get(candidate, 0), state.max_batch)
@@ -123,20 +131,48 @@ class AdaptiveThresholds:
         return Iteration(count, merged, sum(state.fcfs.values()), fcfs)
 
     def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
-        batching = self.batching
-        period, self._period = self._period, []
-        assert candidate is not None
-        switch = self._prices.merge_seconds(candidate)
+        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
         if merged is None:
-            merging, unmerged = throughputs(period, switch, 0.0)
-            alpha = tuned(batching.alpha, merging > unmerged)
-            batching.alpha = alpha if alpha > batching.beta else batching.alpha
-            return
-        merging, unmerged = throughputs(period, 0.0, switch)
+            self._tune_alpha(*throughputs(self._period, switch, 0.0))
+        else:
+            self._tune_beta(*throughputs(self._period, 0.0, switch))
+
+    def _tune_alpha(self, merging: float, unmerged: float) -> None:
+        batching = self.batching
+        alpha = tuned(batching.alpha, merging > unmerged)
+        batching.alpha = alpha if alpha > batching.beta else batching.alpha
+
+    def _tune_beta(self, merging: float, unmerged: float) -> None:
+        batching = self.batching
         if unmerged <= merging:
             batching.beta /= GAMMA_MUL
         elif batching.beta + GAMMA_DEC < batching.alpha:
             batching.beta += GAMMA_DEC
+
+
+class ArtifactThresholds(AdaptiveThresholds):
+    """Algorithm 2 as the authors' code has it (`_adjust_merge_threshold`): thresholds are tuned at mode switches only.
+
+    A period is all steps between two switches. The end of merged mode tunes α_switch, that of unmerged mode β_switch. A
+    switch is charged to the mode that the period was in and, in unmerged mode, to merged mode whenever another adapter
+    has most requests. Step times are the prices', where the code has constants of one GPU.
+    """
+
+    def _is_over(self, merged: Adapter | None, candidate: Adapter | None) -> bool:
+        return merged is not self._of[0]
+
+    def _iteration(self, state: ModeState, candidate: Adapter) -> Iteration:
+        found = super()._iteration(state, candidate)
+        if self.batching.type is not None or (self._period and candidate is self._of[1]):
+            return found
+        return found._replace(merged_seconds=found.merged_seconds + self._prices.merge_seconds(candidate))
+
+    def _tune(self, merged: Adapter | None, candidate: Adapter | None) -> None:
+        switch = 0.0 if candidate is None else self._prices.merge_seconds(candidate)
+        if merged is None:
+            self._tune_beta(*throughputs(self._period, 0.0, switch))
+        else:
+            self._tune_alpha(*throughputs(self._period, switch, 0.0))
 
 
 @dataclass(eq=False)

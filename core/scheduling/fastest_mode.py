@@ -15,10 +15,10 @@ EARNED = 2.0
 missed is merged for the next. So merging takes half, at most, of what it is meant to gain.
 """
 
-
-PROBE = 64
-"""Steps of one adapter alone before one with everybody, which tells whether its price still holds: what is never run is
-never known to have become cheaper, or to have been cheaper all along. Chosen: it costs a hundredth at most.
+PROBE, MOST_PROBE = 64, 1024
+"""Steps of one adapter alone before one with all requests, which tells whether its price still holds: what is never run
+is never known to have become cheaper, or to have been cheaper all along. Twice as many after each that changed nothing,
+at most `MOST_PROBE`. Chosen: the first costs a hundredth at most.
 """
 
 
@@ -35,7 +35,7 @@ class FastestMode:
         self._prices = prices
         self._lost: dict[Adapter, float] = {}  # tokens, without the merged weights of each
         self._earned = math.inf  # tokens, lost before the merge under way was begun
-        self._num_alone = 0  # steps in a row
+        self._num_alone, self._probe = 0, PROBE  # steps in a row, and after how many one has all requests
 
     def choose(self, state: ModeState) -> ModeChoice:
         if state.shadowed is not None and state.is_under_way:
@@ -49,10 +49,13 @@ class FastestMode:
         wanted = self._wanted(state, rate)
         if wanted is not None:
             return ModeChoice(wanted)
-        self._num_alone = 0 if choice.only is None else self._num_alone + 1
-        if self._num_alone > PROBE:
-            self._num_alone = 0
+        if choice.only is None:
+            self._num_alone, self._probe = 0, PROBE
+        elif self._num_alone == self._probe:
+            self._num_alone, self._probe = 0, min(2 * self._probe, MOST_PROBE)
             return ModeChoice(choice.merged)
+        else:
+            self._num_alone += 1
         return choice
 
     def _weighed(self, found: tuple[float, ModeChoice], state: ModeState) -> float:
@@ -101,10 +104,19 @@ class FastestMode:
         return ModeChoice(None)
 
     def _candidates(self, state: ModeState) -> list[Adapter]:
-        """Return the adapters that may be worth merging: with most rows of a step, and with most work for theirs."""
-        eligible = [adapter for adapter in state.eligible if adapter is not state.shadowed and adapter in state.fcfs]
+        """Return the adapters that may be worth merging: with most rows of a step, of its own or of first come, first
+        served, and of equal ones with most requests; and with most work for its rows.
+        """
+        eligible = [adapter for adapter in state.eligible if adapter is not state.shadowed]
         if not eligible:
             return []
-        rows = max(eligible, key=lambda adapter: (state.fcfs[adapter], -adapter.version))
-        work = max(eligible, key=lambda adapter: (state.fcfs[adapter] * adapter.rank, -adapter.version))
-        return [rows] if work is rows else [rows, work]
+        first, requests = state.fcfs, state.requests
+
+        def rows(adapter: Adapter) -> tuple[int, int, int]:
+            own = state.alone(adapter) if state.may_leave_out else first.get(adapter, 0)
+            return own, requests.get(adapter, 0), -adapter.version
+
+        def work(adapter: Adapter) -> tuple[int, int]:
+            return first.get(adapter, 0) * adapter.rank, -adapter.version
+
+        return list(dict.fromkeys([max(eligible, key=rows), max(eligible, key=work)]))

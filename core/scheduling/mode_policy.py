@@ -22,7 +22,7 @@ class ModeState:
     use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`:
     `share_made` of them is there.
     step_seconds: of the last decode step. may_leave_out: a step may leave some requests out. running: those that run.
-    seats: so many may, with those that are left out, who keep what they hold.
+    beginning: how many more may begin to, beside those that are left out, which keep their pages.
     """
 
     requests: Batch
@@ -37,12 +37,11 @@ class ModeState:
     step_seconds: float = 0.0
     may_leave_out: bool = True
     running: Batch = field(default_factory=dict)
-    seats: int = 0
+    beginning: int = 0
 
     def alone(self, adapter: Adapter) -> int:
         """Return the rows of a step that leaves all others out: those that run, and those that may begin."""
-        beginning = max(0, self.seats - sum(self.running.values()))
-        return min(self.requests.get(adapter, 0), self.max_batch, self.running.get(adapter, 0) + beginning)
+        return min(self.requests.get(adapter, 0), self.max_batch, self.running.get(adapter, 0) + self.beginning)
 
 
 class ModeChoice(NamedTuple):

@@ -250,10 +250,23 @@ class Scheduler:
         }
         return requests, first
 
-    @property
-    def most_running(self) -> int:
-        """Requests that may run, with those that sit out steps."""
-        return self._seats.most_running
+    def leaves_account_out(self, only: Collection[Adapter | None]) -> bool:
+        """True if an account has requests, but no running one of `only`, while another account has requests, too."""
+        accounts = self.running.accounts.keys() | self.waiting.accounts
+        if len(accounts) < 2:
+            return False
+        return len(accounts) > len({request.account for request in self.running if request.adapter in only})
+
+    def count_beginning(self) -> int:
+        """Return how many waiting requests memory has room for: pages that are left over those that a running one is
+        expected to end with, the mean.
+        """
+        running = self.running
+        if not self.waiting or not running:
+            return len(self.waiting)
+        growth = self._lengths.growth_of(running)
+        pages = sum([request.room for request in running]) // self._memory.block_tokens + growth
+        return max(0, self._memory.num_available_pages - growth) * len(running) // max(1, pages)
 
     def take_failed(self) -> list[RequestOutput]:
         """Return the outputs of requests that failed before they could run, once."""

@@ -29,8 +29,6 @@ class SeatShares:
     def __init__(self, max_rows: int, running: Running, clock: Callable[[], float]) -> None:
         """max_rows: of a step. running: the requests that run, which others change."""
         self._max_rows = max_rows
-        self.most_running = 2 * max_rows - 1
-        """Requests that may run, with those that sit out."""
         self._running = running
         self._clock = clock
         self._held: dict[str, float] = {}  # cost of running requests, by account
@@ -132,14 +130,10 @@ class SeatShares:
             return False
         if own < accounts.get(account, 0):  # some of its own sit out
             return False
-        if self.is_crowded() if own else len(accounts) >= self._max_rows:  # each account keeps a row
+        if not own and len(accounts) >= self._max_rows:  # each account keeps a row
             return False
         giver = self._giver
         return giver is not None and (not own or self.given(account) < self.given(giver))
-
-    def is_crowded(self) -> bool:
-        """True if so many sit out that one of them has to leave before another request begins."""
-        return len(self._running) >= self.most_running
 
     def sitting_out(self, account: str) -> Request | None:
         """Return the newest request of another account that sits out the step for others; None where there is none.

@@ -167,7 +167,7 @@ def serve(engine: Engine, trace: Sequence[TraceRequest]) -> Records:
                 continue
             request, asked = open_.pop(output.request_id)
             if output.error is not None:
-                records.num_failed += 1
+                records.failures.append((asked.arrival, asked.slo))
                 continue
             arrival = asked.arrival
             queue, tokens = max(0.0, request.start_time - begin - arrival), request.num_output_tokens

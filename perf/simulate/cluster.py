@@ -34,6 +34,10 @@ def first(request: Routed, replicas: Sequence[ReplicaState]) -> int | None:
     return 0
 
 
+class NoReplica(RuntimeError):
+    """Requests that no replica will ever take."""
+
+
 class Happened(StrEnum):
     """Events that a controller is told of."""
 
@@ -306,7 +310,7 @@ class Cluster:
         self._offer(request, NOTHING)
 
     def finish(self) -> Records:
-        """Serve all that has come. Raises RuntimeError where the router leaves requests waiting for ever."""
+        """Serve all that has come. Raises NoReplica where the router leaves requests waiting for ever."""
         self.run_until(math.inf)
         while self._held and self._period:  # all is over, which the router learns with the next report
             held = len(self._held)
@@ -315,8 +319,8 @@ class Cluster:
             if len(self._held) == held:
                 break
         if self._held:
-            raise RuntimeError(f"the router left {len(self._held)} requests waiting while no replica had any")
-        self._records.num_failed = sum(replica.num_failed for replica in self.replicas)
+            raise NoReplica(f"the router left {len(self._held)} requests waiting while no replica had any")
+        self._records.failures = [failure for replica in self.replicas for failure in replica.failures]
         return self._records
 
     def _awaits_controller(self) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from .metrics import METRICS
 from .results import Results
 from .study import Row
-from .table import broken, caption, held_text, order_text, point_text, spread_text
+from .table import broken, caption, failures, held_text, order_text, point_text, spread_text
 
 _HEAD = """# What the studies say
 
@@ -31,6 +31,7 @@ def _study(results: Results, share: float) -> Iterator[str]:
     labels = [METRICS[metric].label for metric in study.metrics]
     yield from _table(["", *labels], ([row.name, *_cells(results, row)] for row, _ in results.rows))
     yield f"\n{caption(results)[0].upper()}{caption(results)[1:]}.\n"
+    yield from (f"* **{line}**" for line in failures(results))
     for order in results.orders:
         mark = "" if order.holds_in(share) else "~~"
         yield f"* {mark}{held_text(order)}{mark}: {order_text(order)}"

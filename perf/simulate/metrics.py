@@ -22,6 +22,7 @@ _MS, _PERCENT = 1e3, 1e2
 
 METRICS: Mapping[str, Metric] = {
     "requests": Metric("requests", digits=0),
+    "failed": Metric("failed", digits=0),
     "ttft_mean": Metric("TTFT, ms", _MS, 0),
     "ttft_p99": Metric("TTFT p99, ms", _MS, 0),
     "others_ttft_p99": Metric("others' TTFT p99, ms", _MS, 0),

@@ -75,7 +75,7 @@ class HostTimes:
             came.append(request._replace(arrival=free))
         asked = {request.arrival: each.arrival for request, each in zip(came, trace, strict=True)}
         found, records = Records(), simulate(self.slower(profile), came)
-        found.num_failed = records.num_failed
+        found.failures = records.failures
         names = ("arrival", "ttft", "e2e", "queue", "cold", "tokens")
         for arrival, ttft, e2e, queue, cold, tokens in zip(*map(records.column, names), strict=True):
             began = asked[float(arrival)]

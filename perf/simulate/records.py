@@ -41,7 +41,8 @@ class Records:
     also those of values that are computed from several columns, and over the requests that came after a warm-up: an
     hour at 340 requests/s takes 54 MB, and up to an eighth of that as room to grow. Names are kept once.
 
-    num_failed: requests that ended with an error. num_moved: how often requests went on at another replica.
+    failures: arrival and service class of each request that was refused or ended with an error. num_moved: how often
+    requests went on at another replica.
     """
 
     _TYPES = {"arrival": "d", "ttft": "f", "e2e": "f", "queue": "f", "cold": "f", "tokens": "i", "replica": "i"}
@@ -52,8 +53,12 @@ class Records:
         self._columns |= {name: array("i") for name in self._NAMED}
         self._appends = tuple(column.append for column in self._columns.values())
         self._numbers: dict[str | None, int] = {None: 0}  # of names
-        self.num_failed = 0
+        self.failures: list[tuple[float, str | None]] = []
         self.num_moved = 0
+
+    @property
+    def num_failed(self) -> int:
+        return len(self.failures)
 
     def add(self, served: Served) -> None:
         numbers = self._numbers
@@ -72,7 +77,7 @@ class Records:
                 column.extend([self._numbers.setdefault(names[each], len(self._numbers)) for each in found])
             else:
                 column.extend(found)
-        self.num_failed += other.num_failed
+        self.failures += other.failures
         self.num_moved += other.num_moved
 
     def __len__(self) -> int:

@@ -111,8 +111,9 @@ class Replica:
         self.state = ReplicaState(
             self.engine.config.max_num_seqs, resident=_Adapters(store, _ARENA), on_host=_Adapters(store, _HOST)
         )
-        self.num_failed = 0
-        self.ended: list[TraceRequest] = []  # by the last step
+        self.failures: list[tuple[float, str | None]] = []
+        """Arrival and service class of each request that was refused or ended with an error."""
+        self.ended: list[TraceRequest] = []  # by the last step, failures included
         self.left: list[Left] = []  # what the last step's end gave up
         self._reads = self.executor.adapters.reads
         self._adapters = adapters
@@ -302,9 +303,11 @@ class Replica:
                 )  # fmt: skip
 
     def _fail(self, request_id: str) -> None:
-        self.state.remove(self._open.pop(request_id).rank)
+        each = self._open.pop(request_id)
+        self.state.remove(each.rank)
         self._queue.pop(request_id, None)
-        self.num_failed += 1
+        self.ended.append(each.item)
+        self.failures.append((each.item.arrival, each.item.slo))
 
 
 class _Open:

@@ -106,7 +106,8 @@ class Results:
     """A study's options and results.
 
     seeds: of the runs. rows: with the medians; samples and loads are the first seed's. spreads: each row's metrics.
-    region: empty unless it was asked for.
+    failed: by row, requests that were refused or ended with an error, with all seeds, and all requests; rows without
+    any are left out, and points of the region are rows of their own. region: empty unless it was asked for.
     """
 
     study: Study
@@ -116,7 +117,12 @@ class Results:
     rows: list[tuple[Row, Outcome]]
     spreads: dict[str, dict[str, Spread]]
     orders: list[Order]
+    failed: dict[str, tuple[int, int]]
     region: list[Strip]
+
+    def holds_in(self, share: float) -> bool:
+        """True if no request failed, and every order holds in that share of the seeds."""
+        return not self.failed and all(order.holds_in(share) for order in self.orders)
 
     def to_json(self) -> dict[str, Any]:
         """Plain values; the same study, scale and seeds give the same ones on every run."""
@@ -132,6 +138,8 @@ class Results:
                         for row, _ in self.rows},
             "orders": [order.to_json() for order in self.orders],
         }  # fmt: skip
+        if self.failed:
+            found["failed"] = self.failed
         if self.region:
             found["region"] = [
                 {
@@ -199,7 +207,8 @@ def run_study(
     orders = [_orders(study, same) for same in runs]
     at = iter(orders[1:])
     strips = [Strip(axis, [(point, next(at)) for point in axis.points]) for axis in study.region] if region else []
-    return Results(study, quick, scale, numbers, rows, spreads, orders[0], strips)
+    failed = _failures(study, places, runs)
+    return Results(study, quick, scale, numbers, rows, spreads, orders[0], failed, strips)
 
 
 def interval(count: int) -> tuple[int, float]:
@@ -275,6 +284,20 @@ def _completed(study: Study, run: Mapping[str, Mapping[str, float]]) -> _Run:
         if missing:
             raise StudyError(f"{study.name}: metrics: this kind of study does not have {missing[0]}; take it out")
     return {name: {key: _rounded(value) for key, value in metrics.items()} for name, metrics in full.items()}
+
+
+def _failures(
+    study: Study, places: Sequence[tuple[Axis, Any] | None], runs: Sequence[Sequence[_Run]]
+) -> dict[str, tuple[int, int]]:
+    """See `Results.failed`."""
+    found = {}
+    for place, same in zip(places, runs, strict=True):
+        at = "" if place is None else f" ({place[0].name} {place[1]})"
+        for row in study.rows:
+            failed = int(sum(run[row.name].get("failed", 0) for run in same))
+            if failed:
+                found[f"{row.name}{at}"] = failed, failed + int(sum(run[row.name]["requests"] for run in same))
+    return found
 
 
 def _rounded(value: float) -> float:

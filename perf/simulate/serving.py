@@ -18,7 +18,7 @@ from ..workload import WorkloadError, WorkloadSpec
 from ..workload.popularity import FromTrace
 from ..workload.request import TraceRequest
 from .adapters import SimAdapters
-from .cluster import Cluster, Event, Happened, first, simulate, simulate_clients
+from .cluster import Cluster, Event, Happened, NoReplica, first, simulate, simulate_clients
 from .controls import RankBlind, mean_rank
 from .engine import MODEL
 from .merged_only import MergedOnly
@@ -42,8 +42,16 @@ class Outcome:
 
 
 def run_serving(setup: Setup) -> Outcome:
-    """Raises StudyError for what the setup's parts refuse."""
-    profile = changed_profile(setup.profile, setup.terms)
+    """Raises StudyError for what the setup's parts refuse, its traces included."""
+    try:
+        return _run(setup)
+    except (WorkloadError, NoReplica) as error:
+        raise StudyError(str(error)) from None
+
+
+def _run(setup: Setup) -> Outcome:
+    own = None if setup.directory is None else setup.directory / setup.profile
+    profile = changed_profile(str(own) if own is not None and own.is_file() else setup.profile, setup.terms)
     if setup.tensor_parallel > 1 and profile.costs().all_reduce is None:
         raise StudyError(
             f"tensor_parallel is {setup.tensor_parallel} and profile {profile.name} has no all-reduce cost; "
@@ -51,10 +59,7 @@ def run_serving(setup: Setup) -> Outcome:
         )
     if (setup.mode or setup.engine.get("mode_policy", "manual") != "manual") and profile.costs().merge is None:
         raise StudyError(f"nothing can be merged: profile {profile.name} has no merge cost; set terms merge.base")
-    try:
-        spec = WorkloadSpec.parse(setup.workload)
-    except WorkloadError as error:
-        raise StudyError(str(error)) from None
+    spec = WorkloadSpec.parse(setup.workload, setup.directory)
     adapters = _Adapters(profile, setup)
 
     def make(index: int, now: float = 0.0) -> Replica:
@@ -236,6 +241,9 @@ def _outcome(
     setup: Setup, records: Records, replicas: Sequence[Replica], num_prompt_tokens: int, loads: np.ndarray | None
 ) -> Outcome:
     counted = records.column("arrival") >= setup.warmup
+    failed = [slo for arrival, slo in records.failures if arrival >= setup.warmup]
+    if failed and not counted.any():
+        raise StudyError(f"all {len(failed)} requests were refused or failed; see engine and workload")
     if not counted.any():
         raise StudyError(f"warmup is {setup.warmup:g} s and no request comes after it; lower it or raise the duration")
     names = ("ttft", "tpot", "e2e", "time_per_token", "cold_share")
@@ -244,7 +252,7 @@ def _outcome(
     seconds = float(ends.max() - records.column("arrival").min())
     cold = sum(replica.engine.num_cold_starts for replica in replicas)
     busy = sum(replica.executor.busy_seconds for replica in replicas)
-    metrics: dict[str, Any] = {"requests": int(counted.sum()), "failed": records.num_failed}
+    metrics: dict[str, Any] = {"requests": int(counted.sum()), "failed": len(failed)}
     for name, values in samples.items():
         if name == "tpot":
             values = values[tokens[counted] > 1]
@@ -257,7 +265,9 @@ def _outcome(
             raise StudyError(f"flood is {setup.flood!r} and no other tenant sends; set workload.tenants")
         metrics["others_ttft_p99"] = float(np.percentile(others, 99))
     if setup.slo is not None or setup.slo_classes:
-        metrics["slo_attainment"] = _attainment(setup, samples["time_per_token"], records.column("slo")[counted])
+        classes = np.append(records.column("slo")[counted], np.array(failed, object))
+        times = np.append(samples["time_per_token"], np.full(len(failed), np.inf))
+        metrics["slo_attainment"] = _attainment(setup, times, classes)
     metrics["tokens_per_second"] = float(tokens.sum()) / seconds
     metrics["total_tokens_per_second"] = (float(tokens.sum()) + num_prompt_tokens) / seconds
     metrics["tokens_per_busy_second"] = (float(tokens.sum()) + num_prompt_tokens) / busy
@@ -278,7 +288,7 @@ def _outcome(
 
 
 def _attainment(setup: Setup, time_per_token: np.ndarray, classes: np.ndarray) -> float:
-    """Share of requests within their class's limit, or the setup's; of those that have one."""
+    """Share of requests within their class's limit, or the setup's; of those that have one. inf: a failure."""
     limits = np.full(len(classes), setup.slo or np.nan)
     for name, limit in setup.slo_classes.items():
         limits[classes == name] = limit

@@ -109,7 +109,8 @@ class Setup(Strict):
     most_rows, keep_idle, tells_tenants: `Replica`'s; tensor_parallel: its degree. placement: for each replica, or the
     first few, numbers of adapters that it has in the arena from the start, the most popular being 0. script: what is
     done to replicas when. mode: a policy of modes that only studies compare with, in place of the engine's
-    (`MergedOnly`). mode_prices: what the engine's compares modes by.
+    (`MergedOnly`). mode_prices: what the engine's compares modes by. directory: of the study's file, from which
+    relative paths of the profile and of traces count.
     """
 
     profile: str
@@ -139,6 +140,7 @@ class Setup(Strict):
     tensor_parallel: PositiveInt = 1
     mode: Literal["merged-only"] | None = None
     mode_prices: Literal["learned", "profile"] = "learned"
+    directory: Path | None = None
 
 
 class Pool(Strict):
@@ -248,6 +250,7 @@ class Study(Strict):
     rows: list[Row] = Field(min_length=1)
     expect: list[Expectation] = []
     region: list[Axis] = []
+    directory: Path | None = None
 
     @model_validator(mode="after")
     def _names_exist(self) -> Study:
@@ -288,6 +291,8 @@ class Study(Strict):
         if self.kind == "fragmentation":
             workload = fields.pop("workload", {})
             fields["seed"] = workload.get("seed", fields.get("seed", 0))
+        elif self.directory is not None:
+            fields["directory"] = self.directory
         kind = Setup if self.kind == "serving" else Pool
         return _validated(kind, fields, f"{self.name}: row {row.name!r}")
 
@@ -346,7 +351,7 @@ def load_study(name: str) -> Study:
         return parse_study(_shipped().joinpath(f"{name}.toml").read_text("utf-8"), name)
     path = Path(name)
     try:
-        return parse_study(path.read_text("utf-8"), path.stem, str(path))
+        return parse_study(path.read_text("utf-8"), path.stem, str(path), path.parent)
     except FileNotFoundError:
         known = ", ".join(shipped_studies())
         raise StudyError(f"{name} is neither a file nor a shipped study; those are {known}") from None
@@ -354,14 +359,17 @@ def load_study(name: str) -> Study:
         raise StudyError(f"{name}: can't be read ({error}); check the path") from None
 
 
-def parse_study(text: str, name: str, origin: str | None = None) -> Study:
-    """Raises StudyError, which begins with `origin`, for what is wrong anywhere in it, the rows' setups included."""
+def parse_study(text: str, name: str, origin: str | None = None, directory: Path | None = None) -> Study:
+    """directory: from which relative paths count.
+
+    Raises StudyError, which begins with `origin`, for what is wrong anywhere in it, the rows' setups included.
+    """
     origin = origin or name
     try:
         fields = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise StudyError(f"{origin}: not TOML ({error}); mend it") from None
-    study = _validated(Study, {**fields, "name": name}, origin)
+    study = _validated(Study, {**fields, "name": name, "directory": directory}, origin)
     for row in study.rows:
         study.setup_of(row)
         for axis in study.region:

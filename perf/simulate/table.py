@@ -28,6 +28,8 @@ def print_results(results: Results, console: Console, share: float = SHARE) -> N
         cells = (escape(spread_text(name, spreads[name])) + published.get(name, "") for name in study.metrics)
         table.add_row(escape(row.name), *cells)
     console.print(table)
+    for line in failures(results):
+        console.print(f"[red]{escape(line)}[/]")
     for order in results.orders:
         verdict = "[green]order holds[/]" if order.holds_in(share) else "[red]order fails[/]"
         console.print(f"{verdict} in {held_text(order)}  {escape(order_text(order))}")
@@ -49,6 +51,12 @@ def _print_strip(strip: Strip, console: Console, share: float) -> None:
         cells = (f"[{'green' if order.holds_in(share) else 'red'}]{held_text(order)}[/]" for order in same)
         table.add_row(escape(order_text(same[0])), *cells)
     console.print(table)
+
+
+def failures(results: Results) -> Iterator[str]:
+    """Return a line for each row in which requests failed."""
+    for row, (failed, requests) in results.failed.items():
+        yield f"{row}: {failed:,} of {requests:,} requests were refused or failed, and are in no metric but within SLO"
 
 
 def caption(results: Results) -> str:

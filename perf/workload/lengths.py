@@ -240,17 +240,16 @@ class TraceLengths(Lengths):
         return take
 
     def _replayed(self, seed: int) -> Callable[[int], Taken]:
-        rows, provides = self._rounds(seed), self.trace.provides
+        rows = self._rounds(seed)
+        fields = {"slo": "slo", "tenants": "tenant", "sessions": "session"}
+        fields = {name: field for name, field in fields.items() if self.trace.has(field)}
 
         def take(n: int) -> Taken:
             taken = list(itertools.islice(rows, n))
             prompt = np.array([row.prompt_tokens for row in taken], np.int64)
             output = np.array([row.output_tokens for row in taken], np.int64)
             block = max((row.hash_block_tokens for row in taken), default=0)
-            told = {
-                name: [getattr(row, field) for row in taken] if field in provides else None
-                for name, field in (("slo", "slo"), ("tenants", "tenant"), ("sessions", "session"))
-            }
+            told = {name: [getattr(row, field) for row in taken] for name, field in fields.items()}
             return Taken(prompt, output, [row.hash_ids for row in taken] if block else None, block, **told)
 
         return take

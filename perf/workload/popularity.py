@@ -14,7 +14,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 
-from .errors import WorkloadError
+from .errors import TraceError, WorkloadError
 from .model import Strict
 from .request import BASE
 from .seeds import stream
@@ -25,13 +25,14 @@ class Chosen(NamedTuple):
     """Adapters of the coming requests.
 
     take: indices of the next n, int64; fewer where a trace ends. count: how many adapters there are, None: not known.
-    name: of an index, None: the workload numbers them. tenant: whose an index is, None: the trace does not tell.
+    name: of an index, None: the workload numbers them. tenant, rank: of an index, None: the trace does not tell.
     """
 
     take: Callable[[int], np.ndarray]
     count: int | None
     name: Callable[[int], str] | None = None
     tenant: Callable[[int], str | None] | None = None
+    rank: Callable[[int], int | None] | None = None
 
 
 class Law(Strict):
@@ -211,35 +212,53 @@ class FromTrace(Law):
             return index[name]
 
         name = names.__getitem__ if self.names == "trace" and not self.skewness else None
-        tells = "tenant" in self.trace.provides
-        owners: dict[int, str | None] = {}
-        tenant = owners.get if tells else None
+        told = _Told(self.trace.path)
+        tenant = told.tenants.get if self.trace.has("tenant") else None
+        rank = told.ranks.get if self.trace.has("rank") and not self.skewness else None
         if self.mode == "replay":
-            return Chosen(_rechunk(self._indices(seed, number, owners)), count, name, tenant)
-        if tells:
-            for _ in self._indices(seed, number, owners, repeat=False):
-                """Learns whose they are."""
+            return Chosen(_rechunk(self._indices(seed, number, told)), count, name, tenant, rank)
+        if tenant or rank:
+            for _ in self._indices(seed, number, told, repeat=False):
+                """Learns what the trace tells of adapters."""
         numbers = np.array([number(each) for each, _ in counts])
         weights = np.array([requests for _, requests in counts], np.float64)
         if self.skewness:
             weights, numbers = np.bincount(numbers, weights, minlength=count), np.arange(count)
         take = _independent(weights, stream(seed, "popularity"))
-        return Chosen(lambda n: numbers[take(n)], count or len(names), name, tenant)
+        return Chosen(lambda n: numbers[take(n)], count or len(names), name, tenant, rank)
 
     def _indices(
-        self, seed: int, index: Callable[[str | None], int], owners: dict[int, str | None], repeat: bool | None = None
+        self, seed: int, index: Callable[[str | None], int], told: _Told, repeat: bool | None = None
     ) -> Iterator[np.ndarray]:
-        """owners: takes the tenant of each adapter, of several the first. repeat: in place of the law's own."""
+        """told: takes what rows tell of their adapters. repeat: in place of the law's own."""
         while True:
             rows = 0
-            for chunk in self.trace.columns("adapter", "tenant", seed=seed):
+            for chunk in self.trace.columns("adapter", "tenant", "rank", seed=seed):
                 rows += len(chunk["adapter"])
                 found = [index(name) for name in chunk["adapter"]]
-                for each, tenant in zip(found, chunk["tenant"], strict=True):
-                    owners.setdefault(each, tenant)
+                for each in zip(found, chunk["adapter"], chunk["tenant"], chunk["rank"], strict=True):
+                    told.note(*each, mapped=self.skewness is not None)
                 yield np.array(found, np.int64)
             if not (self.repeat if repeat is None else repeat) or not rows:
                 return
+
+
+class _Told:
+    """Tenant and rank of each adapter of a trace: its first, and the only one."""
+
+    def __init__(self, path: object) -> None:
+        self._path = path
+        self.tenants: dict[int, str | None] = {}
+        self.ranks: dict[int, int] = {}
+
+    def note(self, index: int, name: str | None, tenant: str | None, rank: int | None, *, mapped: bool) -> None:
+        """mapped: several adapters have one index. Raises TraceError where an adapter has two ranks."""
+        self.tenants.setdefault(index, tenant)
+        if rank is None or index == BASE or mapped:
+            return
+        if rank < 1 or self.ranks.setdefault(index, rank) != rank:
+            have = f"adapter {name!r} has rank {rank}" + (f" and {self.ranks[index]}" if rank else "")
+            raise TraceError(self._path, None, have, "give each adapter one rank, of at least 1")
 
 
 def _independent(weights: np.ndarray, rng: np.random.Generator) -> Callable[[int], np.ndarray]:

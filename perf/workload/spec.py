@@ -40,9 +40,11 @@ class WorkloadSpec(Strict):
     arrival, and iterating it again the same ones.
 
     duration: seconds; requests that would come later are left out. requests: how many there are at most. One of the two
-    ends the workload, unless a replayed trace does. slo: service classes and their weights. tenants: who the adapters
+    ends the workload, unless a replayed trace does. In place of `arrivals`, `popularity` and `lengths` a file may have
+    `trace`, of which all of these are replayed. slo: service classes and their weights. tenants: who the adapters
     belong to, and weights; each request for the base model is anybody's. Default for both: what a trace tells that the
-    lengths replay, then whose its adapters are, or nothing.
+    lengths replay, then whose its adapters are, or nothing. Adapters whose ranks are not set have those that the trace
+    of their popularity tells.
     """
 
     seed: int = Field(default=0, ge=0)
@@ -97,6 +99,8 @@ class WorkloadSpec(Strict):
         Raises:
             WorkloadError: names every wrong field, its value and the mend.
         """
+        if isinstance(fields, dict) and "trace" in fields:
+            fields = _replayed(**fields)
         try:
             return cls.model_validate_json(json.dumps(fields), context={"base": base})
         except ValidationError as error:
@@ -134,9 +138,12 @@ class WorkloadSpec(Strict):
                     told["tenant"] = self._tenants(self.tenants, index, first)
                 elif told["tenant"] is None and chosen.tenant is not None:
                     told["tenant"] = [None if each == BASE else chosen.tenant(each) for each in index.tolist()]
+                if self.adapters.ranks is None and chosen.rank is not None:
+                    ranks = np.array([0 if i == BASE else (chosen.rank(i) or -1) for i in index.tolist()], np.int32)
+                else:
+                    ranks = self.adapters.ranks_of(index, chosen.count, self.seed)
                 yield RequestBatch(
-                    first_id=first, arrival_ns=times[:n], adapter=index,
-                    rank=self.adapters.ranks_of(index, chosen.count, self.seed), name=name, **told,
+                    first_id=first, arrival_ns=times[:n], adapter=index, rank=ranks, name=name, **told
                 )  # fmt: skip
             first += n
             if n < len(times) or first == self.requests:
@@ -150,6 +157,12 @@ class WorkloadSpec(Strict):
 
     def __iter__(self) -> Iterator[TraceRequest]:  # type: ignore[override]
         return itertools.chain.from_iterable(self.batches())
+
+
+def _replayed(trace: Any, **others: Any) -> dict[str, Any]:
+    """Return the fields of a workload of which a trace tells all that `others` don't."""
+    replay = {"mode": "replay", "kind": "trace", "trace": trace}
+    return {"arrivals": {"process": "replay", "trace": trace}, "popularity": replay, "lengths": replay, **others}
 
 
 def _shared_out(weights: Mapping[str, float], uniform: np.ndarray) -> list[str]:

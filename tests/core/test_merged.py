@@ -388,7 +388,7 @@ def test_any_policy_gives_the_same_tokens(subject, drive, seed):
     assert driver.engine.modes.num_left_out
 
 
-@pytest.mark.parametrize("name", ["fastest", "dlora-1", "dlora-2", "dlora-3"])
+@pytest.mark.parametrize("name", ["fastest", "dlora-1", "dlora-3", "dlora-artifact"])
 @pytest.mark.parametrize("skew", [0.0, 0.6, 1.0])
 def test_the_policies_give_the_same_tokens(subject, drive, name, skew):
     it = subject("gqa")
@@ -422,14 +422,16 @@ def test_prompts_run_merged_if_most_of_their_tokens_are_the_merged_adapters(subj
     assert of == {"base": None, "other": None, "own": "r8-attention"}
 
 
-def test_nobody_is_left_out_for_longer_than_a_turn(subject, drive):
+class OnlyOne:
+    """Runs one adapter's requests alone."""
+
+    def choose(self, state):
+        return ModeChoice(None, frozenset(a for a in state.requests if a is not None and a.name == "r8-attention"))
+
+
+def test_no_account_is_left_out_for_longer_than_a_turn(subject, drive):
     it = subject("gqa")
-
-    class OnlyOne:
-        def choose(self, state):
-            return ModeChoice(None, frozenset(a for a in state.requests if a is not None and a.name == "r8-attention"))
-
-    driver = drive(it, policies=Policies(mode=OnlyOne()), max_turn_steps=5, clock=ticking())
+    driver = drive(it, policies=Policies(mode=OnlyOne()), fair_by="adapter", max_turn_steps=5, clock=ticking())
     driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=60)
     driver.add("other", "r5-ko", [5, 6, 7], max_tokens=20)
     driver.add("base", None, [5, 6, 7], max_tokens=20)
@@ -438,6 +440,15 @@ def test_nobody_is_left_out_for_longer_than_a_turn(subject, drive):
     assert len(waits) == 20
     assert max(after - before for before, after in itertools.pairwise([0, *waits])) <= 6
     assert len(driver.plans) <= 62, "the crowd runs in every step"
+
+
+def test_a_policy_alone_decides_where_no_account_waits_for_a_turn(subject, drive):
+    it = subject("gqa")
+    driver = drive(it, policies=Policies(mode=OnlyOne()), max_turn_steps=5, clock=ticking())
+    driver.add("crowd", "r8-attention", [5, 6, 7], max_tokens=30)
+    driver.add("other", "r5-ko", [5, 6, 7], max_tokens=5)
+    driver.drain()
+    assert [[row.request_id for row in plan.rows] for plan in driver.plans] == [["crowd"]] * 30 + [["other"]] * 5
 
 
 @pytest.mark.parametrize("kernels", ["native"])

@@ -1179,7 +1179,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert len(running.accounts) <= seats or running.calls, "one call may have several"
         assert all(count <= seats for count in Counter((r.call, r.account) for r in running if r.call).values())
         several = running.calls or len(running.accounts) > 1
-        assert stats.num_running <= (2 * seats - 1 if several else seats)
+        assert stats.num_running <= seats or several, "others sit out, as many as memory holds"
         assert {*running.lone, *(one for members in running.calls.values() for one in members)} == set(running)
         assert stats.num_running + stats.num_waiting == len(self._active())
         held = stats.num_kv_pages + stats.num_adapter_pages + stats.num_cached_pages + stats.num_shadow_pages

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.graphs.runner import DecodeBuckets
+from chorus.graphs.runner import DecodeBuckets, padded
 
 
 @given(st.integers(1, 600))
@@ -52,3 +52,8 @@ def test_no_bucket_for_other_row_counts(rows):
 def test_limit_must_be_positive(limit):
     with pytest.raises(ValueError, match="at least 1"):
         DecodeBuckets(limit)
+
+
+def test_more_than_64_rows_are_padded_as_without_a_limit():
+    buckets = DecodeBuckets(4096)
+    assert [padded(rows) for rows in range(65, 4097)] == [buckets.pick(rows) for rows in range(65, 4097)]

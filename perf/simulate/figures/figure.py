@@ -101,7 +101,8 @@ class Published(Strict):
     and what it is compared with, of all of which the row has the largest value, for what is "up to" so much. open: the
     mechanism that is not built yet, which is why there is no run. tolerance: share by which a closed form may differ
     from the number.
-    why: why ours differs, or that the number is what the profile was fitted to.
+    fitted: the constants that were fitted to this very number, so that ours is no prediction of it. why: why ours
+    differ.
     """
 
     name: str = Field(min_length=1)
@@ -116,6 +117,7 @@ class Published(Strict):
     also: list[tuple[str, str]] = []
     open: str | None = None
     tolerance: PositiveFloat | None = None
+    fitted: str = ""
     why: str = ""
 
     @model_validator(mode="after")

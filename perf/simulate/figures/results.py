@@ -132,6 +132,8 @@ def _simulated(task: _Task) -> dict[str, float]:
     except StudyError as error:
         raise StudyError(f"{task.origin}: {error}") from None
     metrics = dict(outcome.metrics)
+    if failed := metrics["failed"]:
+        raise StudyError(f"{task.origin}: {failed:.0f} requests were refused or failed; a figure counts no survivors")
     metrics["requests_per_second"] = metrics["requests"] / metrics["simulated_seconds"]
     # of the request that ended first: what it waited for loads, its own and others'
     metrics["first_cold"] = float(outcome.samples["cold_share"][0] * outcome.samples["e2e"][0])

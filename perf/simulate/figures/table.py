@@ -55,14 +55,16 @@ def document(results: Sequence[FigureResult], command: str, seeds: int) -> str:
 def _summary(results: Sequence[FigureResult]) -> Iterator[str]:
     lines = [line for result in results for line in result.lines]
     claims = [claim for result in results for claim in result.claims]
-    near = sum(line.ratio is not None and 0.9 <= line.ratio <= 1.1 for line in lines)
+    near = [line for line in lines if line.ratio is not None and 0.9 <= line.ratio <= 1.1]
+    fitted = sum(bool(line.row.fitted) for line in near)
     numbers = sum(line.ratio is not None for line in lines)
     opened = sum(line.status == "open" for line in lines)
     held = sum(claim.held >= 0.8 * claim.seeds for claim in claims)
     yield (
         f"{len(lines)} rows of {len(results)} figures: {numbers} have a published number and ours beside it, "
-        f"{near} of them within 10 %; {opened} are open. {held} of {len(claims)} orders hold in at least 80 % of "
-        "their seeds."
+        f'{len(near)} of them within 10 %. Of these, constants were fitted to {fitted} ("fitted" says which), and '
+        f"{len(near) - fitted} are predictions. {opened} are open. "
+        f"{held} of {len(claims)} orders hold in at least 80 % of their seeds."
     )
 
 
@@ -97,6 +99,7 @@ def _cells(line: Line) -> list[str]:
     else:
         published = row.published if isinstance(row.published, str) else f"{number(row.published)} {row.unit}".strip()
     why = f"open: {row.open}" if row.open is not None else row.why
+    why = f"fitted: {row.fitted}. {why}" if row.fitted else why
     return [published, _ours(line), "" if line.ratio is None else f"{line.ratio:.2f}", _flat(why)]
 
 

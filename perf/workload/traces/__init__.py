@@ -1,4 +1,4 @@
-"""Readers of published traces. Paths are arguments; none of the traces is part of this package."""
+"""Readers of traces, published ones and one's own. Paths are arguments; none of the traces is part of this package."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from .jsonl import Jsonl
 from .published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from .servegen import ServeGen
 from .source import Source, TraceRow
+from .table import Csv
 
 __all__ = ["Source", "TraceRow", "TraceSource"]
 
 TraceSource = Annotated[
-    AzureLLM | AzureFunctions | AzureFunctions2019 | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl,
+    AzureLLM | AzureFunctions | AzureFunctions2019 | Mooncake | ServeGen | LoraRequests | LoraSequence | Jsonl | Csv,
     Field(discriminator="format"),
 ]

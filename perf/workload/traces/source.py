@@ -62,10 +62,14 @@ class Source(Strict):
             TraceError: for a file that cannot be read; names file, line, field, value and mend.
         """
 
+    def has(self, field: str) -> bool:
+        """True if rows tell a field of `TraceRow`."""
+        return field in self.provides
+
     def needs(self, field: str, wanted_by: str) -> None:
         """Refuses a use that this trace has no column for."""
-        if field not in self.provides:
-            have = ", ".join(sorted(self.provides))
+        if not self.has(field):
+            have = ", ".join(sorted(filter(self.has, self.provides)))
             raise WorkloadError(
                 f"{wanted_by}: a trace of this format ({type(self).__name__}, {self.path}) has no {field}, only "
                 f"{have}; use another trace or kind here"

@@ -10,6 +10,7 @@ import json
 import lzma
 import math
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any
 
@@ -121,6 +122,18 @@ class Rows:
             bound = "" if least == -math.inf else f" of at least {least:g}"
             raise self.error(field, value, f"it must be a finite number{bound}") from None
         return number
+
+    def seconds(self, field: str, value: str) -> float:
+        """A finite number, or a time like 2023-11-16 18:17:03.98 as seconds since 1970."""
+        try:
+            time = datetime.fromisoformat(value)
+        except ValueError:
+            mend = "it must be seconds, or a time like 2023-11-16 18:17:03.98"
+            try:
+                return self.number(field, value)
+            except TraceError:
+                raise self.error(field, value, mend) from None
+        return (time if time.tzinfo else time.replace(tzinfo=UTC)).timestamp()
 
     def ids(self, field: str, value: Any) -> tuple[int, ...]:
         """A list of whole numbers, none negative."""

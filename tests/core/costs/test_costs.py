@@ -250,12 +250,12 @@ def test_a_row_or_a_token_never_makes_a_step_cheaper(step, kernel, chunks, decod
 
 
 @pytest.mark.parametrize("name", PAPERS)
-@pytest.mark.parametrize("count", [1, 5, 9, 31, 63])
+@pytest.mark.parametrize("count", [1, 5, 9, 31, 63, 65, 97, 129, 250, 257])
 def test_a_prompt_beside_a_padded_batch(name, count):
     """A step with a prompt runs unpadded; below the knee, padding is free in every shipped profile."""
     costs = load_profile(name).costs()
     rows = [row(f"r{i}", -1, 1000, 1) for i in range(count)]
-    alone = StepWork.of(StepPlan(1, rows, [], DecodeBuckets(64).pick(count)), costs.kernel).seconds(costs.step)
+    alone = StepWork.of(StepPlan(1, rows, [], DecodeBuckets(512).pick(count)), costs.kernel).seconds(costs.step)
     for tokens in (2, 20, 500):
         prompt = row("new", -1, 0, tokens)
         mixed = StepWork.of(StepPlan(1, [prompt, *rows], []), costs.kernel).seconds(costs.step)

@@ -15,6 +15,7 @@ from chorus.core.scheduling.dlora import (
     GAMMA_DEC,
     GAMMA_MUL,
     AdaptiveThresholds,
+    ArtifactThresholds,
     Credits,
     DynamicBatching,
     Iteration,
@@ -61,7 +62,7 @@ def state(requests, *, seats=8, legal=(A, B, C), **more):
         if left and count:
             fcfs[adapter] = min(count, left)
             left -= fcfs[adapter]
-    defaults = {"running": fcfs, "seats": 2 * seats - 1}
+    defaults = {"running": fcfs, "beginning": seats - 1}
     return ModeState(requests, fcfs, legal, seats, 100.0, **(defaults | more))
 
 
@@ -171,10 +172,58 @@ def test_beta_is_tuned_in_merged_mode(merged, beta):
     assert batching.beta == pytest.approx(beta)
 
 
-@given(st.lists(counts, max_size=60), st.floats(0.01, 0.2), st.floats(0.01, 0.2), st.integers(1, 5))
-def test_thresholds_keep_their_order(steps, merged, unmerged, period):
+def test_to_the_letter_alpha_has_no_bound_and_in_the_artifact_mixed_steps_leave_it_alone():
+    alphas = []
+    for kind in (AdaptiveThresholds, ArtifactThresholds):
+        batching = DynamicBatching()
+        adaptive = kind(batching, Flat(merged=0.05, unmerged=0.05))
+        for step in range(2000):  # one adapter after another has most requests, none enough
+            adaptive.choose(state({(A, B, C)[step % 3]: 4, (A, B, C)[(step + 1) % 3]: 3}))
+        alphas.append(batching.alpha)
+        adaptive.choose(state({A: 8}))
+        assert (batching.type is A) == (kind is ArtifactThresholds), "no merge ever again, to the letter"
+    assert alphas[0] > 1e11
+    assert alphas[1] == ALPHA
+
+
+@pytest.mark.parametrize(
+    ("merged", "alpha", "beta"),
+    [(0.02, 0.6 - GAMMA_DEC, 0.3 / GAMMA_MUL), (0.09, 0.6 * GAMMA_MUL, 0.3 + GAMMA_DEC)],
+)
+def test_the_artifact_tunes_beta_when_it_merges_and_alpha_when_it_unmerges(merged, alpha, beta):
+    batching = DynamicBatching(alpha=0.6, beta=0.3)
+    adaptive = ArtifactThresholds(batching, Flat(merged=merged, merge=0.0))
+    for _ in range(300):
+        adaptive.choose(state({A: 5, B: 5}, seats=10))
+    assert (batching.alpha, batching.beta) == (0.6, 0.3), "however long a period is"
+    adaptive.choose(state({A: 7, B: 3}, seats=10))
+    assert batching.type is A
+    assert (batching.alpha, batching.beta) == (0.6, pytest.approx(beta))
+    for _ in range(300):
+        adaptive.choose(state({A: 7, B: 3}, seats=10))
+    adaptive.choose(state({A: 1, B: 9}, seats=10))
+    assert batching.type is None
+    assert batching.alpha == pytest.approx(alpha)
+
+
+def test_the_artifact_charges_a_switch_for_each_adapter_that_would_have_been_merged():
+    """Ten steps in either mode: merged mode computes more unless it has ten switches to pay for."""
+    for requests, beta in (([A] * 10, 0.3 / GAMMA_MUL), ([A, B] * 5, 0.3 + GAMMA_DEC)):
+        batching = DynamicBatching(alpha=0.9, beta=0.3)
+        adaptive = ArtifactThresholds(batching, Flat(merged=0.05, unmerged=0.1, merge=0.05))
+        for most in requests:
+            adaptive.choose(state({most: 7, C: 3}, seats=10))
+        adaptive.choose(state({A: 10}, seats=10))
+        assert batching.beta == pytest.approx(beta)
+
+
+@given(
+    st.sampled_from([AdaptiveThresholds, ArtifactThresholds]), st.lists(counts, max_size=60),
+    st.floats(0.01, 0.2), st.floats(0.01, 0.2), st.integers(1, 5),
+)  # fmt: skip
+def test_thresholds_keep_their_order(kind, steps, merged, unmerged, period):
     batching = DynamicBatching()
-    adaptive = AdaptiveThresholds(batching, Flat(merged, unmerged), period)
+    adaptive = kind(batching, Flat(merged, unmerged), period)
     for requests in steps:
         adaptive.choose(state(requests))
         assert 0 < batching.beta < batching.alpha

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from chorus.core.costs.models import CostModel, DiskCost, Kernel, MergeCost, StepCost, TransferCost
 from chorus.core.modes import Patience
 from chorus.core.scheduling import learned_prices
-from chorus.core.scheduling.fastest_mode import EARNED, PROBE, FastestMode
+from chorus.core.scheduling.fastest_mode import EARNED, MOST_PROBE, PROBE, FastestMode
 from chorus.core.scheduling.learned_prices import MERGE_STEPS, LearnedPrices
 from chorus.core.scheduling.mode_policy import ModeChoice, Work, work_of
 from chorus.perf.simulate.mode_prices import ProfilePrices
@@ -53,15 +54,15 @@ def test_others_are_left_out_where_that_makes_more_tokens():
     assert policy.choose(state({A: 6, B: 2}, may_leave_out=False, **there)) == ModeChoice(A)
 
 
-def test_who_waits_begins_beside_those_left_out_as_far_as_there_are_seats():
+def test_requests_that_wait_begin_beside_those_left_out_as_far_as_memory_goes():
     policy = FastestMode(prices(lora=0.004))
     there = {"shadowed": A, "merged": A}
     waiting = state({B: 4, A: 20}, **there)
     assert policy.choose(waiting) == ModeChoice.alone(A), "8 in 10 ms"
-    waiting = state({B: 4, A: 20}, running={B: 12, A: 2}, **there)
+    waiting = state({B: 4, A: 20}, running={B: 12, A: 2}, beginning=1, **there)
     assert policy.choose(waiting) == ModeChoice(A), "2 and one more in 10 ms are less than 8 in 14"
     assert waiting.alone(A) == 3
-    assert state({B: 4, A: 20}, running={B: 16}, **there).alone(A) == 0
+    assert state({B: 4, A: 20}, running={B: 16}, beginning=0, **there).alone(A) == 0
     assert state({A: 20}, **there).alone(A) == 8
     assert state({B: 4, A: 20}, **there).alone(B) == 4, "no more than there are"
 
@@ -200,15 +201,24 @@ def test_merging_pays_though_every_row_always_had_the_same_rank():
         assert merged < unmerged
 
 
-def test_everybody_runs_now_and_then_beside_one_adapter_alone():
+def test_all_requests_run_now_and_then_beside_one_adapter_alone():
     policy = FastestMode(prices(lora=0.004))
     alone = state({A: 7, B: 1}, shadowed=A, merged=A)
-    choices = [policy.choose(alone) for _ in range(3 * (PROBE + 1))]
-    assert choices == [*[ModeChoice.alone(A)] * PROBE, ModeChoice(A)] * 3
-    for _ in range(PROBE):
-        policy.choose(alone)
+    together = [index for index in range(6000) if policy.choose(alone) == ModeChoice(A)]
+    gaps = [after - before - 1 for before, after in itertools.pairwise([-1, *together])]
+    assert gaps == [PROBE, 2 * PROBE, 4 * PROBE, 8 * PROBE, MOST_PROBE, MOST_PROBE, MOST_PROBE, MOST_PROBE]
     policy.choose(state({A: 4, B: 4}, shadowed=A, merged=A))
-    assert policy.choose(alone) == ModeChoice.alone(A), "everybody has just run"
+    choices = [policy.choose(alone) for _ in range(PROBE + 1)]
+    assert choices == [*[ModeChoice.alone(A)] * PROBE, ModeChoice(A)], "all had just run"
+
+
+def test_an_adapter_without_a_row_is_merged_if_most_requests_wait_for_it():
+    """First come, first served gives A and B the rows; C has as many requests as a step has rows, alone."""
+    policy = FastestMode(prices(lora=0.004))
+    crowd = state({A: 4, B: 4, C: 20}, step_seconds=0.014, beginning=20)
+    choices = [policy.choose(crowd).merged for _ in range(20)]
+    assert C in choices
+    assert not {A, B} & {*choices}
 
 
 def test_a_price_that_was_guessed_too_high_is_mended_by_three_steps():

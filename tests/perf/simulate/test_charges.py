@@ -18,7 +18,7 @@ from chorus.perf.workload.request import TraceRequest
 
 PROFILE = load_profile("a100-llama2-7b")
 RANKS = {"a": 8, "b": 64}
-POLICIES = ("fastest", "dlora-1", "dlora-2", "dlora-3")
+POLICIES = ("fastest", "dlora-1", "dlora-2", "dlora-3", "dlora-artifact")
 WORKLOAD = {
     "requests": 5, "arrivals": {"process": "constant", "rate": 1.0}, "popularity": {"kind": "identical"},
     "lengths": {"kind": "alpaca"}, "adapters": {"ranks": {"kind": "fixed", "rank": 8}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 import time
@@ -171,6 +172,18 @@ def test_the_check_asks_for_a_share_of_seeds(tmp_path, capsys):
     assert "order fails in 0 of 3" in capsys.readouterr().out
     path.write_text(published(0.1, 0.5))
     assert main([str(path), "--quick", "--check", "1.0"]) == 0
+
+
+def test_a_request_that_fails_fails_the_check_and_is_printed(tmp_path, capsys):
+    study = tmp_path / "tiny.toml"
+    study.write_text(TINY.replace("[quick]", "[setup.engine]\nmax_model_len = 60\n\n[quick]"))
+    page = tmp_path / "page.md"
+    assert main([str(study), "--seeds", "2", "--check", "0.01", "--markdown", str(page)]) == 1
+    line = re.search(r"two: (\d+) of (\d+) requests were refused or failed", capsys.readouterr().out)
+    assert 0 < int(line[1]) < int(line[2])
+    assert line[0] in page.read_text()
+    assert main([str(study), "--seeds", "2", "--json", "--check", "0.01"]) == 1
+    assert json.loads(capsys.readouterr().out)["failed"]["two"] == [int(line[1]), int(line[2])]
 
 
 def test_the_page_has_every_study_and_says_how_it_was_made(tmp_path, capsys):

@@ -49,6 +49,34 @@ def test_each_class_has_a_limit_of_its_own():
     assert metrics(slo=1e-6, slo_classes={"slow": 1.0})["slo_attainment"] == strict
 
 
+def refusing(**changes):
+    """Half of the prompts are longer than the engine takes."""
+    prompt, output = {"law": "uniform", "low": 1, "high": 200}, {"law": "constant", "tokens": 8}
+    workload = {**BASE["workload"], "lengths": {"kind": "laws", "prompt": prompt, "output": output}}
+    return metrics(workload=workload, engine={"max_model_len": 100}, **changes)
+
+
+def test_requests_that_are_refused_are_out_of_the_slo():
+    found = refusing(slo=100.0)
+    assert 20 < found["failed"] < 40
+    assert found["requests"] + found["failed"] == 60
+    assert found["slo_attainment"] == pytest.approx(found["requests"] / 60)
+    late = refusing(slo=100.0, warmup=3.0)
+    assert 0 < late["failed"] < found["failed"], "those before the warm-up count as little as its answers"
+    assert late["slo_attainment"] == pytest.approx(late["requests"] / (late["requests"] + late["failed"]))
+    fast = refusing(slo_classes={"fast": 100.0})["slo_attainment"]
+    assert 0.3 < fast < 0.7, "of those that have a limit"
+
+
+def test_clients_go_on_after_a_refusal():
+    assert refusing(clients=1)["requests"] == refusing()["requests"]
+
+
+def test_a_setup_that_refuses_every_request_says_so():
+    with pytest.raises(StudyError, match="all 60 requests were refused or failed"):
+        metrics(engine={"max_model_len": 2})
+
+
 def test_a_flood_is_noticed_by_others_where_the_engine_is_not_told_whose_requests_are():
     tenants = {"flood": 10.0, "other": 1.0}
     workload = {

@@ -324,6 +324,51 @@ def test_a_failed_order_fails_the_check(tmp_path, capsys):
     assert "order fails" in capsys.readouterr().out
 
 
+MINE = changed(
+    TINY[TINY.index("[setup.workload]") : TINY.index("[quick]")],
+    """[setup.workload]
+trace = { format = "csv", path = "mine.csv" }
+
+""",
+).replace('"workload.duration" = 1.0', '"workload.requests" = 2')
+REQUESTS = "arrival,adapter,prompt_tokens,output_tokens,rank\n0,a,30,4,8\n0.5,b,40,5,64\n0.7,a,30,4,8\n"
+
+
+def test_traces_lie_beside_their_study(tmp_path, monkeypatch, capsys):
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "study.toml").write_text(MINE)
+    (tmp_path / "here" / "mine.csv").write_text(REQUESTS)
+    monkeypatch.chdir(tmp_path)
+    assert main(["here/study.toml", "--json", "--seeds", "1"]) == 0
+    assert [row["requests"] for row in json.loads(capsys.readouterr().out)["rows"]] == [3, 3]
+
+
+@pytest.mark.parametrize(
+    ("requests", "message"),
+    [
+        (REQUESTS.replace("40", "many"), "mine.csv:3: prompt_tokens is 'many'; it must be a whole number"),
+        (REQUESTS.replace(",64", ","), "workload.adapters.ranks: the adapters have no rank; set it"),
+        (None, "mine.csv: the trace cannot be opened"),
+    ],
+)
+def test_a_wrong_trace_is_told_in_a_line(tmp_path, requests, message, capsys):
+    (tmp_path / "study.toml").write_text(MINE)
+    if requests is not None:
+        (tmp_path / "mine.csv").write_text(requests)
+    assert main([str(tmp_path / "study.toml"), "--seeds", "1"]) == 2
+    told = capsys.readouterr().err
+    assert message in told
+    assert len(told.splitlines()) == 1
+
+
+def test_requests_that_no_replica_will_ever_take_are_told_in_a_line(tmp_path, capsys):
+    (tmp_path / "study.toml").write_text(
+        changed("replicas = 2\n", 'replicas = 2\nscript = [{ at = 0.0, do = "fail", replica = 0 }]\n')
+    )
+    assert main([str(tmp_path / "study.toml"), "--seeds", "1"]) == 2
+    assert "requests waiting while no replica had any" in capsys.readouterr().err
+
+
 def test_no_tensor_library_is_needed():
     code = "import sys; sys.modules['torch'] = None; from chorus.perf.simulate.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", code, "fragmentation", "--quick", "--json", "--scale", "0.1"]

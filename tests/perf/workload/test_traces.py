@@ -10,18 +10,20 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from pydantic import ValidationError
 
-from chorus.perf.workload import TraceError, WorkloadSpec
+from chorus.perf.workload import TraceError, WorkloadError, WorkloadSpec
 from chorus.perf.workload.traces.functions2019 import AzureFunctions2019
 from chorus.perf.workload.traces.jsonl import Jsonl, read
 from chorus.perf.workload.traces.published import AzureFunctions, AzureLLM, LoraRequests, LoraSequence, Mooncake
 from chorus.perf.workload.traces.servegen import ServeGen
+from chorus.perf.workload.traces.table import Csv
 
 from . import traces_on_disk as disk
 
 
 def rows(kind, trace: dict) -> list:
-    return list(kind(format=trace["format"], path=Path(trace["path"])).rows())
+    return list(kind(**{**trace, "path": Path(trace["path"])}).rows())
 
 
 def test_azure_llm(tmp_path):
@@ -319,6 +321,71 @@ def test_jsonl_is_a_source(tmp_path):
     path = tmp_path / "r.jsonl"
     path.write_text('{"arrival":0.5,"adapter":"a","prompt_tokens":3,"output_tokens":4,"rank":8,"slo":"fast"}\n')
     assert rows(Jsonl, {"format": "jsonl", "path": path})[0][:6] == (0.5, "a", 3, 4, 8, "fast")
+
+
+CSV = """when,model,in,out,rank,customer,note
+2024-05-01 10:00:00.25,a,30,4,8,acme,x
+2024-05-01 10:00:01.75,,3,2,,,"y, z"
+2024-05-01T10:00:02,b,5,6,16,zebra,
+"""
+NAMES = {"arrival": "when", "adapter": "model", "prompt_tokens": "in", "output_tokens": "out", "tenant": "customer"}
+
+
+def test_a_csv_of_ones_own_is_a_whole_workload(tmp_path):
+    (tmp_path / "mine.csv").write_text(CSV)
+    found = list(WorkloadSpec.parse({"trace": {"format": "csv", "path": "mine.csv", "names": NAMES}}, tmp_path))
+    assert [(each.arrival, each.adapter, each.prompt_tokens, each.output_tokens) for each in found] == [
+        (0.0, "a", 30, 4), (1.5, None, 3, 2), (1.75, "b", 5, 6),
+    ]  # fmt: skip
+    assert [(each.rank, each.tenant, each.slo, each.session) for each in found] == [
+        (8, "acme", None, None), (0, None, None, None), (16, "zebra", None, None),
+    ]  # fmt: skip
+
+
+def test_parts_of_a_workload_may_be_a_traces_and_others_laws(tmp_path):
+    (tmp_path / "mine.csv").write_text("arrival,adapter,rank\n5,a,8\n6.5,b,16\n")
+    fields = {"trace": {"format": "csv", "path": "mine.csv"}}
+    with pytest.raises(WorkloadError, match=r"mine\.csv\) has no prompt_tokens, only adapter, arrival, rank"):
+        list(WorkloadSpec.parse(fields, tmp_path))
+    found = list(WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}}, tmp_path))
+    assert [(each.arrival, each.rank) for each in found] == [(0.0, 8), (1.5, 16)]
+    law = {"kind": "trace", "mode": "counts", "trace": fields["trace"]}
+    drawn = WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}, "popularity": law, "requests": 2}, tmp_path)
+    assert {each.rank for each in drawn} <= {8, 16}
+    ranks = {"ranks": {"kind": "fixed", "rank": 4}}
+    found = list(WorkloadSpec.parse({**fields, "lengths": {"kind": "alpaca"}, "adapters": ranks}, tmp_path))
+    assert [each.rank for each in found] == [4, 4], "the specification's own"
+
+
+@pytest.mark.parametrize(
+    ("text", "names", "message"),
+    [
+        ("arrival,in\nsoon,3\n", {}, r"csv:2: arrival is 'soon'; it must be seconds, or a time like 2023"),
+        ("arrival,adapter\n2,a\n1,a\n", {}, r"csv:3: arrival is '1'; it is before the row above"),
+        ("arrival,prompt_tokens\n2,0\n", {}, r"csv:2: prompt_tokens is '0'; it must be a whole number of at least 1"),
+        ("arrival\n2,a\n", {}, r"csv:2: 2 fields, the header has 1"),
+        ("time\n2\n", {"arrival": "when"}, r"csv:1: no column 'when' \(the header has time\)"),
+        ("time\n2\n", {}, r"the header is 'time'; name a column after one of arrival"),
+        ("", {}, r"the header is ''; name a column"),
+        ("arrival\n2\n", {"speed": "x"}, r"names has 'speed', no field of a request; use some of arrival"),
+    ],
+)
+def test_wrong_csv_is_told(tmp_path, text, names, message):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises((TraceError, ValidationError), match=message):
+        rows(Csv, {"format": "csv", "path": path, "names": names})
+
+
+def test_ranks_of_a_trace_are_its_adapters(tmp_path):
+    path = tmp_path / "r.jsonl"
+    line = '{"arrival":%d,"adapter":"%s","prompt_tokens":3,"output_tokens":4%s}\n'
+    path.write_text(line % (0, "a", ',"rank":8') + line % (1, "b", "") + line % (2, "a", ""))
+    assert [each.rank for each in WorkloadSpec.parse({"trace": {"format": "jsonl", "path": str(path)}})] == [8, None, 8]
+    for rank in (16, 0):
+        path.write_text(line % (0, "a", ',"rank":8') + line % (1, "a", f',"rank":{rank}'))
+        with pytest.raises(TraceError, match=r"adapter 'a' has rank .*; give each adapter one rank, of at least 1"):
+            list(WorkloadSpec.parse({"trace": {"format": "jsonl", "path": str(path)}}))
 
 
 def test_a_replayed_trace_tells_who_asks(tmp_path):
