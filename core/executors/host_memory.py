@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -52,7 +53,12 @@ def available_bytes(proc: Path = Path("/proc")) -> int:
 def total_bytes(proc: Path = Path("/proc")) -> int:
     """Memory of the machine, or the least limit of the process's groups: the same at every start."""
     known = [_meminfo("MemTotal", proc), *(most for most, _ in _groups(proc))]
-    return min((each for each in known if each is not None), default=4 * LEAST_BYTES)
+    return min((each for each in known if each is not None), default=_physical_bytes())
+
+
+def _physical_bytes() -> int:
+    """What systems without /proc say, such as macOS."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _meminfo(wanted: str, proc: Path) -> int | None:

@@ -70,7 +70,8 @@ def test_control_groups_of_the_first_version(root):
 
 
 def test_without_any_word_of_the_system_it_is_modest(tmp_path):
-    assert available_bytes(tmp_path / "proc") == total_bytes(tmp_path / "proc") == GIB
+    assert available_bytes(tmp_path / "proc") == GIB
+    assert total_bytes(tmp_path / "proc") >= GIB, "POSIX has a word for it"
 
 
 @pytest.mark.parametrize(
