@@ -1,13 +1,15 @@
 """The compiled native library: its functions, and the descriptors that they take.
 
-`ops/native/` is compiled when the package is built and a C++ compiler is there; without it, or without AVX-512 with
-bf16, `available` is False and callers use the torch operators.
+`ops/native/` is compiled when the package is built and a C++ compiler is there, once for each level of instructions in
+`LEVELS`; the best that the processor has is used. `CHORUS_CPU_ISA` names another one, or `none`. Without any,
+`available` is False and callers use the torch operators.
 """
 
 from __future__ import annotations
 
 import ctypes
 import logging
+import os
 from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
 from pathlib import Path
@@ -16,6 +18,12 @@ import numpy as np
 import torch
 
 logger = logging.getLogger(__name__)
+
+LEVELS = ("avx512bf16", "avx512", "avx2", "neon")
+"""Levels of instructions that the library is compiled for, the best first."""
+
+ISA = "CHORUS_CPU_ISA"
+"""The environment variable that chooses among them."""
 
 MODULES = 7
 """Projections of a layer that adapters may change."""
@@ -84,7 +92,7 @@ DRAW = np.dtype(
 )  # fmt: skip
 SCORE = np.dtype([("logits", "i8"), ("token", "i8"), ("count", "i8"), ("ids", "i8"), ("values", "i8"), ("own", "f8")])
 
-#: chorus_descriptors() in decoder.cpp.
+#: chorus_descriptors() in library.h.
 _DESCRIPTORS = (
     (sizeof(StepDescriptor) * 1000 + sizeof(ModelDescriptor)) * 1000 + sizeof(LayerDescriptor)
 ) * 1000 + sizeof(MergeDescriptor)
@@ -108,11 +116,13 @@ _FUNCTIONS = (
 
 
 @cache
-def library() -> ctypes.CDLL | None:
-    """The compiled library, None where it was not built. `available` says whether this processor can run it."""
-    for path in sorted(Path(__file__).parent.glob("_native*.so")):
+def built(level: str) -> ctypes.CDLL | None:
+    """The library compiled for a level, None where it was not built. `levels` says what this processor can run."""
+    for path in sorted(Path(__file__).parent.glob(f"_native_{level}.*so")):
         try:
             found = ctypes.CDLL(str(path))
+            if not hasattr(found, "chorus_supported"):
+                continue  # it is for another architecture, and empty here
             for name, result, *arguments in _FUNCTIONS:
                 function = getattr(found, f"chorus_{name}")
                 function.restype, function.argtypes = result, arguments
@@ -125,6 +135,33 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
+def levels() -> list[str]:
+    """The levels that were built and that this processor can run, the best first."""
+    return [level for level in LEVELS if (found := built(level)) is not None and found.chorus_supported()]
+
+
+def level() -> str | None:
+    """The level that is used: `CHORUS_CPU_ISA` if it is set, else the best. None where there is none.
+
+    ValueError for a level that is unknown, or that this processor or this installation does not have.
+    """
+    wanted, here = os.environ.get(ISA), levels()
+    if not wanted:
+        return here[0] if here else None
+    if wanted == "none":
+        return None
+    if wanted not in here:
+        known = "" if wanted in LEVELS else f", not one of {', '.join((*LEVELS, 'none'))}"
+        raise ValueError(f"{ISA} is {wanted!r}{known}; this processor and this build have {', '.join(here) or 'none'}")
+    return wanted
+
+
+def library() -> ctypes.CDLL | None:
+    """The library of the level that is used, None where there is none."""
+    chosen = level()
+    return None if chosen is None else built(chosen)
+
+
 def available(dtype: torch.dtype) -> bool:
     """True if the library was built, and this processor can run it in `dtype`."""
     return why_unavailable(dtype) is None
@@ -132,11 +169,12 @@ def available(dtype: torch.dtype) -> bool:
 
 def why_unavailable(dtype: torch.dtype) -> str | None:
     """Return the reason why the library can't be used with `dtype`; None if it can."""
-    found = library()
-    if found is None:
-        return "it is not built: install a C++ compiler, then Chorus again"
-    if not found.chorus_supported():
-        return "this processor lacks AVX-512 with bf16"
+    if library() is None:
+        if os.environ.get(ISA) == "none":
+            return f"{ISA} is 'none'"
+        if not any(built(level) for level in LEVELS):
+            return "it is not built: install a C++ compiler, then Chorus again"
+        return f"this processor has none of the instruction sets that it is for: {', '.join(LEVELS)}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"it computes in bfloat16 and float32, not in {str(dtype).removeprefix('torch.')}"
     return None

@@ -54,14 +54,6 @@ def run(out: TextIO) -> None:
         print(f"  - {mend}", file=out)
 
 
-def level() -> str | None:
-    """Instruction sets that the native library runs with here; None where it does not run."""
-    if not native_library.available(torch.float32):
-        return None
-    named = getattr(native_library, "level", None)
-    return named() if named is not None else "native"
-
-
 def _processor() -> str:
     named = [name for name in _NAMED if name in features()]
     return processor_name() + (f" ({', '.join(named)})" if named else "")
@@ -79,17 +71,25 @@ def _bandwidth() -> str:
 
 
 def _kernels(mends: list[str]) -> str:
-    if (found := level()) is not None:
+    try:
+        level = native_library.level()
+    except ValueError as error:
+        mends.append(f"another {native_library.ISA}: {error}")
+        return "none: the environment asks for a level that is not there"
+    here = native_library.levels()
+    if level is not None:
+        if here and level != here[0]:
+            mends.append(f"{native_library.ISA} unset: this processor has {here[0]}")
         if not FAST_PRODUCTS["bfloat16"] & features():
             mends.append("a processor with bfloat16 products (AVX-512-BF16, AMX-BF16 or ARM's BF16)")
-        return f"the native decoder, {found}"
+        return f"the native decoder, {level}" + (f" (of {', '.join(here)})" if len(here) > 1 else "")
     reason = native_library.why_unavailable(torch.float32)
-    if platform.system() == "Linux" and _compiler() is None:
+    if platform.system() == "Linux" and not here and _compiler() is None:
         mends.append(
             "a C++ compiler (g++ or clang++), then Chorus installed again; or a wheel of Chorus for this system"
         )
     else:
-        mends.append(f"the native decoder; {reason}")
+        mends.append(f"the native decoder: {reason}")
     dtypes = [name for name in FAST_PRODUCTS if has_fast_products(name)]
     computes = f"fast in {' and '.join(dtypes)}" if dtypes else "weights in 16 bits are kept as float32 too"
     return f"torch's operators ({torch.backends.cpu.get_cpu_capability()}; {computes}): {reason}"

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from .errors import field_path
 from .settings import ENV_PREFIX, REPEATABLE, ConfigFileError, Settings
 
-OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "COMMIT", "NVTX", "SHARED", "SITE")
+OTHER_VARIABLES = ("API_KEYS", "ADMIN_KEYS", "COMMIT", "CPU_ISA", "NVTX", "SHARED", "SITE")
 """Names after `CHORUS_` that are no settings, and mean something all the same."""
 
 NEAR = 0.8

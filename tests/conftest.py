@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from chorus.ops import native_library
+
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -40,6 +42,14 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Long tests come first, so that none is left alone at the end."""
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used."""
+    parameters = getattr(getattr(item, "callspec", None), "params", {})
+    is_native = item.get_closest_marker("native") or parameters.get("kernels") == "native"
+    if is_native and (reason := native_library.why_unavailable(torch.float32)):
+        pytest.skip(f"no native library: {reason}")
 
 
 @pytest.fixture(autouse=True)

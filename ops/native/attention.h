@@ -18,64 +18,78 @@ struct
 // Up to eight words (a word: a pair of bf16, or a float32) of sixteen keys, which lie `offset` elements after keys[i], as
 // columns: out[w] is word w of all sixteen.
 template <class T>
-inline void key_columns(const T* const* keys, long offset, int words, __m512* out) {
-    const __mmask8 mask = (__mmask8)head_mask(words);
-    auto row = [&](int i) { return _mm256_maskz_loadu_ps(mask, (const float*)(keys[i] + offset)); };
-    __m512 rows[8];
+inline void key_columns(const T* const* keys, long offset, int words, Floats* out) {
+    auto row = [&](int i) { return (const float*)(keys[i] + offset); };
+    Floats rows[8];
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const int first = i / 4 * 8 + i % 4;
-        rows[i] = _mm512_insertf32x8(_mm512_castps256_ps512(row(first)), row(first + 4), 1);
+        load_two(row(first), row(first + 4), words, rows[i]);
     }
     transpose16x8(rows, out);
 }
 
-// exp(scores · scale - the highest) over scores[0, visible), zero up to `padded`, as T in the same memory; returns 1 / their
+// exp(scores · scale - the highest) over scores[0, visible), zero up to `padded`, as X in the same memory; returns 1 / their
 // sum.
-template <class T>
+template <class X>
 inline float softmax(float* scores, int visible, int padded, float scale) {
-    const __m512 factor = _mm512_set1_ps(scale), low = _mm512_set1_ps(-INFINITY);
-    __m512 top = low;
-    for (int s = 0; s < visible; s += kLanes)
-        top = _mm512_max_ps(top, _mm512_mask_mul_ps(low, head_mask(visible - s), load16(scores + s), factor));
-    const __m512 highest = _mm512_set1_ps(_mm512_reduce_max_ps(top));
-    __m512 sum = _mm512_setzero_ps();
+    const Floats factor = floats(scale), low = floats(-INFINITY);
+    Floats top = low;
+    for (int s = 0; s < visible; s += kLanes) top = max(top, keep(load16(scores + s) * factor, head(visible - s), low));
+    const Floats highest = floats(largest(top));
+    Floats all = floats(0);
     for (int s = 0; s < padded; s += kLanes) {
-        const __mmask16 mask = s < visible ? head_mask(visible - s) : (__mmask16)0;
-        const __m512 e = _mm512_maskz_mov_ps(mask, exp16(_mm512_fmsub_ps(load16(scores + s), factor, highest)));
-        store16((T*)scores + s, e);
-        sum = _mm512_add_ps(sum, e);
+        const Floats e =
+            keep(exp16(fms(load16(scores + s), factor, highest)), head(std::max(0, visible - s)), floats(0));
+        store16((X*)scores + s, e);
+        all = all + e;
     }
-    return 1.0f / _mm512_reduce_add_ps(sum);
+    return 1.0f / sum(all);
 }
 
-// Values of `Kind<T>::pair` keys, 32 columns of them, as two registers to multiply a pair of weights with: of float32 the
-// columns in order; of bf16, whose second key may be null, the first four of every eight columns, and the others.
+// Values of `Kind<X>::pair` keys, 16·COUNT columns of them, as registers to multiply a weight of each key with, of which the
+// second may not be there: the columns in order; of pairs of bf16, of every 32 columns the first four of every eight, and the
+// others.
+template <int COUNT, class T>
+inline void join_values(const T* one, const T*, int columns, Floats* out) {
+#pragma GCC unroll 4
+    for (int j = 0; j < COUNT; j++) out[j] = load16(one + j * kLanes, head(std::max(0, columns - j * kLanes)));
+}
+// Sums over values as `join_values` lays them out, times factor, in order of the columns.
+template <int COUNT>
+inline void store_sums(const Floats* sums, float factor, int columns, float* out) {
+#pragma GCC unroll 4
+    for (int j = 0; j < COUNT; j++)
+        if (j * kLanes < columns) store16(out + j * kLanes, sums[j] * floats(factor), head(columns - j * kLanes));
+}
+#ifdef CHORUS_BF16
+template <int COUNT>
 inline void join_values(const bf16* one, const bf16* other, int columns, Kind<bf16>::Reg* out) {
     using K = Kind<bf16>;
-    const __m512i a = (__m512i)(columns < 32 ? K::load(one, columns) : K::load(one));
-    const __m512i b =
-        other ? (__m512i)(columns < 32 ? K::load(other, columns) : K::load(other)) : _mm512_setzero_si512();
-    out[0] = (K::Reg)_mm512_unpacklo_epi16(a, b);
-    out[1] = (K::Reg)_mm512_unpackhi_epi16(a, b);
+#pragma GCC unroll 2
+    for (int j = 0; j < COUNT; j += 2, one += 32, other += other ? 32 : 0, columns -= 32) {
+        const int count = std::max(0, columns);
+        const __m512i a = (__m512i)(count < 32 ? K::load(one, count) : K::load(one));
+        const __m512i b =
+            other ? (__m512i)(count < 32 ? K::load(other, count) : K::load(other)) : _mm512_setzero_si512();
+        out[j] = (K::Reg)_mm512_unpacklo_epi16(a, b);
+        out[j + 1] = (K::Reg)_mm512_unpackhi_epi16(a, b);
+    }
 }
-inline void join_values(const float* one, const float*, int columns, __m512* out) {
-    out[0] = load16(one, head_mask(columns));
-    out[1] = load16(one + kLanes, head_mask(std::max(0, columns - kLanes)));
-}
-
-// Sums over values as `join_values` lays them out, times factor, in order of the columns.
-inline void store_sums(__m512 low, __m512 high, float factor, int columns, bf16* out) {
+template <int COUNT>
+inline void store_sums(const Floats* sums, float factor, int columns, bf16* out) {
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
-    const __m512 one = _mm512_permutex2var_ps(low, first, high), by = _mm512_set1_ps(factor);
-    const __m512 other = _mm512_permutex2var_ps(low, _mm512_add_epi32(first, _mm512_set1_epi32(8)), high);
-    store16(out, _mm512_mul_ps(one, by), head_mask(columns));
-    store16(out + kLanes, _mm512_mul_ps(other, by), head_mask(std::max(0, columns - kLanes)));
+    const Floats by = floats(factor);
+#pragma GCC unroll 2
+    for (int j = 0; j < COUNT && j * kLanes < columns; j += 2) {
+        const Floats one = _mm512_permutex2var_ps(sums[j], first, sums[j + 1]);
+        const Floats other =
+            _mm512_permutex2var_ps(sums[j], _mm512_add_epi32(first, _mm512_set1_epi32(8)), sums[j + 1]);
+        store16(out + j * kLanes, one * by, head(columns - j * kLanes));
+        store16(out + (j + 1) * kLanes, other * by, head(std::max(0, columns - (j + 1) * kLanes)));
+    }
 }
-inline void store_sums(__m512 low, __m512 high, float factor, int columns, float* out) {
-    store16(out, _mm512_mul_ps(low, _mm512_set1_ps(factor)), head_mask(columns));
-    store16(out + kLanes, _mm512_mul_ps(high, _mm512_set1_ps(factor)), head_mask(std::max(0, columns - kLanes)));
-}
+#endif
 
 inline int whole_columns(int head_dim) { return (head_dim + 4 * kLanes - 1) / (4 * kLanes) * 4 * kLanes; }
 

@@ -14,14 +14,12 @@ struct Best {
 
     void see(const float* y, int columns, int first) {
         for (int c = 0; c < columns; c += kLanes) {
-            const __mmask16 valid = head_mask(columns - c);
-            const __m512 v = load16(y + c, valid), top = _mm512_set1_ps(value);
-            const __mmask16 above = first + c < token ? _mm512_mask_cmp_ps_mask(valid, v, top, _CMP_NLT_UQ)
-                                                      : _mm512_mask_cmp_ps_mask(valid, v, top, _CMP_NLE_UQ);
-            if (!above) continue;
-            nan |= _mm512_mask_cmp_ps_mask(valid, v, v, _CMP_UNORD_Q) != 0;
-            const float most = _mm512_mask_reduce_max_ps(valid, v);
-            const __mmask16 at = _mm512_mask_cmp_ps_mask(valid, v, _mm512_set1_ps(most), _CMP_EQ_OQ);
+            const unsigned valid = bits(head(columns - c));
+            const Floats v = load16(y + c, head(columns - c)), top = floats(value);
+            if (!(valid & ~(first + c < token ? below(v, top) : not_above(v, top)))) continue;  // a NaN is neither
+            nan |= (valid & ~equal(v, v)) != 0;
+            const float most = largest(keep(v, head(columns - c), floats(-INFINITY)));
+            const unsigned at = valid & equal(v, floats(most));
             if (at) join({most, first + c + __builtin_ctz(at), false});
         }
     }

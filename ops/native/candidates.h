@@ -8,17 +8,17 @@ namespace chorus {
 
 // e^((x - most) · inverse) of logits. 0 · inverse stays 0, and what lies below never becomes positive.
 struct Masses {
-    __m512d most, factor;
-    Masses(float most, double inverse) : most(_mm512_set1_pd(most)), factor(_mm512_set1_pd(inverse * kLog2e)) {}
-    __m512d of(__m256 x) const { return exp2_8(_mm512_mul_pd(_mm512_sub_pd(_mm512_cvtps_pd(x), most), factor)); }
-    void of(__m512 x, __m512d out[2]) const {
-        out[0] = of(_mm512_castps512_ps256(x));
-        out[1] = of(_mm512_extractf32x8_ps(x, 1));
+    Doubles most, factor;
+    Masses(float most, double inverse) : most(doubles(most)), factor(doubles(inverse * kLog2e)) {}
+    void of(Floats x, Doubles out[2]) const {
+        to_doubles(x, out);
+        for (int i = 0; i < 2; i++) out[i] = exp2_8((out[i] - most) * factor);
     }
 };
 
-inline __m512 load_or_none(const float* x, int count) {
-    return _mm512_mask_loadu_ps(_mm512_set1_ps(-INFINITY), head_mask(count), x);
+inline Floats load_or_none(const float* x, int count) {
+    const Head here = head(std::max(0, count));
+    return keep(load16(x, here), here, floats(-INFINITY));
 }
 
 struct Found {
@@ -34,19 +34,19 @@ inline Found first_above(int n, double target, Of masses) {
     Found last{0, 0};
     for (int i = 0; i < n; i += kLanes) {
         alignas(64) double mass[kLanes];
-        __m512d m[2];
+        Doubles m[2];
         masses(i, m);
-        const double sum = _mm512_reduce_add_pd(_mm512_add_pd(m[0], m[1]));
-        if (sum == 0) continue;
-        _mm512_store_pd(mass, m[0]);
-        _mm512_store_pd(mass + 8, m[1]);
-        if (before + sum <= target) {
+        const double all = sum(m[0] + m[1]);
+        if (all == 0) continue;
+        store(mass, m[0]);
+        store(mass + 8, m[1]);
+        if (before + all <= target) {
             for (int c = kLanes - 1; c >= 0; c--)
                 if (mass[c] > 0) {
-                    last = {i + c, before + sum - mass[c]};
+                    last = {i + c, before + all - mass[c]};
                     break;
                 }
-            before += sum;
+            before += all;
             continue;
         }
         double upto = before;
@@ -55,14 +55,14 @@ inline Found first_above(int n, double target, Of masses) {
             last = {i + c, upto};
             if ((upto += mass[c]) > target) return last;
         }
-        before += sum;
+        before += all;
     }
     return last;
 }
 
 inline int find_in_block(const float* x, int n, float most, double inverse, double target) {
     const Masses masses(most, inverse);
-    return first_above(n, target, [&](int i, __m512d* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
+    return first_above(n, target, [&](int i, Doubles* out) { masses.of(load_or_none(x + i, n - i), out); }).at;
 }
 
 // Tokens that may be drawn, in vocabulary order.
@@ -87,26 +87,24 @@ struct Candidates {
     }
     // Those of n logits, of which the first has the id `first`, that are at least `least`.
     void gather(const float* x, int n, int first, float least) {
-        const __m512 floor = _mm512_set1_ps(least);
-        const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+        static constexpr uint32_t lanes[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
         for (int i = 0; i < n; i += kLanes) {
-            const __mmask16 valid = head_mask(n - i);
-            const __m512 v = load16(x + i, valid);
-            const __mmask16 above = _mm512_mask_cmp_ps_mask(valid, v, floor, _CMP_GE_OQ);
+            const Head here = head(n - i);
+            const Floats v = load16(x + i, here);
+            const unsigned above = bits(here) & not_above(floats(least), v);
             if (!above) continue;
-            _mm512_storeu_ps(values.data() + count, _mm512_maskz_compress_ps(above, v));
-            _mm512_storeu_si512(ids.data() + count, _mm512_maskz_compress_epi32(
-                                                        above, _mm512_add_epi32(lane, _mm512_set1_epi32(first + i))));
+            pack_lanes(values.data() + count, v, above);
+            pack_lanes((uint32_t*)ids.data() + count, load_words(lanes) + words((uint32_t)(first + i)), above);
             count += __builtin_popcount(above);
         }
     }
     void weigh(float most, double inverse) {
         const Masses m(most, inverse);
         for (int i = 0; i < count; i += kLanes) {
-            __m512d out[2];
+            Doubles out[2];
             m.of(load_or_none(values.data() + i, count - i), out);
-            _mm512_storeu_pd(masses.data() + i, out[0]);
-            _mm512_storeu_pd(masses.data() + i + 8, out[1]);
+            store(masses.data() + i, out[0]);
+            store(masses.data() + i + 8, out[1]);
         }
     }
     template <class Keep>
@@ -120,9 +118,9 @@ struct Candidates {
         count = kept;
     }
     double mass() const {
-        __m512d sum = _mm512_setzero_pd();
-        for (int i = 0; i < count; i += 8) sum = _mm512_add_pd(sum, masses_at(i));
-        return _mm512_reduce_add_pd(sum);
+        Doubles all = doubles(0);
+        for (int i = 0; i < count; i += 8) all = all + masses_at(i);
+        return sum(all);
     }
     // Keep those above `value`, and of those equal to it the first `equal`.
     void cut(float value, int equal) {
@@ -180,15 +178,13 @@ struct Candidates {
         cut(values[live[0]], equal);
     }
     int draw(double u) const {
-        return ids[first_above(count, u * mass(), [&](int i, __m512d* out) {
+        return ids[first_above(count, u * mass(), [&](int i, Doubles* out) {
                        out[0] = masses_at(i), out[1] = masses_at(i + 8);
                    }).at];
     }
 
    private:
-    __m512d masses_at(int i) const {
-        return _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, count - i)), masses.data() + i);
-    }
+    Doubles masses_at(int i) const { return load8(masses.data() + i, head(std::max(0, count - i))); }
     // Larger floats have larger keys; both zeros have one.
     static uint32_t key(float value) {
         value += 0.0f;

@@ -28,98 +28,103 @@ inline std::vector<DecodeUnit> decode_units(const int32_t* kv_lens, int rows, in
 
 // Query vectors whose scores and sums are computed together: of two K/V heads where each has few, else of one. A score is the
 // sum of two chains of products, and those of one query alone would leave the multipliers waiting for each other.
-constexpr int kQueries = 4, kHeads = 2;
+constexpr int kQueries = std::min(4, kTileVectors / 2), kHeads = 2;
 
 // run(heads, rows) with numbers that the compiler knows: so many K/V heads, and query vectors of each.
 template <class Run>
 inline void with_shape(int heads, int rows, Run run) {
-    constexpr std::integral_constant<int, 1> one;
-    constexpr std::integral_constant<int, 2> two;
-    if (heads == 2) return rows == 1 ? run(two, one) : run(two, two);
-    switch (rows) {
-        case 1: return run(one, one);
-        case 2: return run(one, two);
-        case 3: return run(one, std::integral_constant<int, 3>{});
-        default: return run(one, std::integral_constant<int, kQueries>{});
-    }
+    if (heads == 2) with_number<kQueries / 2>(rows, [&](auto rows) { run(std::integral_constant<int, 2>{}, rows); });
+    else with_number<kQueries>(rows, [&](auto rows) { run(std::integral_constant<int, 1>{}, rows); });
 }
 
 // scores[r] = q[r] · key for sixteen keys, which lie `offset` elements after keys[i], HEADS K/V heads side by side and ROWS
-// queries of each: the words with an even number one after the other, those with an odd one likewise, and the two together.
+// queries of each: the products with an even number one after the other, those with an odd one likewise, and the two together.
+// A product is one of `Kind<X>`: of an element, or of a pair of bf16.
 template <class T, int HEADS, int ROWS>
-inline void key_scores(const T* q, int head_dim, const T* const* keys, long offset, float* scores, long lds) {
+inline void key_scores(const Act<T>* q, int head_dim, const T* const* keys, long offset, float* scores, long lds) {
     using K = Kind<T>;
+    using A = Kind<Act<T>>;
     constexpr int queries = HEADS * ROWS;
     const int words = head_dim / K::pair;
-    __m512 acc[queries][2];
+    Floats acc[queries][2];
 #pragma GCC unroll 4
-    for (int r = 0; r < queries; r++) acc[r][0] = acc[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < queries; r++) acc[r][0] = acc[r][1] = floats(0);
     auto block = [&](int first, auto whole) {
         const int count = whole() ? 8 : words - first;
-        __m512 columns[HEADS][8];
+        Floats columns[HEADS][8];
 #pragma GCC unroll 2
         for (int h = 0; h < HEADS; h++) key_columns(keys, offset + h * head_dim + first * K::pair, count, columns[h]);
 #pragma GCC unroll 8
         for (int w = 0; w < 8; w++) {
             if (w >= count) break;
+#pragma GCC unroll 2
+            for (int s = 0; s < K::steps; s++)
 #pragma GCC unroll 4
-            for (int r = 0; r < queries; r++) {
-                const auto query = K::broadcast(q + (long)r * head_dim + (first + w) * K::pair);
-                acc[r][w % 2] = K::mac(acc[r][w % 2], (typename K::Reg)columns[r / ROWS][w], query);
-            }
+                for (int r = 0; r < queries; r++) {
+                    const auto query = A::broadcast(q + (long)r * head_dim + (first + w) * K::pair + s);
+                    Floats& to = acc[r][(w * K::steps + s) % 2];
+                    to = A::mac(to, K::step(as_words(columns[r / ROWS][w]), s), query);
+                }
         }
     };
     int w = 0;
     for (; w + 8 <= words; w += 8) block(w, std::true_type{});
     if (w < words) block(w, std::false_type{});
 #pragma GCC unroll 4
-    for (int r = 0; r < queries; r++) store16(scores + r * lds, _mm512_add_ps(acc[r][0], acc[r][1]));
+    for (int r = 0; r < queries; r++) store16(scores + r * lds, acc[r][0] + acc[r][1]);
 }
 
-// out[r] += Σ_s p[r][s] · v[s] for HEADS K/V heads side by side and ROWS query vectors of each, 64 columns at a time as
+// out[r] += Σ_s p[r][s] · v[s] for HEADS K/V heads side by side and ROWS query vectors of each, some columns at a time as
 // `join_values` lays them out; v[s] lies `offset` elements after values[s].
 template <class T, int HEADS, int ROWS>
-inline void weighted_values(const T* p, long ldp, const T* const* values, long offset, int keys, int head_dim,
+inline void weighted_values(const Act<T>* p, long ldp, const T* const* values, long offset, int keys, int head_dim,
                             float* out) {
-    using K = Kind<T>;
+    using A = Kind<Act<T>>;
     constexpr int queries = HEADS * ROWS;
+    constexpr int count = kStreamVectors >= 4 * kQueries ? 4 : 2;  // registers of columns
+    constexpr int together = kStreamVectors >= 4 * kQueries ? 4 : 1;  // of them, whose values are in registers
     const int columns = whole_columns(head_dim);
-    for (int c = 0; c < head_dim; c += 4 * kLanes) {
-        __m512 acc[queries][4];
+    for (int c = 0; c < head_dim; c += count * kLanes) {
+        Floats acc[queries][count];
+#pragma GCC unroll 4
         for (int r = 0; r < queries; r++)
-            for (int j = 0; j < 4; j++) acc[r][j] = load16(out + (long)r * columns + c + j * kLanes);
+#pragma GCC unroll 4
+            for (int j = 0; j < count; j++) acc[r][j] = load16(out + (long)r * columns + c + j * kLanes);
         auto add = [&](int s, auto whole) {  // whole: both keys of a pair are there, and all columns
-            typename K::Reg v[HEADS][4];
 #pragma GCC unroll 2
-            for (int h = 0; h < HEADS; h++) {
-                const long at = offset + h * head_dim + c;
-                const T *one = values[s] + at,
-                        *other = whole() || s + 1 < keys ? values[s + K::pair - 1] + at : nullptr;
-                const int width = whole() ? 4 * kLanes : head_dim - c;
-                join_values(one, other, width, v[h]);
-                join_values(one + 2 * kLanes, other ? other + 2 * kLanes : nullptr, std::max(0, width - 2 * kLanes),
-                            v[h] + 2);
-            }
+            for (int first = 0; first < count; first += together) {
+                typename A::Reg v[HEADS][together];
+#pragma GCC unroll 2
+                for (int h = 0; h < HEADS; h++) {
+                    const long at = offset + h * head_dim + c + first * kLanes;
+                    const T *one = values[s] + at,
+                            *other = whole() || s + 1 < keys ? values[s + A::pair - 1] + at : nullptr;
+                    join_values<together>(one, other, (whole() ? count * kLanes : head_dim - c) - first * kLanes, v[h]);
+                }
 #pragma GCC unroll 4
-            for (int r = 0; r < queries; r++) {
-                const auto weight = K::broadcast(p + r * ldp + s);
+                for (int r = 0; r < queries; r++) {
+                    const auto weight = A::broadcast(p + r * ldp + s);
 #pragma GCC unroll 4
-                for (int j = 0; j < 4; j++) acc[r][j] = K::mac(acc[r][j], v[r / ROWS][j], weight);
+                    for (int j = 0; j < together; j++)
+                        acc[r][first + j] = A::mac(acc[r][first + j], v[r / ROWS][j], weight);
+                }
             }
         };
         int s = 0;
-        if (head_dim - c >= 4 * kLanes)
-            for (; s + K::pair <= keys; s += K::pair) add(s, std::true_type{});
-        for (; s < keys; s += K::pair) add(s, std::false_type{});
+        if (head_dim - c >= count * kLanes)
+            for (; s + A::pair <= keys; s += A::pair) add(s, std::true_type{});
+        for (; s < keys; s += A::pair) add(s, std::false_type{});
+#pragma GCC unroll 4
         for (int r = 0; r < queries; r++)
-            for (int j = 0; j < 4; j++) store16(out + (long)r * columns + c + j * kLanes, acc[r][j]);
+#pragma GCC unroll 4
+            for (int j = 0; j < count; j++) store16(out + (long)r * columns + c + j * kLanes, acc[r][j]);
     }
 }
 
 // q, out: [heads, head_dim] of the row's token. next_pages: the block table of the `next_len` tokens, from head next_first
 // on, that this thread reads afterwards.
 template <class T>
-inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const T* q, T* out, int group,
+inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, const Act<T>* q, Act<T>* out, int group,
                           const int64_t* pages, int kv_len, float scale, AttentionScratch& scratch,
                           const int64_t* next_pages, int next_len, int next_first) {
     const int padded = (kv_len + kLanes - 1) / kLanes * kLanes, head_dim = cache.head_dim, queries = unit.heads * group;
@@ -164,17 +169,18 @@ inline void attend_decode(const PagedCache<T>& cache, const DecodeUnit& unit, co
     });
     scratch.factors.resize(queries);
     float* factors = scratch.factors.data();
-    for (int i = 0; i < queries; i++) factors[i] = softmax<T>(scores + (long)i * padded, kv_len, padded, scale);
-    const T* weights = (const T*)scores;
-    const long ldw = padded * (long)(sizeof(float) / sizeof(T));
+    for (int i = 0; i < queries; i++) factors[i] = softmax<Act<T>>(scores + (long)i * padded, kv_len, padded, scale);
+    const auto* weights = (const Act<T>*)scores;
+    const long ldw = padded * (long)(sizeof(float) / sizeof(Act<T>));
     each(values, [&](auto heads, auto rows, int s, int count, int h, int i) {
         weighted_values<T, heads(), rows()>(weights + (long)i * ldw + s, ldw, values + s, (long)h * head_dim, count,
                                             head_dim, sums + (long)i * columns);
     });
     for (int i = 0; i < queries; i++)
         for (int c = 0; c < head_dim; c += 2 * kLanes) {
-            const float* sum = sums + (long)i * columns + c;
-            store_sums(load16(sum), load16(sum + kLanes), factors[i], head_dim - c, out + (long)i * head_dim + c);
+            const float* from = sums + (long)i * columns + c;
+            const Floats both[2] = {load16(from), load16(from + kLanes)};
+            store_sums<2>(both, factors[i], head_dim - c, out + (long)i * head_dim + c);
         }
 }
 

@@ -17,6 +17,8 @@ namespace chorus {
 
 template <class T>
 class Decoder {
+    using X = Act<T>;
+
    public:
     Decoder(const ModelDesc& model, Team& team)
         : m_(model),
@@ -39,7 +41,7 @@ class Decoder {
         head_.plan(count, false);
         team_.run([&](int thread) {
             int phase = 0;
-            const T* x = normed_.data() + (logits_wanted_ + first) * spread<T>(m_.hidden);
+            const X* x = normed_.data() + (logits_wanted_ + first) * spread<X>(m_.hidden);
             head_.run(thread, phase, x, count, logits, nullptr, nullptr);
         });
     }
@@ -80,10 +82,10 @@ class Decoder {
         grow(x_, tokens * spread<float>(m_.hidden));
         projections_.plan(step);
         grow(y_, tokens * spread<float>(projections_.gated() ? qkv : std::max(qkv, 2 * m_.ffn)));
-        grow(normed_, tokens * spread<T>(m_.hidden));
-        grow(q_, tokens * spread<T>(q));
-        grow(attended_, tokens * spread<T>(q));
-        grow(act_, tokens * spread<T>(m_.ffn));
+        grow(normed_, tokens * spread<X>(m_.hidden));
+        grow(q_, tokens * spread<X>(q));
+        grow(attended_, tokens * spread<X>(q));
+        grow(act_, tokens * spread<X>(m_.ffn));
         decode_ = projections_.few() && step.tokens == step.rows;
         if (decode_) {
             decodes_ = decode_units(step.kv_lens, step.rows, m_.kv_heads, team_.size());
@@ -102,7 +104,7 @@ class Decoder {
         int phase = 0;
         const int tokens = step.tokens, hidden = m_.hidden, head_dim = m_.head_dim;
         const int q = m_.heads * head_dim, kv = m_.kv_heads * head_dim, qkv = q + 2 * kv;
-        const long ldx = spread<float>(hidden), ldn = spread<T>(hidden), ldq = spread<T>(q), lda = spread<T>(m_.ffn);
+        const long ldx = spread<float>(hidden), ldn = spread<X>(hidden), ldq = spread<X>(q), lda = spread<X>(m_.ffn);
         const long ldqkv = spread<float>(qkv), ldgu = spread<float>(2 * m_.ffn);
         const int heads_per_kv = m_.heads / m_.kv_heads;
         const float scale = 1.0f / std::sqrt((float)head_dim);
@@ -191,7 +193,7 @@ class Decoder {
                     step.segment_late[s] = 1;
                     break;
                 }
-                if (i < 200) _mm_pause();
+                if (i < 200) relax();
                 else std::this_thread::sleep_for(std::chrono::microseconds(20));  // the reader may need this core
             }
             patience_ -= Clock::now() - began;  // time that is spent computing is not waited for
@@ -202,7 +204,7 @@ class Decoder {
         const int hidden = m_.hidden;
         each_part(team_, phase, thread, tokens, [&](int t, bool) {
             rms_norm(x_.data() + t * spread<float>(hidden), weight, hidden, m_.eps,
-                     normed_.data() + t * spread<T>(hidden));
+                     normed_.data() + t * spread<X>(hidden));
         });
     }
 
@@ -219,7 +221,8 @@ class Decoder {
             const int head = key ? m_.heads + kv_head : kv_head * group + i;
             float* x = y + head * head_dim;
             if (const float* norm = key ? w.k_norm : w.q_norm) rms_norm(x, norm, head_dim, m_.eps, x);
-            rotate(x, cos, sin, head_dim, key ? k_plane + place : q_.data() + t * spread<T>(q) + head * head_dim);
+            if (key) rotate(x, cos, sin, head_dim, k_plane + place);
+            else rotate(x, cos, sin, head_dim, q_.data() + t * spread<X>(q) + head * head_dim);
         }
         convert(y + q + kv + kv_head * head_dim, head_dim, v_plane + place);
     }
@@ -228,7 +231,7 @@ class Decoder {
     std::vector<LayerDesc> layers_;
     Team& team_;
     Projections<T> projections_;
-    Head<T> head_;
+    OutputHead<T> head_;
     Merge<T> merge_;
     Sampling sampling_;
     std::vector<AttentionScratch> attention_scratch_;
@@ -237,7 +240,7 @@ class Decoder {
     std::vector<int> decode_split_, attention_split_;
     int logits_wanted_ = 0;  // of the last step: behind them come the rows to score
     Buffer<float> x_, y_;
-    Buffer<T> normed_, q_, attended_, act_;
+    Buffer<X> normed_, q_, attended_, act_;
     bool decode_ = false;  // the step has few tokens and each is a row of its own
     std::chrono::nanoseconds patience_{};  // that is left in the step
 };

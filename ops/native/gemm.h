@@ -1,7 +1,7 @@
 // y[m, n] (+)= bias[n] + Σ_k x[m, k] · w[n, k] with w packed in panels of 32 output columns: [N/32][K/pair][32][pair].
 //
 // One packed copy serves decode (a few rows: the panel streams from memory once) and prefill (many rows: the panel
-// stays in L2 while tiles of 12 rows pass by).
+// stays in L2 while tiles of rows pass by).
 #pragma once
 #include <algorithm>
 #include <vector>
@@ -10,7 +10,7 @@
 namespace chorus {
 
 constexpr int kPanel = 32;    // output columns of a panel
-constexpr int kRows = 12;     // rows of the largest register tile: 12 × 2 accumulators
+constexpr int kRows = std::min(12, kTileVectors);  // rows of the largest register tile
 constexpr long kPrefetchBytes = 8192;
 constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
 constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pass over the weights
@@ -19,59 +19,63 @@ constexpr int kRowChunk = 192;  // rows whose activations stay in L2 while panel
 template <class T> inline size_t panel_elems(int k) { return (size_t)k * kPanel; }
 
 // More of the reduction dimension for the same outputs, from other memory: y += Σ_k x[m, k] · w[n, k].
-template <class T>
+template <class X>
 struct Extra {
-    const T* x;
+    const X* x;
     long ldx;
-    const T* panel;
+    const X* panel;
     int k;
 };
 
-template <class T, int ROWS>
-inline void tile(const T* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
-                 const float* bias, const Extra<T>* extra) {
+// acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
+template <class T, int ROWS, int HALVES, bool FETCH>
+inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES]) {
     using K = Kind<T>;
-    const __mmask16 m0 = head_mask(columns), m1 = head_mask(columns > kLanes ? columns - kLanes : 0);
-    __m512 acc[ROWS][2];
-#pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        acc[r][0] = accumulate ? load16(y + r * ldy, m0) : _mm512_setzero_ps();
-        acc[r][1] = accumulate ? load16(y + r * ldy + kLanes, m1) : _mm512_setzero_ps();
-        if (bias) {
-            acc[r][0] = _mm512_add_ps(acc[r][0], load16(bias, m0));
-            acc[r][1] = _mm512_add_ps(acc[r][1], load16(bias + kLanes, m1));
-        }
-    }
-    const T* w = panel;
+    using A = Kind<Act<T>>;
     for (int i = 0; i < k; i += K::pair, w += kPanel * K::pair) {
-        prefetch(w, kPrefetchBytes);
-        prefetch(w, kPrefetchBytes + 64);
-        const auto w0 = K::load(w), w1 = K::load(w + kLanes * K::pair);
-#pragma GCC unroll 12
-        for (int r = 0; r < ROWS; r++) {
-            const auto b = K::broadcast(x + r * ldx + i);
-            acc[r][0] = K::mac(acc[r][0], w0, b);
-            acc[r][1] = K::mac(acc[r][1], w1, b);
+        if constexpr (FETCH) {
+            prefetch(w, kPrefetchBytes);
+            if constexpr (HALVES == 2) prefetch(w, kPrefetchBytes + 64);
         }
-    }
-    if (extra) {
-        x = extra->x;
-        w = extra->panel;
-        for (int i = 0; i < extra->k; i += K::pair, w += kPanel * K::pair) {
-            const auto w0 = K::load(w), w1 = K::load(w + kLanes * K::pair);
+#pragma GCC unroll 2
+        for (int s = 0; s < K::steps; s++) {
+            typename A::Reg weights[HALVES];
+#pragma GCC unroll 2
+            for (int h = 0; h < HALVES; h++) weights[h] = K::step(load_words(w + h * kLanes * K::pair), s);
 #pragma GCC unroll 12
             for (int r = 0; r < ROWS; r++) {
-                const auto b = K::broadcast(x + r * extra->ldx + i);
-                acc[r][0] = K::mac(acc[r][0], w0, b);
-                acc[r][1] = K::mac(acc[r][1], w1, b);
+                const auto b = A::broadcast(x + r * ldx + i + s);
+#pragma GCC unroll 2
+                for (int h = 0; h < HALVES; h++) acc[r][h] = A::mac(acc[r][h], weights[h], b);
             }
         }
     }
+}
+
+// ROWS rows against HALVES times 16 columns of a panel, as `panel` and `y` begin with them.
+template <class T, int ROWS, int HALVES>
+inline void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
+                 const float* bias, const Extra<Act<T>>* extra, int half) {
+    Head heads[HALVES];
+#pragma GCC unroll 2
+    for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, columns - h * kLanes));
+    Floats acc[ROWS][HALVES];
 #pragma GCC unroll 12
-    for (int r = 0; r < ROWS; r++) {
-        store16(y + r * ldy, acc[r][0], m0);
-        if (m1) store16(y + r * ldy + kLanes, acc[r][1], m1);
-    }
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++) {
+            acc[r][h] = accumulate ? load16(y + r * ldy + h * kLanes, heads[h]) : floats(0);
+            if (bias) acc[r][h] = acc[r][h] + load16(bias + h * kLanes, heads[h]);
+        }
+    multiply<T, ROWS, HALVES, true>(x, ldx, panel, k, acc);
+    if (extra)
+        multiply<Act<T>, ROWS, HALVES, false>(extra->x, extra->ldx, extra->panel + half * Kind<Act<T>>::pair, extra->k,
+                                              acc);
+#pragma GCC unroll 12
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 2
+        for (int h = 0; h < HALVES; h++)
+            if (!h || bits(heads[h])) store16(y + r * ldy + h * kLanes, acc[r][h], heads[h]);
 }
 
 // Another thread may have written them: the product would wait for them before its first step.
@@ -84,23 +88,19 @@ inline void fetch_outputs(const float* y, long ldy, int rows) {
 
 // All `rows` rows against one panel, in tiles of about equal height: a tile of few rows takes as long as one of some more.
 template <class T>
-inline void panel_product(const T* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
-                          bool accumulate, const float* bias, const Extra<T>* extra = nullptr) {
-    Extra<T> here{};
+inline void panel_product(const Act<T>* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
+                          bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr) {
+    Extra<Act<T>> here{};
     if (extra) here = *extra, extra = &here;
     for (int tiles = (rows + kRows - 1) / kRows; tiles > 0; tiles--) {
         const int height = (rows + tiles - 1) / tiles;
         if (accumulate) fetch_outputs(y + height * ldy, ldy, std::min(height, rows - height));
-        switch (height) {
-#define CHORUS_TILE(n) \
-    case n: tile<T, n>(x, ldx, panel, k, y, ldy, columns, accumulate, bias, extra); break;
-            // clang-format off
-            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
-            CHORUS_TILE(7) CHORUS_TILE(8) CHORUS_TILE(9) CHORUS_TILE(10) CHORUS_TILE(11) CHORUS_TILE(12)
-            // clang-format on
-#undef CHORUS_TILE
-                    default : break;
-        }
+        with_number<kRows>(height, [&](auto n) {
+            constexpr int halves = 2 * n() <= kTileVectors ? 2 : 1;  // of the panel in registers at once
+            for (int c = 0; c < columns; c += halves * kLanes)
+                tile<T, n(), halves>(x, ldx, panel + c * Kind<T>::pair, k, y + c, ldy, columns - c, accumulate,
+                                     bias ? bias + c : nullptr, extra, c);
+        });
         rows -= height, x += height * ldx, y += height * ldy, here.x += height * here.ldx;
     }
 }
@@ -112,7 +112,7 @@ struct Tile {
 // A product as units of work for the team: (row chunk, panel), panels fastest so that the rows stay in L2.
 template <class T>
 struct Product {
-    const T* x;
+    const Act<T>* x;
     long ldx;
     int rows;
     const T* w;
@@ -140,7 +140,7 @@ struct Product {
         run(t, t.row, t.rows, out, ldy, nullptr);
     }
     // Some rows of a tile, to `out`.
-    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<T>* extra) const {
+    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<Act<T>>* extra) const {
         panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
                          t.columns, accumulate, bias ? bias + t.column : nullptr, extra);
     }

@@ -11,9 +11,11 @@
 namespace chorus {
 
 template <class T>
-class Head {
+class OutputHead {
+    using X = Act<T>;
+
    public:
-    Head(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()) {
+    OutputHead(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()) {
         none_split_.assign(team.most() + 1, 0);
     }
 
@@ -27,11 +29,11 @@ class Head {
     // The product with x, normalised rows `spread` apart, and the best of each while they are in the cache. logits: null when
     // none are kept. kept: which of its rows each row's logits go to, below 0 where they are not kept; null: one after the
     // other. draws: null when none are drawn from.
-    void run(int thread, int& phase, const T* x, int rows, float* logits, const int32_t* kept, const Draw* draws) {
+    void run(int thread, int& phase, const X* x, int rows, float* logits, const int32_t* kept, const Draw* draws) {
         const int panel = panel_elems<T>(m_.hidden), vocab = m_.vocab;
         Best* best = best_.data() + (long)thread * rows;
         std::fill(best, best + rows, Best{});
-        const long ldn = spread<T>(m_.hidden);
+        const long ldn = spread<X>(m_.hidden);
         Product<T> head{x, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
         run_units(
             team_, phase, thread, head, none_, none_split_,
@@ -55,7 +57,7 @@ class Head {
     }
 
     // Once `run` has been: the likeliest token of a row of x, or the one that is drawn.
-    void choose(const StepDesc& step, int thread, const T* x, int row) {
+    void choose(const StepDesc& step, int thread, const X* x, int row) {
         const int rows = step.logits_wanted;
         Best all = best_[row];
         for (int t = 1; t < team_.size(); t++) all.join(best_[(long)t * rows + row]);
@@ -65,7 +67,7 @@ class Head {
         step.best[row] =
             panels_.draw(row, step.draws[row], scratch_[thread].candidates, [&](int panel) -> const float* {
                 if (kept >= 0) return step.logits + (long)kept * m_.vocab + panel * kPanel;
-                const long ldn = spread<T>(m_.hidden);
+                const long ldn = spread<X>(m_.hidden);
                 float* y = scratch_[thread].logits.data();
                 panel_product<T>(x + row * ldn, ldn, 1, (const T*)m_.lm_head + panel * panel_elems<T>(m_.hidden),
                                  m_.hidden, y, kPanel, std::min(kPanel, m_.vocab - panel * kPanel), false, nullptr);

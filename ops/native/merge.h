@@ -1,7 +1,7 @@
 // W + Σ scale·B·A from packed panels to packed panels: an adapter in a copy of the weights.
 //
-// Every element is one chain of fused multiply-adds in float32, from W on and in order of rank, rounded once. A panel's 32
-// outputs lie in two registers, eight inputs are worked on at a time; what the adapter has for them streams past.
+// Every element is one chain of fused multiply-adds in float32, from W on and in order of rank, rounded once. Some
+// inputs are worked on at a time, for all 32 outputs of a panel or half of them; what the adapter has for them streams past.
 #pragma once
 #include <cmath>
 #include <limits>
@@ -11,44 +11,37 @@
 
 namespace chorus {
 
-constexpr int kInputs = 8;  // that are worked on together: 2 × 8 accumulators
+constexpr int kInputs = kTileVectors >= 16 ? 8 : 6;  // that are worked on together
+constexpr int kHalves = kInputs * 2 <= kTileVectors ? 2 : 1;  // 16 outputs each, in registers at once
 
-// Eight inputs of a panel, the first `count` of them, as float32: v[i][h] holds input i's outputs 16h ….
-inline void load_inputs(const float* p, int count, __m512 (*v)[2]) {
+// Some inputs of a panel, the first `count` of them, as float32: v[i][h] holds input i's outputs 16h …, counted from p's.
+inline void load_inputs(const float* p, int count, Floats (*v)[kHalves]) {
 #pragma GCC unroll 8
     for (int i = 0; i < kInputs; i++)
-        for (int h = 0; h < 2; h++)
-            v[i][h] = i < count ? _mm512_loadu_ps(p + i * kPanel + h * kLanes) : _mm512_setzero_ps();
+        for (int h = 0; h < kHalves; h++) v[i][h] = i < count ? load16(p + i * kPanel + h * kLanes) : floats(0);
 }
-inline void load_inputs(const bf16* p, int count, __m512 (*v)[2]) {
+inline void load_inputs(const bf16* p, int count, Floats (*v)[kHalves]) {
 #pragma GCC unroll 4
     for (int i = 0; i < kInputs; i += 2)
-        for (int h = 0; h < 2; h++) {
-            const __m512i both =
-                i < count ? _mm512_loadu_si512(p + i * kPanel + 2 * h * kLanes) : _mm512_setzero_si512();
-            v[i][h] = _mm512_castsi512_ps(_mm512_slli_epi32(both, 16));
-            v[i + 1][h] = _mm512_castsi512_ps(_mm512_and_si512(both, _mm512_set1_epi32((int)0xFFFF0000)));
+        for (int h = 0; h < kHalves; h++) {
+            const Words both = i < count ? load_words(p + i * kPanel + 2 * h * kLanes) : words(0);
+            v[i][h] = widen_first(both);
+            v[i + 1][h] = widen_second(both);
         }
 }
-inline void store_inputs(float* p, int count, const __m512 (*v)[2]) {
+inline void store_inputs(float* p, int count, const Floats (*v)[kHalves]) {
 #pragma GCC unroll 8
     for (int i = 0; i < kInputs; i++)
-        for (int h = 0; h < 2; h++)
-            if (i < count) _mm512_storeu_ps(p + i * kPanel + h * kLanes, v[i][h]);
+        for (int h = 0; h < kHalves; h++)
+            if (i < count) store16(p + i * kPanel + h * kLanes, v[i][h]);
 }
-// The bits of x, rounded to the upper half: to the nearest, ties to even, subnormal numbers kept.
-inline __m512i rounded(__m512 x) {
-    const __m512i bits = _mm512_castps_si512(x);
-    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-    return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-}
-inline void store_inputs(bf16* p, int count, const __m512 (*v)[2]) {
+inline void store_inputs(bf16* p, int count, const Floats (*v)[kHalves]) {
 #pragma GCC unroll 4
     for (int i = 0; i < kInputs; i += 2)
-        for (int h = 0; h < 2; h++) {
-            const __m512i low = _mm512_srli_epi32(rounded(v[i][h]), 16),
-                          high = _mm512_and_si512(rounded(v[i + 1][h]), _mm512_set1_epi32((int)0xFFFF0000));
-            if (i < count) _mm512_storeu_si512(p + i * kPanel + 2 * h * kLanes, _mm512_or_si512(low, high));
+        for (int h = 0; h < kHalves; h++) {
+            const Words low = rounded(as_words(v[i][h])) >> 16,
+                        high = rounded(as_words(v[i + 1][h])) & words(0xFFFF0000);
+            if (i < count) store((uint32_t*)(p + i * kPanel + 2 * h * kLanes), low | high);
         }
 }
 
@@ -109,39 +102,45 @@ class Merge {
         const T* from = (const T*)desc.from + (long)p * panel_elems<T>(inputs);
         T* to = (T*)desc.to + (long)p * panel_elems<T>(inputs);
         if (own.used.empty()) return (void)memcpy(to, from, panel_elems<T>(inputs) * sizeof(T));
-        __m512 before[2] = {}, after[2] = {};  // squares
-        for (int k = 0; k < inputs; k += kInputs) {
-            const int count = std::min(kInputs, inputs - k);
-            __m512 v[kInputs][2];
-            load_inputs(from + (long)k * kPanel, count, v);
-            for (int h = 0; h < 2; h++)
+        for (int half = 0; half < 2; half += kHalves) {
+            Floats before[kHalves], after[kHalves];  // squares
+            for (int h = 0; h < kHalves; h++) before[h] = after[h] = floats(0);
+            for (int k = 0; k < inputs; k += kInputs) {
+                const int count = std::min(kInputs, inputs - k);
+                const long at = (long)k * kPanel + half * kLanes * Kind<T>::pair;
+                Floats v[kInputs][kHalves];
+                load_inputs(from + at, count, v);
+                for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-                for (int i = 0; i < kInputs; i++) before[h] = _mm512_fmadd_ps(v[i][h], v[i][h], before[h]);
-            for (const int index : own.used) {
-                const Part& part = own.parts[index];
-                const int rank = desc.parts[index / (int)group.size()]->rank;
-                const float *a = part.a.data() + (long)k * rank, *b = part.b.data();
-                for (int r = 0; r < rank; r++, a += kInputs, b += kPanel) {
-                    const __m512 b0 = _mm512_loadu_ps(b), b1 = _mm512_loadu_ps(b + kLanes);
+                    for (int i = 0; i < kInputs; i++) before[h] = fma(v[i][h], v[i][h], before[h]);
+                for (const int index : own.used) {
+                    const Part& part = own.parts[index];
+                    const int rank = desc.parts[index / (int)group.size()]->rank;
+                    const float *a = part.a.data() + (long)k * rank, *b = part.b.data() + half * kLanes;
+                    for (int r = 0; r < rank; r++, a += kInputs, b += kPanel) {
+                        Floats outputs[kHalves];
+#pragma GCC unroll 2
+                        for (int h = 0; h < kHalves; h++) outputs[h] = load16(b + h * kLanes);
 #pragma GCC unroll 8
-                    for (int i = 0; i < kInputs; i++) {
-                        const __m512 x = _mm512_set1_ps(a[i]);
-                        v[i][0] = _mm512_fmadd_ps(b0, x, v[i][0]);
-                        v[i][1] = _mm512_fmadd_ps(b1, x, v[i][1]);
+                        for (int i = 0; i < kInputs; i++) {
+                            const Floats x = floats(a[i]);
+#pragma GCC unroll 2
+                            for (int h = 0; h < kHalves; h++) v[i][h] = fma(outputs[h], x, v[i][h]);
+                        }
                     }
                 }
-            }
-            for (int h = 0; h < 2; h++)
+                for (int h = 0; h < kHalves; h++)
 #pragma GCC unroll 8
-                for (int i = 0; i < kInputs; i++) after[h] = _mm512_fmadd_ps(v[i][h], v[i][h], after[h]);
-            store_inputs(to + (long)k * kPanel, count, v);
-        }
-        for (int h = 0; h < 2; h++) {
-            const __mmask16 valid = head_mask(std::max(0, columns - h * kLanes)),
-                            finite = _mm512_cmp_ps_mask(after[h], _mm512_set1_ps(INFINITY), _CMP_LT_OQ);
-            // 0 / 0 is NaN, which the maximum passes over
-            const __m512 ratio = _mm512_max_ps(_mm512_div_ps(after[h], before[h]), _mm512_setzero_ps());
-            own.growth = std::max(own.growth, (valid & ~finite) ? INFINITY : _mm512_mask_reduce_max_ps(valid, ratio));
+                    for (int i = 0; i < kInputs; i++) after[h] = fma(v[i][h], v[i][h], after[h]);
+                store_inputs(to + at, count, v);
+            }
+            for (int h = 0; h < kHalves; h++) {
+                const Head here = head(std::max(0, columns - (half + h) * kLanes));
+                // 0 / 0 is NaN, which the maximum passes over
+                const Floats ratio = keep(max(after[h] / before[h], floats(0)), here, floats(0));
+                const bool finite = !(bits(here) & ~below(after[h], floats(INFINITY)));
+                own.growth = std::max(own.growth, finite ? largest(ratio) : INFINITY);
+            }
         }
     }
 

@@ -37,26 +37,25 @@ class Panels {
 
     // Every panel of a row once, by whichever thread has it. inverse: the inverse temperature, 0 where no masses are wanted.
     void see(int row, const float* logits, int columns, int first, double inverse) {
-        const __m512 x[2] = {load_or_none(logits, columns),
-                             load_or_none(logits + kLanes, std::max(0, columns - kLanes))};
-        const bool nan = _mm512_cmp_ps_mask(x[0], x[0], _CMP_UNORD_Q) | _mm512_cmp_ps_mask(x[1], x[1], _CMP_UNORD_Q);
-        const float most = nan ? INFINITY : _mm512_reduce_max_ps(_mm512_max_ps(x[0], x[1]));
+        const Floats x[2] = {load_or_none(logits, columns), load_or_none(logits + kLanes, columns - kLanes)};
+        const bool nan = (equal(x[0], x[0]) & equal(x[1], x[1])) != 0xFFFF;
+        const float most = nan ? INFINITY : largest(max(x[0], x[1]));
         const long at = (long)row * panels_ + first / kPanel;
         most_[at] = most;
         if (!(inverse > 0)) return;
         const Masses masses(most, inverse);
-        __m512d low[2], high[2];
+        Doubles low[2], high[2];
         masses.of(x[0], low);
         masses.of(x[1], high);
-        mass_[at] = _mm512_reduce_add_pd(_mm512_add_pd(_mm512_add_pd(low[0], low[1]), _mm512_add_pd(high[0], high[1])));
+        mass_[at] = sum((low[0] + low[1]) + (high[0] + high[1]));
     }
 
     // Once all of a row's panels have been seen: its largest logit, +inf if one is NaN.
     float most(int row) const {
         const float* most = most_.data() + (long)row * panels_;
-        __m512 largest = _mm512_set1_ps(-INFINITY);
-        for (int p = 0; p < panels_; p += kLanes) largest = _mm512_max_ps(largest, load_or_none(most + p, panels_ - p));
-        return _mm512_reduce_max_ps(largest);
+        Floats above = floats(-INFINITY);
+        for (int p = 0; p < panels_; p += kLanes) above = max(above, load_or_none(most + p, panels_ - p));
+        return largest(above);
     }
 
     // Once: make a row's masses relative to its largest logit. Their sum.
@@ -64,16 +63,19 @@ class Panels {
         const Masses masses(most, inverse);
         const float* mosts = most_.data() + (long)row * panels_;
         double *mass = mass_.data() + (long)row * panels_, *peak = peak_.data() + (long)row * panels_;
-        __m512d sum = _mm512_setzero_pd();
-        for (int p = 0; p < panels_; p += 8) {
-            const __mmask8 valid = (__mmask8)head_mask(panels_ - p);
-            const __m512d top = masses.of(_mm256_maskz_loadu_ps(valid, mosts + p));
-            const __m512d scaled = _mm512_mul_pd(top, _mm512_maskz_loadu_pd(valid, mass + p));
-            _mm512_mask_storeu_pd(peak + p, valid, top);
-            _mm512_mask_storeu_pd(mass + p, valid, scaled);
-            sum = _mm512_mask_add_pd(sum, valid, sum, scaled);
+        Doubles all = doubles(0);
+        for (int p = 0; p < panels_; p += kLanes) {
+            Doubles top[2];
+            masses.of(load_or_none(mosts + p, panels_ - p), top);
+            for (int i = 0, at = p; i < 2 && at < panels_; i++, at += 8) {
+                const Head here = head(panels_ - at);
+                const Doubles scaled = top[i] * load8(mass + at, here);
+                store(peak + at, top[i], here);
+                store(mass + at, scaled, here);
+                all = all + scaled;
+            }
         }
-        return _mm512_reduce_add_pd(sum);
+        return sum(all);
     }
 
     // At least k logits are not below this: as many panels have one.
@@ -91,8 +93,8 @@ class Panels {
         const float* most = most_.data() + (long)row * panels_;
         c.clear(vocab_);
         for (int p = 0; p < panels_; p += kLanes) {
-            const __mmask16 valid = head_mask(panels_ - p);
-            unsigned some = _mm512_mask_cmp_ps_mask(valid, load16(most + p, valid), _mm512_set1_ps(least), _CMP_GE_OQ);
+            const Head here = head(panels_ - p);
+            unsigned some = bits(here) & not_above(floats(least), load16(most + p, here));
             for (; some; some &= some - 1) {
                 const int panel = p + __builtin_ctz(some);
                 c.gather(logits(panel), width(panel), panel * kPanel, least);
@@ -139,14 +141,14 @@ class Panels {
     template <class Logits>
     int64_t draw_of_all(int row, float most, double inverse, double target, Logits logits) const {
         const double* mass = mass_.data() + (long)row * panels_;
-        const Found found = first_above(panels_, target, [&](int p, __m512d* out) {
-            out[0] = _mm512_maskz_loadu_pd((__mmask8)head_mask(panels_ - p), mass + p);
-            out[1] = _mm512_maskz_loadu_pd((__mmask8)head_mask(std::max(0, panels_ - p - 8)), mass + p + 8);
+        const Found found = first_above(panels_, target, [&](int p, Doubles* out) {
+            out[0] = load8(mass + p, head(panels_ - p));
+            out[1] = load8(mass + p + 8, head(std::max(0, panels_ - p - 8)));
         });
         const Masses masses(most, inverse);
         const float* x = logits(found.at);
         const int n = width(found.at);
-        return found.at * kPanel + first_above(n, target - found.before, [&](int i, __m512d* out) {
+        return found.at * kPanel + first_above(n, target - found.before, [&](int i, Doubles* out) {
                                        masses.of(load_or_none(x + i, n - i), out);
                                    }).at;
     }
@@ -158,16 +160,14 @@ class Panels {
         rest -= 1e-12 * total;  // sums are rounded
         if (rest <= 0) return -INFINITY;
         auto below = [&](double each) {
-            const __m512d least = _mm512_set1_pd(each), most = _mm512_set1_pd(each * kPanel);
-            __m512d sum = _mm512_setzero_pd();
+            const Doubles least = doubles(each), most = doubles(each * kPanel);
+            Doubles bound = doubles(0);
             for (int p = 0; p < panels_; p += 8) {
-                const __mmask8 valid = (__mmask8)head_mask(panels_ - p);
-                const __m512d all = _mm512_maskz_loadu_pd(valid, mass + p),
-                              top = _mm512_maskz_loadu_pd(valid, peak + p);
-                const __m512d others = _mm512_mask_sub_pd(all, _mm512_cmp_pd_mask(top, least, _CMP_GE_OQ), all, top);
-                sum = _mm512_add_pd(sum, _mm512_min_pd(others, most));
+                const Head here = head(panels_ - p);
+                const Doubles all = load8(mass + p, here), top = load8(peak + p, here);
+                bound = bound + min(where_not_below(top, least, all - top, all), most);
             }
-            return _mm512_reduce_add_pd(sum);
+            return sum(bound);
         };
         double low = std::log(rest / panels_ / kPanel), high = 0;
         for (int i = 0; i < kHalvings; i++) {

@@ -7,7 +7,6 @@
 // threads than cores. Where that takes more time than the threads save, steps are run by half of them; after a pause,
 // longer each time it was in vain, by twice as many again.
 #pragma once
-#include <immintrin.h>
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sched.h>
@@ -21,6 +20,7 @@
 #include <functional>
 #include <thread>
 #include <vector>
+#include "lanes.h"
 
 namespace chorus {
 
@@ -165,7 +165,7 @@ class Team {
     static bool spin(Ready ready) {
         for (int i = 0; i < kSpins; i++) {
             if (ready()) return true;
-            _mm_pause();
+            relax();
         }
         return false;
     }
@@ -212,7 +212,7 @@ class Team {
     void serve(int thread) {
         bool idle = false;
         for (int seen = 0, now;;) {
-            for (int i = 0; !idle && epoch_.load(std::memory_order_acquire) == seen && i < 2000; i++) _mm_pause();
+            for (int i = 0; !idle && epoch_.load(std::memory_order_acquire) == seen && i < 2000; i++) relax();
             while ((now = epoch_.load(std::memory_order_acquire)) == seen)
                 futex(epoch_, FUTEX_WAIT_BITSET_PRIVATE, seen, 1u << thread % 32);
             seen = now;

@@ -10,7 +10,7 @@
 namespace chorus {
 
 constexpr int kQueryBlock = 48;  // query vectors (token, head) of a unit
-constexpr int kQueryTile = 6;  // that share a pass over the values: 6 × 4 accumulators
+constexpr int kQueryTile = 6;  // that share a pass over the values
 
 struct AttentionUnit {
     int row, kv_head, token, tokens;
@@ -27,30 +27,34 @@ inline void attention_units(const int32_t* qo_indptr, int rows, int heads, int k
     }
 }
 
-// Sixteen keys as columns: word w of each, sixteen side by side, for w < words.
+// Sixteen keys as columns: word w of each, sixteen side by side, for w < words; elements that are widened become a word each.
 template <class T>
 inline void transpose_keys(const T* const* keys, long offset, int words, float* out) {
+    using K = Kind<T>;
     for (int first = 0; first < words; first += 8) {
         const int count = std::min(8, words - first);
-        __m512 columns[8];
-        key_columns(keys, offset + first * Kind<T>::pair, count, columns);
-        for (int w = 0; w < count; w++) store16(out + (long)(first + w) * kLanes, columns[w]);
+        Floats columns[8];
+        key_columns(keys, offset + first * K::pair, count, columns);
+        for (int w = 0; w < count; w++)
+            for (int s = 0; s < K::steps; s++, out += kLanes) {
+                const auto word = K::step(as_words(columns[w]), s);
+                memcpy(out, &word, sizeof word);
+            }
     }
 }
 
 // scores[r][0 … 16·BLOCKS-1] = q[r] · key for ROWS queries and the keys of as many `transpose_keys`: the words with an even
 // number one after the other, those with an odd one likewise, and the two together.
-template <class T, int ROWS, int BLOCKS>
-inline void column_scores(const T* const* q, const float* keys, int words, float* scores, long lds) {
-    using K = Kind<T>;
-    __m512 acc[2][ROWS][BLOCKS];
+template <class X, int ROWS, int BLOCKS>
+inline void column_scores(const X* const* q, const float* keys, int words, float* scores, long lds) {
+    using K = Kind<X>;
+    Floats acc[2][ROWS][BLOCKS];
 #pragma GCC unroll 24
-    for (int i = 0; i < 2 * ROWS * BLOCKS; i++)
-        acc[i / (ROWS * BLOCKS)][i / BLOCKS % ROWS][i % BLOCKS] = _mm512_setzero_ps();
-    auto word = [&](int w, __m512(*to)[BLOCKS]) {
+    for (int i = 0; i < 2 * ROWS * BLOCKS; i++) acc[i / (ROWS * BLOCKS)][i / BLOCKS % ROWS][i % BLOCKS] = floats(0);
+    auto word = [&](int w, Floats(*to)[BLOCKS]) {
         typename K::Reg key[BLOCKS];
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++) key[b] = K::load((const T*)(keys + (long)(b * words + w) * kLanes));
+        for (int b = 0; b < BLOCKS; b++) key[b] = K::load((const X*)(keys + (long)(b * words + w) * kLanes));
 #pragma GCC unroll 6
         for (int r = 0; r < ROWS; r++) {
             const auto query = K::broadcast(q[r] + w * K::pair);
@@ -64,33 +68,33 @@ inline void column_scores(const T* const* q, const float* keys, int words, float
 #pragma GCC unroll 6
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 2
-        for (int b = 0; b < BLOCKS; b++)
-            store16(scores + r * lds + b * kLanes, _mm512_add_ps(acc[0][r][b], acc[1][r][b]));
+        for (int b = 0; b < BLOCKS; b++) store16(scores + r * lds + b * kLanes, acc[0][r][b] + acc[1][r][b]);
 }
 
 // out[r] = factor[r] · Σ_s p[r][s] · v[s] over the visible[r] keys that each of ROWS queries sees, the last the most; v: pairs of
 // keys, [columns] of each as `join_values` lays them out. Keys that a query doesn't see stay out of its sum: what they hold
 // may be NaN, which a weight of 0 does not undo.
-template <class T, int ROWS>
-inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visible, const float* factor, int head_dim,
-                  T* const* out) {
-    using K = Kind<T>;
-    for (int c = 0; c < columns; c += 4 * kLanes) {
-        __m512 acc[ROWS][4];
+template <class X, int ROWS>
+inline void weigh(const X* p, long ldp, const X* v, int columns, const int* visible, const float* factor, int head_dim,
+                  X* const* out) {
+    using K = Kind<X>;
+    constexpr int count = kTileVectors / kQueryTile;  // registers of columns
+    for (int c = 0; c < head_dim; c += count * kLanes) {
+        Floats acc[ROWS][count];
         for (int r = 0; r < ROWS; r++)
-            for (int j = 0; j < 4; j++) acc[r][j] = _mm512_setzero_ps();
+            for (int j = 0; j < count; j++) acc[r][j] = floats(0);
         int s = 0;
-        const T* from = v + (long)c * K::pair;
+        const X* from = v + (long)c * K::pair;
         auto load = [&](int j) { return K::load(from + j * K::width); };
         for (; s + K::pair <= visible[0]; s += K::pair, from += (long)columns * K::pair) {
-            const auto v0 = load(0), v1 = load(1), v2 = load(2), v3 = load(3);
+            typename K::Reg values[count];
+#pragma GCC unroll 4
+            for (int j = 0; j < count; j++) values[j] = load(j);
 #pragma GCC unroll 6
             for (int r = 0; r < ROWS; r++) {
                 const auto weight = K::broadcast(p + r * ldp + s);
-                acc[r][0] = K::mac(acc[r][0], v0, weight);
-                acc[r][1] = K::mac(acc[r][1], v1, weight);
-                acc[r][2] = K::mac(acc[r][2], v2, weight);
-                acc[r][3] = K::mac(acc[r][3], v3, weight);
+#pragma GCC unroll 4
+                for (int j = 0; j < count; j++) acc[r][j] = K::mac(acc[r][j], values[j], weight);
             }
         }
         for (; s < visible[ROWS - 1]; s += K::pair, from += (long)columns * K::pair)
@@ -98,64 +102,69 @@ inline void weigh(const T* p, long ldp, const T* v, int columns, const int* visi
             for (int r = 0; r < ROWS; r++) {
                 if (visible[r] <= s) continue;
                 const auto weight = K::broadcast(p + r * ldp + s);
-                for (int j = 0; j < 4; j++)
+                for (int j = 0; j < count; j++)
                     acc[r][j] = K::mac(acc[r][j], visible[r] == s + 1 ? K::first(load(j)) : load(j), weight);
             }
-        for (int r = 0; r < ROWS; r++)
-            for (int j = 0; j < 4 && c + j * kLanes < head_dim; j += 2)
-                store_sums(acc[r][j], acc[r][j + 1], factor[r], head_dim - c - j * kLanes, out[r] + c + j * kLanes);
+        for (int r = 0; r < ROWS; r++) store_sums<count>(acc[r], factor[r], head_dim - c, out[r] + c);
     }
 }
 
 // ROWS queries, of which the last sees the most keys.
-template <class T, int ROWS>
-inline void attend_tile(const T* const* q, T* const* out, const int* visible, int head_dim, int columns, int padded,
+template <class X, int ROWS>
+inline void attend_tile(const X* const* q, X* const* out, const int* visible, int head_dim, int columns, int padded,
                         float scale, AttentionScratch& scratch) {
-    const int most = visible[ROWS - 1], words = head_dim / Kind<T>::pair;
+    constexpr int blocks = kTileVectors >= 24 ? 2 : 1, rows = std::min(ROWS, kTileVectors / (2 * blocks));
+    const int most = visible[ROWS - 1], words = head_dim / Kind<X>::pair;
     float* scores = scratch.scores.data();
-    for (int s = 0; s < most; s += 2 * kLanes)
-        column_scores<T, ROWS, 2>(q, scratch.keys.data() + (long)s * words, words, scores + s, padded);
+    for (int s = 0; s < most; s += blocks * kLanes) {
+        const float* keys = scratch.keys.data() + (long)s * words;
+        int r = 0;
+        for (; r + rows <= ROWS; r += rows)
+            column_scores<X, rows, blocks>(q + r, keys, words, scores + (long)r * padded + s, padded);
+        if constexpr (ROWS % rows)
+            column_scores<X, ROWS % rows, blocks>(q + r, keys, words, scores + (long)r * padded + s, padded);
+    }
     float factor[ROWS];
     for (int r = 0; r < ROWS; r++)
-        factor[r] = softmax<T>(scores + (long)r * padded, visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
-    weigh<T, ROWS>((const T*)scores, padded * (long)(sizeof(float) / sizeof(T)), (const T*)scratch.values.data(),
+        factor[r] = softmax<X>(scores + (long)r * padded, visible[r], (most + kLanes - 1) / kLanes * kLanes, scale);
+    weigh<X, ROWS>((const X*)scores, padded * (long)(sizeof(float) / sizeof(X)), (const X*)scratch.values.data(),
                    columns, visible, factor, head_dim, out);
 }
 
 // q, out: [tokens, heads, head_dim] with row stride ld. pages: the row's block table.
 template <class T>
-inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const T* q, T* out, long ld, int group,
-                   const int64_t* pages, int kv_len, int row_end, float scale, AttentionScratch& scratch) {
+inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const Act<T>* q, Act<T>* out, long ld,
+                   int group, const int64_t* pages, int kv_len, int row_end, float scale, AttentionScratch& scratch) {
     const int seen = kv_len - (row_end - (unit.token + unit.tokens));  // keys that the unit's last token sees
     const int padded = (seen + 2 * kLanes - 1) / (2 * kLanes) * 2 * kLanes, head_dim = cache.head_dim;
-    constexpr int pair = Kind<T>::pair;
+    using A = Kind<Act<T>>;
+    constexpr int pair = A::pair;
     const int columns = whole_columns(head_dim), pairs = (seen + pair - 1) / pair;
     grow(scratch.scores, (size_t)kQueryTile * padded);
     grow(scratch.values, (size_t)pairs * columns);  // a pair of bf16 is as large as a float32
     grow(scratch.places, padded);
-    const int words = head_dim / Kind<T>::pair;
-    grow(scratch.keys, (size_t)padded * words);
+    grow(scratch.keys, (size_t)padded * (head_dim / pair));
     const T** places = (const T**)scratch.places.data();
     const long offset = (long)unit.kv_head * head_dim;
     locate(cache, cache.k, pages, seen, places);
     for (int s = seen; s < padded; s++) places[s] = places[seen - 1];
     for (int s = 0; s < padded; s += kLanes)
-        transpose_keys(places + s, offset, words, scratch.keys.data() + (long)s * words);
+        transpose_keys(places + s, offset, head_dim / Kind<T>::pair, scratch.keys.data() + (long)s * (head_dim / pair));
     locate(cache, cache.v, pages, seen, places);
     for (int s = 0; s < pairs; s++) {
         const T *one = places[s * pair] + offset,
                 *other = (s + 1) * pair <= seen ? places[(s + 1) * pair - 1] + offset : nullptr;
         float* to = scratch.values.data() + (long)s * columns;
         for (int c = 0; c < columns; c += 2 * kLanes) {
-            typename Kind<T>::Reg joined[2];
-            join_values(one + c, other ? other + c : nullptr, std::max(0, head_dim - c), joined);
+            typename A::Reg joined[2];
+            join_values<2>(one + c, other ? other + c : nullptr, head_dim - c, joined);
             memcpy(to + c, joined, sizeof joined);
         }
     }
     for (int first = 0, total = unit.tokens * group; first < total; first += kQueryTile) {
         const int count = std::min(kQueryTile, total - first);
-        const T* queries[kQueryTile];
-        T* outs[kQueryTile];
+        const Act<T>* queries[kQueryTile];
+        Act<T>* outs[kQueryTile];
         int visible[kQueryTile];
         for (int i = 0; i < count; i++) {
             const int token = unit.token + (first + i) / group;
@@ -163,15 +172,9 @@ inline void attend(const PagedCache<T>& cache, const AttentionUnit& unit, const 
             queries[i] = q + at, outs[i] = out + at;
             visible[i] = kv_len - (row_end - 1 - token);
         }
-        switch (count) {
-#define CHORUS_TILE(n) \
-    case n: attend_tile<T, n>(queries, outs, visible, head_dim, columns, padded, scale, scratch); break;
-            // clang-format off
-            CHORUS_TILE(1) CHORUS_TILE(2) CHORUS_TILE(3) CHORUS_TILE(4) CHORUS_TILE(5) CHORUS_TILE(6)
-            // clang-format on
-#undef CHORUS_TILE
-                default : break;
-        }
+        with_number<kQueryTile>(count, [&](auto n) {
+            attend_tile<Act<T>, n()>(queries, outs, visible, head_dim, columns, padded, scale, scratch);
+        });
     }
 }
 

@@ -12,6 +12,8 @@ namespace chorus {
 // Groups of modules whose outputs lie side by side: 0 query, key and value, 1 output, 2 gate and up, 3 down.
 template <class T>
 class Projections {
+    using X = Act<T>;
+
    public:
     Projections(const ModelDesc& model, Team& team) : m_(model), team_(team), scratch_(team.most()) {
         const int q = m_.heads * m_.head_dim, kv = m_.kv_heads * m_.head_dim;
@@ -85,7 +87,7 @@ class Projections {
     // Many: a chunk's shrink by whoever comes to its first tiles, which is mostly the thread that wrote x, then expand as more
     // of the base product's reduction dimension. By themselves still expand segments of few tokens, a second part of an
     // adapter for the same tokens, and panels that hold columns of two modules.
-    void run(const StepDesc& step, int thread, int& phase, int g, int layer, const T* x, long ldx, int k, const void* w,
+    void run(const StepDesc& step, int thread, int& phase, int g, int layer, const X* x, long ldx, int k, const void* w,
              int n, float* y, long ldy, bool accumulate, const float* bias) {
         const Product<T> product{x, ldx, step.tokens, (const T*)w, n, k, y, ldy, accumulate, bias, &cuts_};
         const auto& expands = expand_[g];
@@ -112,8 +114,8 @@ class Projections {
 
     // act = silu(gate) · up for many tokens: the gate's tile and up's of the same columns one after the other, so that
     // neither leaves the cache before the two become one of half the bytes.
-    void run_gated(const StepDesc& step, int thread, int& phase, int layer, const T* x, const LayerDesc& w, T* act) {
-        const long ldx = spread<T>(m_.hidden), lda = spread<T>(m_.ffn);
+    void run_gated(const StepDesc& step, int thread, int& phase, int layer, const X* x, const LayerDesc& w, X* act) {
+        const long ldx = spread<X>(m_.hidden), lda = spread<X>(m_.ffn);
         const Product<T> product{x,       ldx, step.tokens, (const T*)w.gate_up, 2 * m_.ffn, m_.hidden,
                                  nullptr, 0,   false,       w.gate_up_bias,      &cuts_};
         const int panels = m_.ffn / kPanel;
@@ -133,7 +135,8 @@ class Projections {
    private:
     struct Scratch {
         std::vector<const T*> rows;
-        std::vector<T> panel, spare;
+        std::vector<X> panel;
+        std::vector<T> spare;
         std::vector<float> gated;  // a tile of the gate and one of up, side by side
     };
     struct Later {  // expand of the segments of one level
@@ -179,7 +182,7 @@ class Projections {
     }
 
     // Before a tile of the chunk: what its adapters' expands need.
-    void shrink_chunk(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k, int chunk) {
+    void shrink_chunk(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k, int chunk) {
         auto units = [&](int group) { return shrink_chunk_[group][chunk + 1] - shrink_chunk_[group][chunk]; };
         if (!units(g)) return;
         int first = layer * (units(0) + units(1) + units(2) + units(3));  // of what passes the chunk's gate in a step
@@ -189,7 +192,7 @@ class Projections {
                    [&](int i) { run_shrink(step, thread, g, layer, x, ldx, k, unit[i - first]); });
     }
 
-    void run_shrink(const StepDesc& step, int thread, int g, int layer, const T* x, long ldx, int k,
+    void run_shrink(const StepDesc& step, int thread, int g, int layer, const X* x, long ldx, int k,
                     const LoraUnit& u) {
         const Adapter& adapter = *step.segment_adapters[u.segment];
         if (adapter.first_elem[layer] < 0) return;
@@ -268,7 +271,7 @@ class Projections {
     Arena<T> arena() const { return {(T*)m_.arena, m_.page_elems}; }
 
     // Output of the shrink for a module of a group, of the segments of the unit's level: [tokens, ldh_].
-    T* h_of(const StepDesc& step, const LoraUnit& u) {
+    X* h_of(const StepDesc& step, const LoraUnit& u) {
         return h_.data() + (u.module + 3 * level_of(step, u.segment)) * (long)step.tokens * ldh_;
     }
 
@@ -281,7 +284,7 @@ class Projections {
     std::vector<Team::Gate> gates_;  // of the chunks
     std::vector<int> cuts_, shrink_chunk_[4], shrink_split_[4], expand_split_[4];
     std::vector<int> first_chunk_;  // of each thread and their number; empty where threads share chunks
-    Buffer<T> h_;
+    Buffer<X> h_;
     int ldh_ = 2;
     bool fused_ = false;  // the step has a long segment
     bool few_ = false, gated_ = false;

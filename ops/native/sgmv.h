@@ -109,41 +109,46 @@ inline void expand_units(const Segments& segments, int level, const std::vector<
 // h[t][i] for TOKENS tokens and RANKS rank-rows. fetch: whether to fetch the RANKS rows that follow them in `rows`; with few
 // tokens out-of-order execution alone looks as far ahead, and without instructions for it.
 template <class T, int TOKENS, int RANKS>
-inline void dots(const T* x, long ldx, const T* const* rows, bool fetch, int k, float scale, T* h, long ldh) {
+inline void dots(const Act<T>* x, long ldx, const T* const* rows, bool fetch, int k, float scale, Act<T>* h, long ldh) {
     using K = Kind<T>;
-    __m512 acc[16];
+    using A = Kind<Act<T>>;
+    constexpr int together = std::min(RANKS, std::max(1, kDotVectors / TOKENS));  // rows whose sums are in registers
+    Floats acc[16];
 #pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
-    int i = 0;
-    for (; i + K::width <= k; i += K::width) {
-        typename K::Reg a[RANKS];
+    for (int i = 0; i < 16; i++) acc[i] = floats(0);
 #pragma GCC unroll 8
-        for (int r = 0; r < RANKS; r++) a[r] = K::load(rows[r] + i);
-        if (TOKENS > 2 && fetch)
+    for (int first = 0; first < RANKS; first += together) {
+        auto sum = [&](int t, int r) -> Floats& { return acc[t * RANKS + first + r]; };
+        int i = 0;
+        for (; i + K::width <= k; i += K::width) {
+            typename A::Reg a[together];
 #pragma GCC unroll 8
-            for (int r = 0; r < RANKS; r++) prefetch(rows[RANKS + r] + i);
+            for (int r = 0; r < together; r++) a[r] = K::load(rows[first + r] + i);
+            if (TOKENS > 2 && fetch)
+#pragma GCC unroll 8
+                for (int r = 0; r < together; r++) prefetch(rows[RANKS + first + r] + i);
 #pragma GCC unroll 4
-        for (int t = 0; t < TOKENS; t++) {
-            const auto b = K::load(x + t * ldx + i);
+            for (int t = 0; t < TOKENS; t++) {
+                const auto b = A::load(x + t * ldx + i);
 #pragma GCC unroll 8
-            for (int r = 0; r < RANKS; r++) acc[t * RANKS + r] = K::mac(acc[t * RANKS + r], a[r], b);
+                for (int r = 0; r < together; r++) sum(t, r) = A::mac(sum(t, r), a[r], b);
+            }
         }
-    }
-    if (i < k)
+        if (i < k)
 #pragma GCC unroll 4
-        for (int t = 0; t < TOKENS; t++)
+            for (int t = 0; t < TOKENS; t++)
 #pragma GCC unroll 8
-            for (int r = 0; r < RANKS; r++)
-                acc[t * RANKS + r] =
-                    K::mac(acc[t * RANKS + r], K::load(rows[r] + i, k - i), K::load(x + t * ldx + i, k - i));
-    alignas(64) T sums[16];
-    store16(sums, _mm512_mul_ps(reduce16(acc), _mm512_set1_ps(scale)));
-    for (int t = 0; t < TOKENS; t++) memcpy(h + t * ldh, sums + t * RANKS, RANKS * sizeof(T));
+                for (int r = 0; r < together; r++)
+                    sum(t, r) = A::mac(sum(t, r), K::load(rows[first + r] + i, k - i), A::load(x + t * ldx + i, k - i));
+    }
+    alignas(64) Act<T> sums[16];
+    store16(sums, reduce16(acc) * floats(scale));
+    for (int t = 0; t < TOKENS; t++) memcpy(h + t * ldh, sums + t * RANKS, RANKS * sizeof(*h));
 }
 
 template <class T, int TOKENS>
-inline void dots_ranks(const T* x, long ldx, const T* const* rows, int ranks, int k, float scale, T* h, long ldh,
-                       bool fetch) {
+inline void dots_ranks(const Act<T>* x, long ldx, const T* const* rows, int ranks, int k, float scale, Act<T>* h,
+                       long ldh, bool fetch) {
     constexpr int most = TOKENS <= 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= ranks; r += most) dots<T, TOKENS, most>(x, ldx, rows + r, fetch, k, scale, h + r, ldh);
@@ -167,7 +172,7 @@ inline int64_t first_row(const Adapter& adapter, int layer, int rank, int offset
 // spare: room for kRankChunk rows of A.
 template <class T>
 inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* x, long ldx, int k, T* h, long ldh, T* spare) {
+                   const Act<T>* x, long ldx, int k, Act<T>* h, long ldh, T* spare) {
     const T* rows[kRankChunk + kAhead];
     arena.rows(adapter, first_row(adapter, layer, unit.first, adapter.a_offset[module]), adapter.slab_elems, unit.count,
                k, rows, spare, k);
@@ -184,11 +189,33 @@ inline void shrink(const Arena<T>& arena, const Adapter& adapter, int layer, int
         dots_ranks<T, 1>(x + t * ldx, ldx, rows, unit.count, k, adapter.scale, h + t * ldh + unit.first, ldh,
                          t == unit.token);
     if (last)
-        for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = T(0);
+        for (t = unit.token; t < end; t++) h[t * ldh + adapter.rank] = 0;
 }
 
-// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows: an odd number only at an adapter's end, where h has a
-// zero after it.
+// y[t] += Σ_r h[t, r] · rows[r] for TOKENS tokens and RANKS rank-rows.
+template <int TOKENS, int RANKS, class T>
+inline void add_rows(const T* const* rows, const float* h, long ldh, float* y, long ldy, int columns) {
+    int c = 0;
+    for (; c + kLanes <= columns; c += kLanes) {
+        Floats acc[TOKENS];
+        for (int t = 0; t < TOKENS; t++) acc[t] = load16(y + t * ldy + c);
+#pragma GCC unroll 16
+        for (int r = 0; r < RANKS; r++) {
+            const Floats b = load16(rows[r] + c);
+            for (int t = 0; t < TOKENS; t++) acc[t] = fma(floats(h[t * ldh + r]), b, acc[t]);
+        }
+        for (int t = 0; t < TOKENS; t++) store16(y + t * ldy + c, acc[t]);
+    }
+    if (c == columns) return;
+    const Head rest = head(columns - c);
+    for (int t = 0; t < TOKENS; t++) {
+        Floats acc = load16(y + t * ldy + c, rest);
+        for (int r = 0; r < RANKS; r++) acc = fma(floats(h[t * ldh + r]), load16(rows[r] + c, rest), acc);
+        store16(y + t * ldy + c, acc, rest);
+    }
+}
+#ifdef CHORUS_BF16
+// The same with products of pairs: an odd number only at an adapter's end, where h has a zero after it.
 //
 // Ranks are added in pairs, 0 and 1, 2 and 3, …, by the instruction that `tile` takes for them, so that a token's sum has
 // the same bits whichever of the two computes it: `dpbf16` fixes how the two products of a pair are added. Two rows are
@@ -205,9 +232,9 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
     for (int t = 0; t < TOKENS; t++)
         for (int p = 0; p < pairs; p++) factor[t][p] = K::broadcast(h + t * ldh + 2 * p);
     auto add = [&](float* to, auto row, auto load, auto store) {  // 32 columns; load and store: of half 0 or 1
-        __m512 lows[TOKENS], highs[TOKENS];
+        Floats lows[TOKENS], highs[TOKENS];
         for (int t = 0; t < TOKENS; t++) {
-            const __m512 a = load(to + t * ldy, 0), b = load(to + t * ldy + kLanes, 1);
+            const Floats a = load(to + t * ldy, 0), b = load(to + t * ldy + kLanes, 1);
             lows[t] = _mm512_permutex2var_ps(a, low, b);
             highs[t] = _mm512_permutex2var_ps(a, high, b);
         }
@@ -231,45 +258,21 @@ inline void add_rows(const bf16* const* rows, const bf16* h, long ldh, float* y,
     for (; c + K::width <= columns; c += K::width)
         add(
             y + c, [&](int r) { return (__m512i)K::load(rows[r] + c); },
-            [&](const float* from, int) { return load16(from); },
-            [&](float* to, int, __m512 v) { _mm512_storeu_ps(to, v); });
+            [&](const float* from, int) { return load16(from); }, [&](float* to, int, Floats v) { store16(to, v); });
     if (c == columns) return;
     const int rest = columns - c;
-    const __mmask16 mask[2] = {head_mask(rest), head_mask(std::max(0, rest - kLanes))};
+    const Head heads[2] = {head(rest), head(std::max(0, rest - kLanes))};
     add(
         y + c, [&](int r) { return (__m512i)K::load(rows[r] + c, rest); },
-        [&](const float* from, int half) { return load16(from, mask[half]); },
-        [&](float* to, int half, __m512 v) { store16(to, v, mask[half]); });
+        [&](const float* from, int half) { return load16(from, heads[half]); },
+        [&](float* to, int half, Floats v) { store16(to, v, heads[half]); });
 }
-template <int TOKENS, int RANKS>
-inline void add_rows(const float* const* rows, const float* h, long ldh, float* y, long ldy, int columns) {
-    __m512 factor[TOKENS][RANKS];
-    for (int t = 0; t < TOKENS; t++)
-        for (int r = 0; r < RANKS; r++) factor[t][r] = _mm512_set1_ps(h[t * ldh + r]);
-    int c = 0;
-    for (; c + kLanes <= columns; c += kLanes) {
-        __m512 acc[TOKENS];
-        for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_loadu_ps(y + t * ldy + c);
-#pragma GCC unroll 16
-        for (int r = 0; r < RANKS; r++) {
-            const __m512 b = _mm512_loadu_ps(rows[r] + c);
-            for (int t = 0; t < TOKENS; t++) acc[t] = _mm512_fmadd_ps(factor[t][r], b, acc[t]);
-        }
-        for (int t = 0; t < TOKENS; t++) _mm512_storeu_ps(y + t * ldy + c, acc[t]);
-    }
-    if (c == columns) return;
-    const __mmask16 mask = head_mask(columns - c);
-    for (int t = 0; t < TOKENS; t++) {
-        __m512 acc = load16(y + t * ldy + c, mask);
-        for (int r = 0; r < RANKS; r++) acc = _mm512_fmadd_ps(factor[t][r], load16(rows[r] + c, mask), acc);
-        store16(y + t * ldy + c, acc, mask);
-    }
-}
+#endif
 
 // All rank-rows, some at a time: y's columns stay in the first-level cache, the rows stream past. The more together, the
 // fewer instructions between two lines from memory, and the farther out-of-order execution looks ahead.
 template <class T, int TOKENS>
-inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, float* y, long ldy, int columns) {
+inline void add_ranks(const T* const* rows, int rank, const Act<T>* h, long ldh, float* y, long ldy, int columns) {
     constexpr int most = TOKENS == 1 ? 16 : TOKENS == 2 ? 8 : 4;
     int r = 0;
     for (; r + most <= rank; r += most) add_rows<TOKENS, most>(rows + r, h + r, ldh, y, ldy, columns);
@@ -288,8 +291,17 @@ inline void add_ranks(const T* const* rows, int rank, const T* h, long ldh, floa
     if (rank - r) add_rows<TOKENS, 1>(rows + r, h + r, ldh, y, ldy, columns);
 }
 
-// Interleave rank-rows into one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile
-// fetches what two panels on lies in the rows: too many, and too far apart, for the processor to follow by itself.
+// Lay rank-rows out as one panel [rank/pair][32][pair] for `columns` columns starting at each row's pointer. Meanwhile fetches
+// what two panels on lies in the rows: too many, and too far apart, for the processor to follow by itself.
+template <class T>
+inline void pack_rows(const T* const* rows, int rank, int offset, int columns, float* panel) {
+    for (int r = 0; r < rank; r++, panel += kPanel) {
+        prefetch(rows[r] + offset + 2 * kPanel);
+        store16(panel, load16(rows[r] + offset, head(columns)));
+        store16(panel + kLanes, load16(rows[r] + offset + kLanes, head(std::max(0, columns - kLanes))));
+    }
+}
+#ifdef CHORUS_BF16
 inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns, bf16* panel) {
     const __m512i order = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7, 38, 6,
                                            37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
@@ -303,28 +315,29 @@ inline void pack_rows(const bf16* const* rows, int rank, int offset, int columns
         _mm512_storeu_si512(panel + 32, _mm512_permutex2var_epi16(a, _mm512_add_epi16(order, half), b));
     }
 }
-inline void pack_rows(const float* const* rows, int rank, int offset, int columns, float* panel) {
-    for (int r = 0; r < rank; r++, panel += kPanel) {
-        _mm512_storeu_ps(panel, load16(rows[r] + offset, head_mask(columns)));
-        _mm512_storeu_ps(panel + kLanes, load16(rows[r] + offset + kLanes, head_mask(std::max(0, columns - kLanes))));
-    }
+#endif
+
+// Rows of a panel of so many rank-rows: whole pairs.
+template <class X> inline int panel_rows(int rank) {
+    return (rank + Kind<X>::pair - 1) / Kind<X>::pair * Kind<X>::pair;
 }
 
 // The unit's columns, at most kPanel, as a panel: what the expand adds to a product of its tokens.
 template <class T>
-inline Extra<T> expand_panel(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                             const T* h, long ldh, const T** rows, T* panel, T* spare) {
+inline Extra<Act<T>> expand_panel(const Arena<T>& arena, const Adapter& adapter, int layer, int module,
+                                  const LoraUnit& unit, const Act<T>* h, long ldh, const T** rows, Act<T>* panel,
+                                  T* spare) {
     arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems,
                adapter.rank, unit.count, rows, spare, kPanel);
     pack_rows(rows, adapter.rank, 0, unit.count, panel);
-    return {h + unit.token * ldh, ldh, panel, (adapter.rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair};
+    return {h + unit.token * ldh, ldh, panel, panel_rows<Act<T>>(adapter.rank)};
 }
 
 // rows: room for rank row pointers; panel: one panel of `rank + 1` rows; spare: `rank` rows of kColumnChunk
 // columns.
 template <class T>
 inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int module, const LoraUnit& unit,
-                   const T* h, long ldh, float* y, long ldy, const T** rows, T* panel, T* spare) {
+                   const Act<T>* h, long ldh, float* y, long ldy, const T** rows, Act<T>* panel, T* spare) {
     const int rank = adapter.rank;
     arena.rows(adapter, first_row(adapter, layer, 0, adapter.b_offset[module] + unit.first), adapter.slab_elems, rank,
                unit.count, rows, spare, kColumnChunk);
@@ -336,11 +349,10 @@ inline void expand(const Arena<T>& arena, const Adapter& adapter, int layer, int
         case 3: add_ranks<T, 3>(rows, rank, h, ldh, y, ldy, unit.count); return;
         default: break;
     }
-    const int k = (rank + Kind<T>::pair - 1) / Kind<T>::pair * Kind<T>::pair;
     for (int c = 0; c < unit.count; c += kPanel) {
         const int columns = std::min(kPanel, unit.count - c);
         pack_rows(rows, rank, c, columns, panel);
-        panel_product<T>(h, ldh, unit.tokens, panel, k, y + c, ldy, columns, true, nullptr);
+        panel_product<Act<T>>(h, ldh, unit.tokens, panel, panel_rows<Act<T>>(rank), y + c, ldy, columns, true, nullptr);
     }
 }
 

@@ -1,126 +1,154 @@
-// Element types and the few vector idioms that every kernel shares. AVX-512; bf16 needs AVX512-BF16.
+// Element types and the few vector idioms that every kernel shares, over the vectors of the level that is compiled.
 #pragma once
-#pragma GCC diagnostic push  // the compiler's own header uses registers whose contents don't matter
-#pragma GCC diagnostic ignored "-Wuninitialized"
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
-#include <immintrin.h>
-#pragma GCC diagnostic pop
-#include <cstdint>
-#include <cstring>
+#include <type_traits>
+#include "lanes.h"
 
 namespace chorus {
 
-constexpr int kLanes = 16;  // float32 lanes of a 512-bit register
-
-using bf16 = uint16_t;
-
-inline __mmask16 head_mask(int count) { return count >= kLanes ? 0xFFFF : (__mmask16)((1u << count) - 1); }
-
-inline float widen(bf16 v) {
-    uint32_t bits = (uint32_t)v << 16;
-    float out;
-    memcpy(&out, &bits, 4);
-    return out;
+inline Floats floats(float x) {
+    Floats v;
+    fill(x, v);
+    return v;
 }
-inline float widen(float v) { return v; }
-
-// Weights are streamed faster than out-of-order execution alone looks ahead: eight rows' products fill its window after
-// some 2 KB. Reading beyond an allocation's end is harmless for a prefetch. An intrinsic will not do: GCC takes a function
-// that does nothing but prefetch for one without effects, and where it is not inlined, leaves its calls out.
-inline void prefetch(const void* p, long ahead_bytes = 0) {
-    asm volatile("prefetcht0 %a0" : : "p"((const char*)p + ahead_bytes));
+inline Words words(uint32_t x) {
+    Words v;
+    fill(x, v);
+    return v;
+}
+inline Doubles doubles(double x) {
+    Doubles v;
+    fill(x, v);
+    return v;
+}
+inline Words load_words(const void* p) {
+    Words v;
+    load((const uint32_t*)p, v);
+    return v;
+}
+inline Doubles load8(const double* p) {
+    Doubles v;
+    load(p, v);
+    return v;
+}
+inline Doubles load8(const double* p, Head h) {
+    Doubles v;
+    load(p, h, v);
+    return v;
 }
 
-// Load 16 elements as float32; the masked forms read only `mask`'s elements and give 0 elsewhere.
-inline __m512 load16(const float* p) { return _mm512_loadu_ps(p); }
-inline __m512 load16(const bf16* p) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+// Of pairs of bf16 the first ones, or the second ones, as float32.
+inline Floats widen_first(Words pairs) { return as_floats(pairs << 16); }
+inline Floats widen_second(Words pairs) { return as_floats(pairs & words(0xFFFF0000)); }
+
+// Load 16 elements as float32; the forms with a head read only its elements and give 0 elsewhere.
+inline Floats load16(const float* p) {
+    Floats v;
+    load(p, v);
+    return v;
 }
-inline __m512 load16(const float* p, __mmask16 mask) { return _mm512_maskz_loadu_ps(mask, p); }
-inline __m512 load16(const bf16* p, __mmask16 mask) {
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p)), 16));
+inline Floats load16(const bf16* p) {
+    Words v;
+    load(p, v);
+    return as_floats(v << 16);
+}
+inline Floats load16(const float* p, Head h) {
+    Floats v;
+    load(p, h, v);
+    return v;
+}
+inline Floats load16(const bf16* p, Head h) {
+    Words v;
+    load(p, h, v);
+    return as_floats(v << 16);
 }
 
-inline void store16(float* p, __m512 v, __mmask16 mask = 0xFFFF) { _mm512_mask_storeu_ps(p, mask, v); }
-inline void store16(bf16* p, __m512 v, __mmask16 mask = 0xFFFF) {
-    _mm256_mask_storeu_epi16(p, mask, (__m256i)_mm512_cvtneps_pbh(v));
+// The bits of x, rounded to the upper half: to the nearest, ties to even, subnormal numbers kept. Not for NaN.
+inline Words rounded(Words x) { return x + (((x >> 16) & words(1)) + words(0x7FFF)); }
+
+inline void store16(float* p, Floats v) { store(p, v); }
+inline void store16(float* p, Floats v, Head h) { store(p, v, h); }
+#ifdef CHORUS_BF16
+inline void store16(bf16* p, Floats v, Head h = 0xFFFF) {
+    _mm256_mask_storeu_epi16(p, h, (__m256i)_mm512_cvtneps_pbh(v));
 }
+#else
+inline void store16(bf16* p, Floats v, Head h = head(kLanes)) {
+    const Words x = as_words(v);
+    Words upper = rounded(x) >> 16;
+    if (equal(v, v) != 0xFFFF) {  // a NaN's sum may have become a number
+        uint32_t from[kLanes], to[kLanes];
+        store(from, x), store(to, upper);
+        for (int i = 0; i < kLanes; i++)
+            if ((from[i] & 0x7FFFFFFF) > 0x7F800000) to[i] = from[i] >> 16 | 0x40;
+        load(to, upper);
+    }
+    store(p, upper, h);
+}
+#endif
 
 // Sixteen horizontal sums at once: lane i of the result is the sum of a[i]. Loops over accumulators are unrolled by word
 // here and by its callers: else an array of them lives in memory.
-inline __m512 reduce16(const __m512* a) {
-    __m512 u[8], v[4];
+inline Floats reduce16(const Floats* a) {
+    Floats u[8], v[4];
 #pragma GCC unroll 8
-    for (int i = 0; i < 8; i++)
-        u[i] = _mm512_add_ps(_mm512_unpacklo_ps(a[i], a[i + 8]), _mm512_unpackhi_ps(a[i], a[i + 8]));
+    for (int i = 0; i < 8; i++) u[i] = zip_low(a[i], a[i + 8]) + zip_high(a[i], a[i + 8]);
 #pragma GCC unroll 4
-    for (int i = 0; i < 4; i++) {
-        __m512d lo = _mm512_castps_pd(u[i]), hi = _mm512_castps_pd(u[i + 4]);
-        v[i] =
-            _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(lo, hi)), _mm512_castpd_ps(_mm512_unpackhi_pd(lo, hi)));
-    }
-    __m512 w0 = _mm512_add_ps(_mm512_shuffle_f32x4(v[0], v[1], 0x88), _mm512_shuffle_f32x4(v[0], v[1], 0xDD));
-    __m512 w1 = _mm512_add_ps(_mm512_shuffle_f32x4(v[2], v[3], 0x88), _mm512_shuffle_f32x4(v[2], v[3], 0xDD));
-    __m512 z = _mm512_add_ps(_mm512_shuffle_f32x4(w0, w1, 0x88), _mm512_shuffle_f32x4(w0, w1, 0xDD));
-    // z's 128-bit lane j holds the sums of a[j], a[j + 8], a[j + 4], a[j + 12]
-    const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 2, 6, 10, 14, 1, 5, 9, 13, 3, 7, 11, 15);
-    return _mm512_permutexvar_ps(order, z);
+    for (int i = 0; i < 4; i++) v[i] = zip_low2(u[i], u[i + 4]) + zip_high2(u[i], u[i + 4]);
+    const Floats w0 = even_quads(v[0], v[1]) + odd_quads(v[0], v[1]);
+    const Floats w1 = even_quads(v[2], v[3]) + odd_quads(v[2], v[3]);
+    // quad j of the sum holds those of a[j], a[j + 8], a[j + 4], a[j + 12]
+    return by_lane(even_quads(w0, w1) + odd_quads(w0, w1));
 }
 
-// In each of the four 128-bit lanes by itself, b[j][i] = a[i][j] for i, j < 4.
-inline void transpose4(const __m512* a, __m512* b) {
-    const __m512d u0 = _mm512_castps_pd(_mm512_unpacklo_ps(a[0], a[1])),
-                  u1 = _mm512_castps_pd(_mm512_unpacklo_ps(a[2], a[3])),
-                  u2 = _mm512_castps_pd(_mm512_unpackhi_ps(a[0], a[1])),
-                  u3 = _mm512_castps_pd(_mm512_unpackhi_ps(a[2], a[3]));
-    b[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(u0, u1)), b[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(u0, u1));
-    b[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(u2, u3)), b[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(u2, u3));
+// In each of the four quads by itself, b[j][i] = a[i][j] for i, j < 4.
+inline void transpose4(const Floats* a, Floats* b) {
+    const Floats u0 = zip_low(a[0], a[1]), u1 = zip_low(a[2], a[3]), u2 = zip_high(a[0], a[1]),
+                 u3 = zip_high(a[2], a[3]);
+    b[0] = zip_low2(u0, u1), b[1] = zip_high2(u0, u1);
+    b[2] = zip_low2(u2, u3), b[3] = zip_high2(u2, u3);
 }
 
 // b[j][i] = a[i][j]
-inline void transpose16(const __m512* a, __m512* b) {
-    __m512 v[16];  // 128-bit lane j of v[m + c]: column 4 · j + c of rows m …
+inline void transpose16(const Floats* a, Floats* b) {
+    Floats v[16];  // quad j of v[m + c]: column 4 · j + c of rows m …
 #pragma GCC unroll 4
     for (int m = 0; m < 16; m += 4) transpose4(a + m, v + m);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        const __m512 p = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88),
-                     q = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0x88);
-        const __m512 r = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD),
-                     s = _mm512_shuffle_f32x4(v[c + 8], v[c + 12], 0xDD);
-        b[c] = _mm512_shuffle_f32x4(p, q, 0x88), b[c + 8] = _mm512_shuffle_f32x4(p, q, 0xDD);
-        b[c + 4] = _mm512_shuffle_f32x4(r, s, 0x88), b[c + 12] = _mm512_shuffle_f32x4(r, s, 0xDD);
+        const Floats p = even_quads(v[c], v[c + 4]), q = even_quads(v[c + 8], v[c + 12]);
+        const Floats r = odd_quads(v[c], v[c + 4]), s = odd_quads(v[c + 8], v[c + 12]);
+        b[c] = even_quads(p, q), b[c + 8] = odd_quads(p, q);
+        b[c + 4] = even_quads(r, s), b[c + 12] = odd_quads(r, s);
     }
 }
 
 // b[j][i] = row i's element j, for sixteen rows of eight: for i < 4, a[i] holds rows i and i + 4, and a[4 + i] rows 8 + i and
 // 12 + i.
-inline void transpose16x8(const __m512* a, __m512* b) {
-    __m512 v[8];
+inline void transpose16x8(const Floats* a, Floats* b) {
+    Floats v[8];
     transpose4(a, v);
     transpose4(a + 4, v + 4);
 #pragma GCC unroll 4
     for (int c = 0; c < 4; c++) {
-        b[c] = _mm512_shuffle_f32x4(v[c], v[c + 4], 0x88);
-        b[c + 4] = _mm512_shuffle_f32x4(v[c], v[c + 4], 0xDD);
+        b[c] = even_quads(v[c], v[c + 4]);
+        b[c + 4] = odd_quads(v[c], v[c + 4]);
     }
 }
 
 // e^x for x <= 88: 2^(x·log2 e), a degree-6 polynomial on [-0.5, 0.5], relative error below 2e-7.
-inline __m512 exp16(__m512 x) {
-    x = _mm512_max_ps(_mm512_set1_ps(-87.0f), x);  // this order lets NaN through
-    __m512 t = _mm512_mul_ps(x, _mm512_set1_ps(1.44269504088896341f));
-    __m512 n = _mm512_roundscale_ps(t, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693359375f), x);
-    r = _mm512_fnmadd_ps(n, _mm512_set1_ps(-2.12194440e-4f), r);
-    __m512 p = _mm512_set1_ps(1.0f / 720);
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 120));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 24));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f / 6));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(0.5f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(p, n);
+inline Floats exp16(Floats x) {
+    x = max(floats(-87.0f), x);  // this order lets NaN through
+    const Floats n = round(x * floats(1.44269504088896341f));
+    Floats r = fnma(n, floats(0.693359375f), x);
+    r = fnma(n, floats(-2.12194440e-4f), r);
+    Floats p = floats(1.0f / 720);
+    p = fma(p, r, floats(1.0f / 120));
+    p = fma(p, r, floats(1.0f / 24));
+    p = fma(p, r, floats(1.0f / 6));
+    p = fma(p, r, floats(0.5f));
+    p = fma(p, r, floats(1.0f));
+    p = fma(p, r, floats(1.0f));
+    return scale2(p, n);
 }
 
 constexpr double kLog2e = 1.4426950408889634;
@@ -128,66 +156,92 @@ constexpr double kNoMass = -700;  // e^x below that is taken as 0 where probabil
 
 // 2^x in float64 for x <= 0, within 1 ulp or so; 0 below kNoMass and for NaN. 2^(i/16) comes from a table, what is left of
 // x is at most 1/32 and takes few terms.
-inline __m512d exp2_8(__m512d x) {
-    alignas(64) static constexpr double sixteenths[16] = {1.0,
-                                                          1.0442737824274138,
-                                                          1.0905077326652577,
-                                                          1.1387886347566916,
-                                                          1.189207115002721,
-                                                          1.241857812073484,
-                                                          1.2968395546510096,
-                                                          1.3542555469368927,
-                                                          1.4142135623730951,
-                                                          1.4768261459394993,
-                                                          1.5422108254079407,
-                                                          1.6104903319492543,
-                                                          1.681792830507429,
-                                                          1.7562521603732995,
-                                                          1.8340080864093424,
-                                                          1.9152065613971474};
-    const __mmask8 some = _mm512_cmp_pd_mask(x, _mm512_set1_pd(kNoMass * kLog2e), _CMP_GE_OQ);
-    const __m512d round =
-        _mm512_set1_pd(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
-    const __m512d sum = _mm512_add_pd(x, round), n = _mm512_sub_pd(sum, round), r = _mm512_sub_pd(x, n);
-    const __m512d whole =
-        _mm512_permutex2var_pd(_mm512_load_pd(sixteenths), _mm512_castpd_si512(sum), _mm512_load_pd(sixteenths + 8));
+inline Doubles exp2_8(Doubles x) {
+    alignas(64) static constexpr double powers[16] = {1.0,
+                                                      1.0442737824274138,
+                                                      1.0905077326652577,
+                                                      1.1387886347566916,
+                                                      1.189207115002721,
+                                                      1.241857812073484,
+                                                      1.2968395546510096,
+                                                      1.3542555469368927,
+                                                      1.4142135623730951,
+                                                      1.4768261459394993,
+                                                      1.5422108254079407,
+                                                      1.6104903319492543,
+                                                      1.681792830507429,
+                                                      1.7562521603732995,
+                                                      1.8340080864093424,
+                                                      1.9152065613971474};
+    const Doubles round = doubles(6755399441055744.0 / 16);  // 1.5 · 2^52 / 16: its sum's last bits count sixteenths
+    const Doubles sum = x + round, n = sum - round, r = x - n;
+    const Doubles whole = sixteenth(powers, sum);
     constexpr double ln2 = 0.69314718055994530942, ln4 = ln2 * ln2, ln8 = ln4 * ln2;
     static constexpr double factors[] = {ln8 * ln8 / 720, ln8 * ln4 / 120, ln8 * ln2 / 24, ln8 / 6, ln4 / 2, ln2};
-    __m512d p = _mm512_set1_pd(ln8 * ln8 * ln2 / 5040);
+    Doubles p = doubles(ln8 * ln8 * ln2 / 5040);
 #pragma GCC unroll 6
-    for (double factor : factors) p = _mm512_fmadd_pd(p, r, _mm512_set1_pd(factor));
-    return _mm512_maskz_scalef_pd(some, _mm512_fmadd_pd(_mm512_mul_pd(p, r), whole, whole), n);
+    for (double factor : factors) p = fma(p, r, doubles(factor));
+    return where_not_below(x, doubles(kNoMass * kLog2e), scale2(fma(p * r, whole, whole), n, sum), doubles(0));
 }
 
-// Elements of the reduction dimension that one multiply-accumulate takes: a bf16 pair, or one float32.
+// How the elements of an operand come from memory and are multiplied.
+//
+//   X          type of what they are multiplied with: activations, and what is packed of an adapter or of the KV cache
+//   pair       elements of the reduction dimension that a packed panel, or a word of the KV cache, has side by side
+//   steps      multiply-accumulates that these take: as many as there are where they are widened one by one
+//   width      elements that lie one after the other in a register
 template <class T> struct Kind;
 
-template <> struct Kind<bf16> {
-    static constexpr int pair = 2, width = 32;  // width: elements in a register
+template <> struct Kind<float> {
+    using X = float;
+    using Reg = Floats;
+    static constexpr int pair = 1, steps = 1, width = kLanes;
+    static Reg load(const float* p) { return load16(p); }
+    static Reg load(const float* p, int count) { return load16(p, head(count)); }  // the first `count`, 0 beyond
+    static Reg step(Words word, int) { return as_floats(word); }
+    static Reg broadcast(const float* p) { return floats(*p); }
+    static Floats mac(Floats acc, Reg a, Reg b) { return fma(a, b, acc); }
+    static Reg first(Reg one) { return one; }
+};
+
+#ifdef CHORUS_BF16
+template <> struct Kind<bf16> {  // an instruction multiplies and adds pairs
+    using X = bf16;
     using Reg = __m512bh;
+    static constexpr int pair = 2, steps = 1, width = 32;
     static Reg load(const bf16* p) { return (Reg)_mm512_loadu_si512(p); }
-    static Reg load(const bf16* p, int count) {  // the first `count` elements, 0 beyond
+    static Reg load(const bf16* p, int count) {
         return (Reg)_mm512_maskz_loadu_epi16(count >= 32 ? 0xFFFFFFFFu : (1u << count) - 1, p);
     }
+    static Reg step(Words pairs, int) { return (Reg)pairs; }
     static Reg broadcast(const bf16* p) {
         int32_t both;
         memcpy(&both, p, 4);
         return (Reg)_mm512_set1_epi32(both);
     }
-    static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_dpbf16_ps(acc, a, b); }
+    static Floats mac(Floats acc, Reg a, Reg b) { return _mm512_dpbf16_ps(acc, a, b); }
     static Reg first(Reg pairs) {
         return (Reg)_mm512_and_si512((__m512i)pairs, _mm512_set1_epi32(0xFFFF));
     }  // the others are 0
 };
-
-template <> struct Kind<float> {
-    static constexpr int pair = 1, width = 16;
-    using Reg = __m512;
-    static Reg load(const float* p) { return _mm512_loadu_ps(p); }
-    static Reg load(const float* p, int count) { return _mm512_maskz_loadu_ps(head_mask(count), p); }
-    static Reg broadcast(const float* p) { return _mm512_set1_ps(*p); }
-    static __m512 mac(__m512 acc, Reg a, Reg b) { return _mm512_fmadd_ps(a, b, acc); }
-    static Reg first(Reg one) { return one; }
+#else
+template <> struct Kind<bf16> {  // no instruction multiplies them: they are widened, and activations are float32
+    using X = float;
+    static constexpr int pair = 2, steps = 2, width = kLanes;
+    static Floats load(const bf16* p) { return load16(p); }
+    static Floats load(const bf16* p, int count) { return load16(p, head(count)); }
+    static Floats step(Words pairs, int s) { return s ? widen_second(pairs) : widen_first(pairs); }
 };
+#endif
+
+template <class T> using Act = typename Kind<T>::X;
+
+// run(n) with a number from 1 to MOST that the compiler knows.
+template <int MOST, class Run> inline void with_number(int n, Run&& run) {
+    if constexpr (MOST > 1) {
+        if (n < MOST) return with_number<MOST - 1>(n, run);
+    }
+    run(std::integral_constant<int, MOST>{});
+}
 
 }  // namespace chorus

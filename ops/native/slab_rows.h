@@ -32,9 +32,12 @@ template <> struct Stored<kF32> {
     using type = float;
 };
 
-template <Element S> inline __m512i bits16(const typename Stored<S>::type* p, __mmask16 mask) {
-    if constexpr (S == kF32) return _mm512_maskz_loadu_epi32(mask, p);
-    else return _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(mask, p));
+// A value's bits each, 0 beyond the head.
+template <Element S> inline Words bits16(const typename Stored<S>::type* p, Head here) {
+    Words v;
+    if constexpr (S == kF32) load((const uint32_t*)p, here, v);
+    else load(p, here, v);
+    return v;
 }
 
 // From this magnitude's bits on, a value of S is NaN or infinite itself, or becomes infinite when rounded to D.
@@ -46,112 +49,82 @@ template <Element S, Element D> constexpr uint32_t limit() {
 
 // To the nearest, ties to even, subnormal numbers kept: as torch does.
 template <Element S, Element D>
-inline void convert16(__m512i bits, typename Stored<D>::type* out, __mmask16 mask) {
-    if constexpr (S == D) {
-        if constexpr (D == kF32) _mm512_mask_storeu_epi32(out, mask, bits);
-        else _mm256_mask_storeu_epi16(out, mask, _mm512_cvtepi32_epi16(bits));
-        return;
+inline void convert16(Words x, typename Stored<D>::type* out, Head here) {
+    if constexpr (S != D) {
+        if constexpr (S == kBF16) x = x << 16;
+        if constexpr (S == kF16) x = as_words(from_half(x));
+        if constexpr (D == kF16) x = to_half(as_floats(x));
+        if constexpr (D == kBF16) x = rounded(x) >> 16;
     }
-    if constexpr (S == kBF16) bits = _mm512_slli_epi32(bits, 16);
-    if constexpr (S == kF16) bits = _mm512_castps_si512(_mm512_cvtph_ps(_mm512_cvtepi32_epi16(bits)));
-    if constexpr (D == kF32) _mm512_mask_storeu_epi32(out, mask, bits);
-    if constexpr (D == kF16)
-        _mm256_mask_storeu_epi16(out, mask, _mm512_cvtps_ph(_mm512_castsi512_ps(bits), _MM_FROUND_TO_NEAREST_INT));
-    if constexpr (D == kBF16) {
-        const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-        bits = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-        _mm256_mask_storeu_epi16(out, mask, _mm512_cvtepi32_epi16(_mm512_srli_epi32(bits, 16)));
-    }
+    if constexpr (D == kF32) store((uint32_t*)out, x, here);
+    else store(out, x, here);
 }
 
-// Convert n values; the bits of the largest magnitude seen are kept in `top`.
+// Convert n values to `out`, unless it is null; the bits of the largest magnitude seen are kept in `top`.
 template <Element S, Element D>
 inline void convert_values(const typename Stored<S>::type* x, long n, typename Stored<D>::type* out, uint32_t& top) {
-    __m512i most = _mm512_setzero_si512();
+    Words most = words(0);
     long i = 0;
     if constexpr (S == D && S != kF32) {  // twice as many at once, and no widening
-        const __m512i magnitude = _mm512_set1_epi16(0x7FFF);
-        for (; i + 32 <= n; i += 32) {
-            const __m512i bits = _mm512_loadu_si512(x + i);
-            most = _mm512_max_epu16(most, _mm512_and_si512(bits, magnitude));
-            _mm512_storeu_si512(out + i, bits);
+        for (; i + 2 * kLanes <= n; i += 2 * kLanes) {
+            const Words both = load_words(x + i);
+            most = max16(most, both & words(0x7FFF7FFF));
+            if (out) store((uint32_t*)(out + i), both);
         }
-        most = _mm512_max_epu32(_mm512_and_si512(most, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(most, 16));
+        most = max(most & words(0xFFFF), most >> 16);
     }
-    const __m512i magnitude = _mm512_set1_epi32(S == kF32 ? 0x7FFFFFFF : 0x7FFF);
     for (; i < n; i += kLanes) {
-        const __mmask16 mask = head_mask((int)std::min<long>(n - i, kLanes));
-        const __m512i bits = bits16<S>(x + i, mask);
-        most = _mm512_max_epu32(most, _mm512_and_si512(bits, magnitude));
-        convert16<S, D>(bits, out + i, mask);
+        const Head here = head((int)std::min<long>(n - i, kLanes));
+        const Words value = bits16<S>(x + i, here);
+        most = max(most, value & words(S == kF32 ? 0x7FFFFFFF : 0x7FFF));
+        if (out) convert16<S, D>(value, out + i, here);
     }
-    top = std::max(top, (uint32_t)_mm512_reduce_max_epu32(most));
-}
-
-// The largest magnitude's bits among n values, kept in `top`.
-template <Element S>
-inline void note_values(const typename Stored<S>::type* x, long n, uint32_t& top) {
-    __m512i most = _mm512_setzero_si512();
-    constexpr int kCount = 64 / (int)sizeof(*x);
-    const __m512i magnitude = S == kF32 ? _mm512_set1_epi32(0x7FFFFFFF) : _mm512_set1_epi16(0x7FFF);
-    for (long i = 0; i < n; i += kCount) {
-        __m512i bits;
-        if (n - i >= kCount) bits = _mm512_loadu_si512(x + i);
-        else if constexpr (S == kF32) bits = _mm512_maskz_loadu_epi32(head_mask((int)(n - i)), x + i);
-        else bits = _mm512_maskz_loadu_epi16(((__mmask32)1 << (n - i)) - 1, x + i);
-        bits = _mm512_and_si512(bits, magnitude);
-        most = S == kF32 ? _mm512_max_epu32(most, bits) : _mm512_max_epu16(most, bits);
-    }
-    if (S != kF32)
-        most = _mm512_max_epu32(_mm512_and_si512(most, _mm512_set1_epi32(0xFFFF)), _mm512_srli_epi32(most, 16));
-    top = std::max(top, (uint32_t)_mm512_reduce_max_epu32(most));
+    top = std::max(top, largest(most));
 }
 
 // out[c · ldo + r] = x[r · ldx + c] for at most 16 rows and 16 columns.
 inline void transpose16(const uint16_t* x, long ldx, int rows, int columns, uint16_t* out, long ldo) {
-    __m256i a[16], b[16];
-    const __mmask16 in = head_mask(columns), to = head_mask(rows);
+    Halves a[16], b[16];
+    const Head in = head(columns), to = head(rows);
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) a[r] = r < rows ? _mm256_maskz_loadu_epi16(in, x + r * ldx) : _mm256_setzero_si256();
+    for (int r = 0; r < 16; r++) load(x + r * ldx, r < rows ? in : head(0), a[r]);
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
-        b[i] = _mm256_unpacklo_epi16(a[2 * i], a[2 * i + 1]);
-        b[i + 8] = _mm256_unpackhi_epi16(a[2 * i], a[2 * i + 1]);
+        b[i] = zip_low16(a[2 * i], a[2 * i + 1]);
+        b[i + 8] = zip_high16(a[2 * i], a[2 * i + 1]);
     }
     // b[i]: columns 0-3 (and 8-11) of rows 2i, 2i+1; b[i + 8]: columns 4-7 (and 12-15)
 #pragma GCC unroll 8
     for (int i = 0; i < 8; i++) {
         const int half = i / 4 * 8, pair = i % 4;
-        a[half + pair] = _mm256_unpacklo_epi32(b[half + 2 * pair], b[half + 2 * pair + 1]);
-        a[half + pair + 4] = _mm256_unpackhi_epi32(b[half + 2 * pair], b[half + 2 * pair + 1]);
+        a[half + pair] = zip_low32(b[half + 2 * pair], b[half + 2 * pair + 1]);
+        a[half + pair + 4] = zip_high32(b[half + 2 * pair], b[half + 2 * pair + 1]);
     }
     // a[4j + p]: columns 2j, 2j+1 (and 8 further) of rows 4p … 4p+3
 #pragma GCC unroll 4
     for (int j = 0; j < 4; j++)
 #pragma GCC unroll 2
         for (int p = 0; p < 2; p++) {
-            b[4 * j + p] = _mm256_unpacklo_epi64(a[4 * j + 2 * p], a[4 * j + 2 * p + 1]);
-            b[4 * j + 2 + p] = _mm256_unpackhi_epi64(a[4 * j + 2 * p], a[4 * j + 2 * p + 1]);
+            b[4 * j + p] = zip_low64(a[4 * j + 2 * p], a[4 * j + 2 * p + 1]);
+            b[4 * j + 2 + p] = zip_high64(a[4 * j + 2 * p], a[4 * j + 2 * p + 1]);
         }
     // b[2c + p]: column c (low half) and c + 8 (high half) of rows 8p … 8p+7
 #pragma GCC unroll 8
     for (int c = 0; c < 8; c++) {
-        if (c < columns)
-            _mm256_mask_storeu_epi16(out + c * ldo, to, _mm256_permute2x128_si256(b[2 * c], b[2 * c + 1], 0x20));
-        if (c + 8 < columns)
-            _mm256_mask_storeu_epi16(out + (c + 8) * ldo, to, _mm256_permute2x128_si256(b[2 * c], b[2 * c + 1], 0x31));
+        if (c < columns) store(out + c * ldo, join_first(b[2 * c], b[2 * c + 1]), to);
+        if (c + 8 < columns) store(out + (c + 8) * ldo, join_second(b[2 * c], b[2 * c + 1]), to);
     }
 }
 
 inline void transpose16(const float* x, long ldx, int rows, int columns, float* out, long ldo) {
-    __m512 a[16], b[16];
-    const __mmask16 in = head_mask(columns), to = head_mask(rows);
+    Floats a[16], b[16];
+    const Head in = head(columns), to = head(rows);
 #pragma GCC unroll 16
-    for (int r = 0; r < 16; r++) a[r] = r < rows ? _mm512_maskz_loadu_ps(in, x + r * ldx) : _mm512_setzero_ps();
+    for (int r = 0; r < 16; r++) load(x + r * ldx, r < rows ? in : head(0), a[r]);
     transpose16(a, b);
 #pragma GCC unroll 16
     for (int c = 0; c < 16; c++)
-        if (c < columns) _mm512_mask_storeu_ps(out + c * ldo, to, b[c]);
+        if (c < columns) store(out + c * ldo, b[c], to);
 }
 
 class SlabRows {
@@ -208,7 +181,7 @@ class SlabRows {
             const Out* from;
             if constexpr (S == D) {
                 from = x + row * width;
-                note_values<S>(from, count * width, top);
+                convert_values<S, S>(from, count * width, nullptr, top);
             } else {
                 from = (const Out*)buffer.data();
                 convert_values<S, D>(x + row * width, count * width, (Out*)buffer.data(), top);

@@ -299,8 +299,8 @@ def main() -> int:
     command.add_argument("--cases", type=int, default=10_000, help="how many requests to compare, of each data type")
     command.add_argument("--seed", type=int, default=0, help="of the first model")
     args = command.parse_args()
-    if not native_library.available(torch.bfloat16):
-        print("the native decoder is not available here: it needs AVX-512 with bf16 and a build", file=sys.stderr)
+    if reason := native_library.why_unavailable(torch.bfloat16):
+        print(f"the native decoder is not available here: {reason}", file=sys.stderr)
         return 2
     result: dict[str, dict[str, float]] = {}
     for dtype in (torch.bfloat16, torch.float32):

@@ -131,7 +131,7 @@ class Bench:
         self._serial = itertools.count()
 
     def capacity(self) -> float:
-        """Requests per second with every seat taken and more waiting, after a while."""
+        """Requests per second with every seat taken and more waiting, after a while; at least one is awaited."""
         engine, ended, began = self._engine({}), 0, 0.0
         for index in itertools.count():
             while engine.stats().num_waiting < 4:
@@ -139,7 +139,7 @@ class Bench:
             ended += sum(output.finish_reason is not None for output in engine.step())
             if not began and ended >= self._options.seats:
                 ended, began = 0, time.perf_counter()
-            if began and (spent := time.perf_counter() - began) > self._options.seconds / 3:
+            if began and ended and (spent := time.perf_counter() - began) > self._options.seconds / 3:
                 break
         engine.close()
         return ended / spent

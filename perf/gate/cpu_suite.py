@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
@@ -47,7 +48,10 @@ _AROUND = ("schedule", "prepare", "draw", "update", "other")
 def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--rounds", type=int, default=9, help="values of each metric")
-    result = measure(command.parse_args(argv).rounds)
+    args = command.parse_args(argv)
+    if find_spec("triton") is None:
+        command.error("the GPU's host times need Triton: pip install 'chorus-lora[kernels]'")
+    result = measure(args.rounds)
     table = Table(f"processor time on {result['device']}", ["ratio", "median", "min", "max"])
     for name, values in result["repeats"].items():
         table.add(name, median(values), min(values), max(values))
@@ -56,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(rounds: int) -> dict[str, Any]:
-    """The result that the gate's suite `cpu` is about."""
+    """The result that the gate's suite `cpu` is about; needs Triton."""
     began = time.perf_counter()
     with TemporaryDirectory(prefix="chorus-gate-") as directory:
         model = random_model.checkpoint(WORKLOAD, Path(directory))

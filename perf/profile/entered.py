@@ -1,6 +1,6 @@
 """Files and functions of the engine that one decode step with LoRA enters: how much a reader must open to follow it.
 
-`python -m chorus.perf.profile.entered` counts them for the native CPU path and for the one on torch's operators;
+`python -m chorus.perf.profile.entered` counts them on torch's operators and, where they are there, the native ones;
 `--list` names them, and in each what is called. The CUDA path is counted where it runs without a GPU, in
 tests/core/executors/interpreted_cuda.py.
 """
@@ -13,10 +13,13 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
+import torch
+
 from ...core.config import EngineConfig
 from ...core.engine import Engine
 from ...core.requests.request import Request
 from ...core.requests.sampling_params import SamplingParams
+from ...ops import native_library
 from ...server.demo.builtin import BUILTIN_ADAPTERS, BUILTIN_MODEL
 from ..report.command import parser
 
@@ -66,7 +69,8 @@ def main(argv: list[str] | None = None) -> int:
     command = parser(__spec__, __doc__)
     command.add_argument("--list", action="store_true", help="name the files and functions")
     args = command.parse_args(argv)
-    for kernels in ("native", "torch"):
+    native = ["native"] if native_library.available(torch.float32) else []
+    for kernels in [*native, "torch"]:
         found = of_cpu(kernels)
         print(f"{kernels}: {len(found)} files, {sum(map(len, found.values()))} functions")
         if args.list:

@@ -14,10 +14,8 @@ from chorus.core.engine import Engine
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.memory.host.images import InlineReads
-from chorus.ops import native_library
 
-#: The CPU operators that this machine can run.
-KERNELS = ["torch", "native"] if native_library.available(torch.float32) else ["torch"]
+pytestmark = pytest.mark.numerics
 
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 MLP = ["gate_proj", "up_proj", "down_proj"]
@@ -138,14 +136,14 @@ def run(it: PatternSubject, kernels: str, requests: list[tuple[str, list[int], i
     return answers
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("adapter", ADAPTERS)
 def test_one_adapter_speaks_as_with_peft(pattern_subject, adapter, kernels):
     prompt, tokens = pattern_subject.case(adapter, 9, 12, seed=1)
     assert run(pattern_subject, kernels, [(adapter, prompt, 12)]) == [tokens]
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize(
     "config",
     [{}, {"max_num_batched_tokens": 40}, {"num_pages": 44}, {"block_tokens": 64}],

@@ -18,7 +18,8 @@ from chorus.core.model.decoder import DecoderModel
 from chorus.core.model.native_decoder import NativeDecoderModel
 from chorus.core.requests.request import Request
 from chorus.core.requests.sampling_params import SamplingParams
-from chorus.ops import native_library
+
+pytestmark = pytest.mark.numerics
 
 MIN_MARGIN = 1e-3
 """Greedy choices closer than this would test rounding."""
@@ -55,13 +56,6 @@ ADAPTERS = {
     "r8-qv": (8, 16, ["q_proj", "v_proj"]),
     "r17-o-mlp": (17, 8, ["o_proj", *MLP]),
 }
-
-KERNELS = [
-    "torch",
-    pytest.param(
-        "native", marks=pytest.mark.skipif(not native_library.available(torch.float32), reason="no native decoder")
-    ),
-]
 
 
 @dataclass
@@ -167,7 +161,7 @@ def test_every_architecture_is_covered():
     assert {model.__name__ for model in models} == set(SUPPORTED_ARCHITECTURES)
 
 
-@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("kernels", ["torch", "native"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_mixed_batch_equals_transformers_and_peft(tiny, drive, family, kernels):
     it = tiny(family)
@@ -221,7 +215,7 @@ def prompts() -> list[list[int]]:
     return [torch.randint(3, 150, (length,), generator=generator).tolist() for length in (5, 17, 40, 90)]
 
 
-@pytest.mark.skipif(not native_library.available(torch.bfloat16), reason="no native decoder")
+@pytest.mark.native
 @pytest.mark.parametrize("family", FAMILIES)
 def test_native_bfloat16_is_float32_within_rounding(tmp_path, prompts, family):
     save_family(family, tmp_path, torch.bfloat16, initializer_range=0.1)
@@ -241,7 +235,7 @@ def test_float16_takes_the_torch_path(tmp_path, prompts, family):
     want = logits_of(executor_of(tmp_path, dtype="float32", cpu_kernels="torch"), prompts)
     errors = (logits_of(executor, prompts) - want).norm(dim=-1) / want.norm(dim=-1)
     assert float(errors.max()) < 5e-3
-    with pytest.raises(UnsupportedModel, match=r"in float16|not built|AVX-512"):
+    with pytest.raises(UnsupportedModel, match=r"in float16|not built|instruction sets|CHORUS_CPU_ISA"):
         executor_of(tmp_path, dtype="float16", cpu_kernels="native")
 
 

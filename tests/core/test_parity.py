@@ -18,6 +18,8 @@ from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import FinishReason
 from chorus.memory.host.images import ThreadReads
 
+pytestmark = pytest.mark.numerics
+
 MODELS = ("gqa", "mha", "tied", "wide_heads")
 
 

@@ -21,14 +21,13 @@ from .test_native_sgmv import (
     base,
     distance,
     mixed_step,
-    needs_native,
     random_parts,
     random_step,
 )
 
 __all__ = ["base"]
 
-KERNELS = ["torch", pytest.param("native", marks=needs_native)]
+KERNELS = ["torch", "native"]
 
 
 def step_of_one(seed, base, lengths):
@@ -87,7 +86,7 @@ def native_shapes(config):
     ]  # fmt: skip
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_threads_leave_no_trace_in_a_matrix(base, dtype):
     step, parts = step_of_one(3, base("usual"), [1])

@@ -13,6 +13,7 @@ import pytest
 from chorus.ops import native_library
 
 ROOT = Path(__file__).parents[2]
+LEVELS = [level for level in native_library.LEVELS if level != "neon"]
 
 
 pytestmark = pytest.mark.skipif(
@@ -21,17 +22,29 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def test_where_there_is_a_compiler_there_is_the_library():
+MODULES = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_where_there_is_a_compiler_there_is_the_library(level):
     """An installation without it goes on with torch's operators, and tests of the library skip: a broken build would
-    not be seen. On a processor without AVX-512 the library is there, and not used.
+    not be seen. A level that the processor does not have is built, and not used.
     """
-    assert native_library.library() is not None, (
-        "pip install -e . did not build chorus.ops._native, or from other sources"
+    assert native_library.built(level) is not None, (
+        f"pip install -e . did not build chorus.ops._native_{level}, or from other sources"
     )
 
 
-def test_no_warnings():
-    (module,) = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+def test_every_level_is_built_from_all_headers():
+    assert [module["name"] for module in MODULES] == [f"chorus.ops._native_{level}" for level in LEVELS]
+    headers = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "ops/native").glob("*.h"))
+    for module in MODULES:
+        assert module["depends"] == headers
+        assert module["optional"], "a compiler that a level is too new for must still build the others"
+
+
+@pytest.mark.parametrize("module", MODULES, ids=LEVELS)
+def test_no_warnings(module):
     flags = module["extra-compile-args"]
     assert {"-Wall", "-Wextra"} <= set(flags) and "-w" not in flags
     assert "-ffp-contract=off" in flags, (

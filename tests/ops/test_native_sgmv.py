@@ -29,7 +29,6 @@ from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
-from chorus.ops import native_library
 from chorus.ops.products import unpack
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
@@ -42,10 +41,6 @@ BF16_OVER_TORCH = 1.25  # how much farther from float32 the native decoder may b
 LENGTHS = [1, 2, 3, 4, 5, 17, 200]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 255, 256]
 LAYERS, NUM_PAGES = 3, 1500
-
-needs_native = pytest.mark.skipif(
-    not native_library.available(torch.float32), reason="the native decoder is not available here"
-)
 
 
 class Base:
@@ -253,7 +248,7 @@ def mixes() -> list[tuple[int, list[int]]]:
     return [*alone, *mixed, (200, [1] * 32), (201, LENGTHS), (202, [200, 200, 1]), (203, [2] * 9), (204, [3, 97, 98])]
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
 def test_native_and_torch_agree_in_float32(base, shape, seed, lengths):
@@ -262,7 +257,7 @@ def test_native_and_torch_agree_in_float32(base, shape, seed, lengths):
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
 @pytest.mark.parametrize(("seed", "lengths"), mixes())
 def test_native_and_torch_agree_in_bf16(base, shape, seed, lengths):
@@ -286,7 +281,7 @@ def twice_step(base: Base, lengths: list[int], ranks: tuple[int, int]) -> Step:
     return step
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("lengths", [[1, 1], [1] * 9, [3, 2, 1], [5, 13, 1], [60, 1, 1], [200, 17, 3, 1]], ids=str)
 @pytest.mark.parametrize("ranks", [(8, 8), (1, 5), (33, 16)], ids=str)
 @pytest.mark.parametrize("shape", ["usual", "gate and up in panels of their own"])
@@ -300,7 +295,7 @@ def test_entries_of_a_token_may_share_a_module(base, shape, lengths, ranks):
         assert torch.equal(step.logits(torch.bfloat16, "native", threads), step.logits(torch.bfloat16, "native"))
 
 
-@needs_native
+@pytest.mark.native
 def test_an_adapter_taken_off_itself_leaves_the_base_model(base):
     step = random_step(1, base("usual"), [4, 1])
     expected = step.logits(torch.float32, "native")
@@ -313,7 +308,7 @@ def test_an_adapter_taken_off_itself_leaves_the_base_model(base):
     assert distance(step.logits(torch.float32, "native"), expected) < F32_BOUND
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("threads", [2, 3, 5])
 @pytest.mark.parametrize("lengths", [[1] * 9, [1] * 40, [2, 1, 1], [60, 1, 1, 1], [200, 17, 3]], ids=str)
 def test_threads_share_the_work_without_a_trace(base, threads, lengths):
@@ -324,7 +319,7 @@ def test_threads_share_the_work_without_a_trace(base, threads, lengths):
         assert torch.equal(step.logits(torch.bfloat16, "native", threads), expected)
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("rank", RANKS)
 @pytest.mark.parametrize("length", LENGTHS)
 def test_every_rank_with_every_length(base, rank, length):
@@ -337,7 +332,7 @@ def test_every_rank_with_every_length(base, rank, length):
     assert distance(step.logits(torch.bfloat16, "native"), expected) < BF16_BOUND
 
 
-@needs_native
+@pytest.mark.native
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(4))
 def test_page_boundaries_anywhere(base, shape, seed):

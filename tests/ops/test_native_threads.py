@@ -9,12 +9,10 @@ import time
 import pytest
 import torch
 
-from chorus.ops import native, native_library
+from chorus.ops import native
 from chorus.perf.chaos.invariance import Row, build, compute
 
-pytestmark = pytest.mark.skipif(
-    not native_library.available(torch.float32), reason="the native decoder is not available here"
-)
+pytestmark = pytest.mark.native
 DEADLINE = 120.0
 
 

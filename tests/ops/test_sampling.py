@@ -195,8 +195,8 @@ VOCABS = [1, 2, 7, 16, 33, 600, 9001]
 
 def native_sampling(vocab, threads):
     """The sampling of a decoder of that vocabulary, which is never run."""
-    if not native_library.available(torch.float32):
-        pytest.skip("the native library is not built, or the processor is too old")
+    if reason := native_library.why_unavailable(torch.float32):
+        pytest.skip(f"no native library: {reason}")
     size = 32
     model = native.NativeModel(
         hidden=size, ffn=size, heads=1, kv_heads=1, head_dim=size, vocab=vocab, block_tokens=4, eps=1e-6, layers=[],

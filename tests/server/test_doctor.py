@@ -37,16 +37,33 @@ def test_the_command_prints_a_line_for_each_part_of_the_machine(monkeypatch, cap
     assert "GB/s" in lines[4]
 
 
-def test_the_library_names_its_level(monkeypatch, told):
-    monkeypatch.setattr(native_library, "available", lambda dtype: True)
-    monkeypatch.setattr(native_library, "level", lambda: "avx2", raising=False)
-    assert "the native decoder, avx2" in told()
+@pytest.mark.parametrize(
+    ("isa", "line", "mend"),
+    [
+        (None, "the native decoder, avx512 (of avx512, avx2)", "a processor with bfloat16 products"),
+        ("avx2", "the native decoder, avx2 (of avx512, avx2)", "CHORUS_CPU_ISA unset: this processor has avx512"),
+        ("none", "torch's operators", "the native decoder: CHORUS_CPU_ISA is 'none'"),
+        ("sse", "none: the environment asks for a level that is not there", "another CHORUS_CPU_ISA: "),
+    ],
+)
+def test_the_level_is_named_and_what_a_better_one_takes(monkeypatch, told, isa, line, mend):
+    monkeypatch.setattr(native_library, "levels", lambda: ["avx512", "avx2"])
+    monkeypatch.setattr(native_library, "built", lambda level: object())
+    monkeypatch.setattr(doctor, "features", lambda: {"avx512f"})
+    if isa is None:
+        monkeypatch.delenv("CHORUS_CPU_ISA", raising=False)
+    else:
+        monkeypatch.setenv("CHORUS_CPU_ISA", isa)
+    text = told()
+    assert f"CPU kernels  {line}" in text
+    assert f"- {mend}" in text
 
 
 def test_without_a_compiler_the_mend_is_one(monkeypatch, told):
-    monkeypatch.setattr(native_library, "library", lambda: None)
+    monkeypatch.setattr(native_library, "built", lambda level: None)
     monkeypatch.setattr(doctor.platform, "system", lambda: "Linux")
     monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    monkeypatch.delenv("CHORUS_CPU_ISA", raising=False)
     text = told()
     assert "torch's operators" in text
     assert "- a C++ compiler (g++ or clang++), then Chorus installed again" in text

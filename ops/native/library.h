@@ -1,5 +1,5 @@
-// The library's functions, as ops/native.py and ops/native_reader.py call them.
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512bf16,avx2,fma,bmi2")
+// The library's functions, as ops/native.py and ops/native_reader.py call them; one library for each level.
+#pragma once
 #include "decoder.h"
 #include "file_rows.h"
 
@@ -32,16 +32,7 @@ struct TypedDecoder final : AnyDecoder {
 
 using namespace chorus;
 
-#define CHORUS_API __attribute__((visibility("default")))
-
 extern "C" {
-
-CHORUS_API int chorus_supported() {
-    __builtin_cpu_init();
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-           __builtin_cpu_supports("avx512bf16");
-}
 
 // Sizes of the descriptors, so that a library built from other sources than the Python side is told apart.
 CHORUS_API int64_t chorus_descriptors() {
