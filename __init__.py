@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+if sys.platform == "win32":
+    raise ImportError(
+        "Chorus does not run on Windows itself; install it in the Windows Subsystem for Linux: "
+        "https://learn.microsoft.com/windows/wsl/install"
+    )
 
 if TYPE_CHECKING:
     from .core.requests.sampling_params import SamplingParams as SamplingParams

@@ -1,11 +1,19 @@
-"""Processors that this process may use: its affinity mask, and the quota of the control groups that it is in."""
+"""Processors that this process may use, what they are, the affinity mask, and the quota of the control groups."""
 
 from __future__ import annotations
 
 import os
+import platform
+from functools import cache
 from pathlib import Path
 
 from .control_groups import PROC, control_groups
+
+#: Features, as /proc/cpuinfo names them, any one of which makes torch's products in 16 bits faster than in float32.
+FAST_PRODUCTS = {
+    "bfloat16": frozenset({"avx512_bf16", "amx_bf16", "bf16"}),  # the last is ARM's
+    "float16": frozenset({"avx512_fp16", "amx_fp16"}),
+}
 
 
 def available_cpus(proc: Path = PROC) -> int:
@@ -38,3 +46,30 @@ def _limit(group: Path, version: int) -> float | None:
         return float(quota) / float(period) if quota not in ("max", "-1") else None
     except (OSError, ValueError, ZeroDivisionError):
         return None  # no such file in a hierarchy's root, or without the controller
+
+
+def has_fast_products(dtype: str, proc: Path = Path("/proc")) -> bool:
+    """True if the processor multiplies matrices of `dtype` as fast as float32's: by its features, never by a timing."""
+    wanted = FAST_PRODUCTS.get(dtype)
+    return wanted is None or not wanted.isdisjoint(features(proc))
+
+
+def features(proc: Path = Path("/proc")) -> frozenset[str]:
+    """Instruction sets of the processor, as /proc/cpuinfo names them; none where the system does not say."""
+    found = _cpuinfo(proc)
+    return frozenset((found.get("flags") or found.get("Features") or "").split())
+
+
+def processor_name(proc: Path = Path("/proc")) -> str:
+    """Return the processor's model, for people."""
+    return _cpuinfo(proc).get("model name") or platform.processor() or platform.machine()
+
+
+@cache
+def _cpuinfo(proc: Path) -> dict[str, str]:
+    """What /proc/cpuinfo says of the first processor."""
+    try:
+        lines = (proc / "cpuinfo").read_text(encoding="utf-8", errors="replace").partition("\n\n")[0].splitlines()
+    except OSError:
+        return {}
+    return {name.strip(): " ".join(value.split()) for name, _, value in (line.partition(":") for line in lines)}

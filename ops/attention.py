@@ -78,12 +78,13 @@ class PagedAttention:
     def run(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor) -> torch.Tensor:
         """Attend with one layer's cache.
 
-        q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
+        q: `[tokens, heads, head_dim]`; k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides
+        and dtype.
         Returns `[tokens, heads · head_dim]`.
         """
         out = torch.empty_like(q)
         for tokens, pages, kv_len, mask in self._prefills:
-            k, v = self._gather(k_cache, pages, kv_len), self._gather(v_cache, pages, kv_len)
+            k, v = (self._gather(cache, pages, kv_len).to(q.dtype) for cache in (k_cache, v_cache))
             broken = None if (k.sum() + v.sum()).isfinite() else ~(k.isfinite() & v.isfinite()).all(-1, keepdim=True)
             if broken is not None:
                 k, v = k.masked_fill(broken, 0), v.masked_fill(broken, 0)
@@ -96,8 +97,9 @@ class PagedAttention:
             out[tokens] = attended[0].transpose(0, 1)
         if len(self._decode_pages):
             count = len(self._decode_pages)
-            k = self._gather_decode(k_cache).view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
-            v = self._gather_decode(v_cache).view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
+            k, v = (self._gather_decode(cache).to(q.dtype) for cache in (k_cache, v_cache))
+            k = k.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
+            v = v.view(count, -1, self._kv_heads, self._head_dim).transpose(1, 2)
             rows = q[self._first_decode_token :].unsqueeze(2)
             attended = scaled_dot_product_attention(rows, k, v, attn_mask=self._decode_mask, enable_gqa=self._gqa)
             out[self._first_decode_token :] = attended[:, :, 0]

@@ -91,7 +91,7 @@ def flashinfer_obstacle(group: int, head_dim: int, dtype: torch.dtype, device: t
     try:
         version("flashinfer-python")
     except PackageNotFoundError:
-        return "FlashInfer is not installed: pip install 'chorus[cuda13]' or 'chorus[cuda12]'"
+        return "FlashInfer is not installed: pip install 'chorus-lora[cuda13]' or 'chorus-lora[cuda12]'"
     try:
         missing, cause = unavailable_modules(group, head_dim, dtype, device)
     except (ImportError, OSError, RuntimeError) as error:

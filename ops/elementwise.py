@@ -130,10 +130,11 @@ def write_kv(
     """`cache[page[t], offset[t]] = k[t]` for every token t.
 
     k_cache, v_cache: `[num_pages, block_tokens, kv_heads, head_dim]`, any strides.
-    k, v: `[tokens, kv_heads, head_dim]`. page, offset: `[tokens]` int64. Padding tokens point at the dummy page.
+    k, v: `[tokens, kv_heads, head_dim]`, rounded to the cache's dtype. page, offset: `[tokens]` int64. Padding tokens
+    point at the dummy page.
     """
-    k_cache[page, offset] = k
-    v_cache[page, offset] = v
+    k_cache[page, offset] = k.to(k_cache.dtype)
+    v_cache[page, offset] = v.to(v_cache.dtype)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -3,15 +3,21 @@
     y[s:e] += scale · (x[s:e] @ Aᵀ) @ Bᵀ      for every segment [s, e) of tokens that share an adapter
 
 A and B are read through the adapter's page table, any mix of ranks in one call, no padding. This is the CPU
-implementation; `sgmv_ref` is the plain one that tests compare with.
+implementation, where calls cost more than products of a few rows: neighbouring segments of few tokens are multiplied
+with all their adapters' rows at once, and what is not a token's own is masked. `sgmv_ref` is the plain one that tests
+compare with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
+#: Tokens that are multiplied at once with the rows of all adapters that they have; a longer segment is multiplied with
+#: its own alone. With as many a product still takes about as long as reading its rows.
+TILE_TOKENS = 16
 
 #: Consecutive rank-rows: one strided view `[n, width]` in a page, or the pieces `[1, …]` of a row over several pages.
 Block = list[torch.Tensor]
@@ -68,7 +74,7 @@ class AdapterRows:
     ) -> tuple[torch.Tensor, torch.Tensor] | tuple[None, None]:
         """A `[rank, d_in]` and Bᵀ `[rank, d_out]`, copied; None where the layer or the module has no rows."""
         a, b = self.blocks(arena, layer, module, d_in, d_out)
-        return (torch.cat([_join(rows) for rows in a]), torch.cat([_join(rows) for rows in b])) if a else (None, None)
+        return (_stack(a), _stack(b)) if a else (None, None)
 
     def _rows(self, arena: torch.Tensor, start: int, width: int) -> Iterator[Block]:
         page_elems = arena.shape[1]
@@ -112,6 +118,7 @@ class Segments:
     ready: list[int] = field(default_factory=list)
     late: list[int] = field(default_factory=list)
     level: list[int] = field(default_factory=list)
+    _tiles: list[Tile] = field(default_factory=list, init=False)
     _end: int = 0  # of all entries
     _tokens: tuple[int, int] | None = None  # of the last entries, if nobody else has any of them
     _taken: list[int] = field(default_factory=list)  # by those, of each level
@@ -122,6 +129,7 @@ class Segments:
         self.end.append(end)
         self.rows.append(rows)
         self.ready.append(ready)
+        self._tiles = []
 
     def _level(self, begin: int, end: int, places: int) -> int:
         if begin == end:
@@ -142,6 +150,53 @@ class Segments:
     def __iter__(self) -> Iterator[tuple[int, int, AdapterRows]]:
         return zip(self.begin, self.end, self.rows, strict=True)
 
+    def without(self, indices: Collection[int]) -> Segments:
+        """Return the other entries, in their order."""
+        kept = Segments()
+        for index, (begin, end, rows) in enumerate(self):
+            if index not in indices:
+                kept.add(begin, end, rows, self.ready[index])
+        return kept
+
+    def tiles(self) -> list[Tile]:
+        """Neighbouring entries that are multiplied together; made once all entries are there."""
+        if not self._tiles:
+            for begin, end, rows in self:
+                last = self._tiles[-1] if self._tiles else None
+                if last is None or max(end, last.end) - min(begin, last.begin) > TILE_TOKENS:
+                    self._tiles.append(last := Tile(begin, end))
+                last.add(begin, end, rows)
+        return self._tiles
+
+
+class Tile:
+    """Tokens `begin:end`, and the entries of a step that have some of them."""
+
+    def __init__(self, begin: int, end: int) -> None:
+        self.begin, self.end = begin, end
+        self.entries: list[tuple[int, int, AdapterRows]] = []
+        self._factors: dict[tuple[int, ...], tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def add(self, begin: int, end: int, rows: AdapterRows) -> None:
+        self.begin, self.end = min(begin, self.begin), max(end, self.end)
+        self.entries.append((begin, end, rows))
+
+    def mask(self, h: torch.Tensor, entries: tuple[int, ...]) -> torch.Tensor:
+        """Scale what tokens have of their own adapters' rank-rows, and set what they have of others' to 0, in place.
+
+        h: `[tokens, rows]`, the rank-rows of `entries` one after another.
+        """
+        found = self._factors.get(entries)
+        if found is None:
+            used = [self.entries[index] for index in entries]
+            ranks = torch.tensor([rows.rank for _, _, rows in used])
+            begins, ends, scales = zip(*((begin, end, rows.scale) for begin, end, rows in used), strict=True)
+            tokens = torch.arange(self.begin, self.end)[:, None]
+            others = (tokens < torch.tensor(begins)) | (tokens >= torch.tensor(ends))
+            found = others.repeat_interleave(ranks, 1), torch.tensor(scales).repeat_interleave(ranks)
+            self._factors[entries] = found
+        return (h if len(self.entries) == 1 else h.masked_fill_(found[0], 0)).mul_(found[1])
+
 
 def sgmv(
     y: torch.Tensor,
@@ -154,23 +209,35 @@ def sgmv(
     """Add every segment's LoRA product to y, in place.
 
     y: `[tokens, out]`, the packed outputs of the projections that share x `[tokens, in]`.
-    arena: `[num_pages, page_elems]`. modules: (module id, first column in y, width) per projection.
+    arena: `[num_pages, page_elems]`, of any dtype; products are of x's and y's. modules: (module id, first column in y,
+    width) per projection.
     """
     d_in = x.shape[1]
-    for first, last, adapter in segments:
-        rows = x[first:last]
+    for tile in segments.tiles():
+        a: list[Block] = []
+        used: list[int] = []
+        expands: list[tuple[int, int, int, int, list[Block]]] = []
+        row = 0
         for module, column, width in modules:
-            a_blocks, b_blocks = adapter.blocks(arena, layer, module, d_in, width)
-            if not a_blocks:
-                continue
-            h = _join([rows @ _join(block).T for block in a_blocks])  # [tokens, rank]
-            target = y[first:last, column : column + width]
-            row = 0
-            for block in b_blocks:
-                b = _join(block)
-                target.addmm_(h[:, row : row + len(b)], b, alpha=adapter.scale)
-                row += len(b)
+            first, b = row, []
+            for index, (_, _, adapter) in enumerate(tile.entries):
+                a_blocks, b_blocks = adapter.blocks(arena, layer, module, d_in, width)
+                if a_blocks:
+                    a += a_blocks
+                    b += b_blocks
+                    used.append(index)
+                    row += adapter.rank
+            if b:
+                expands.append((first, row, column, width, b))
+        if not a:
+            continue
+        h = tile.mask(x[tile.begin : tile.end] @ _stack(a).to(x.dtype).T, tuple(used))  # [tokens, rows]
+        target = y[tile.begin : tile.end]
+        for first, last, column, width, b in expands:
+            target[:, column : column + width].addmm_(h[:, first:last], _stack(b).to(x.dtype))
 
 
-def _join(parts: list[torch.Tensor]) -> torch.Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+def _stack(blocks: list[Block]) -> torch.Tensor:
+    """All rows of the blocks, one below another; no copy of a single view."""
+    rows = [block[0] if len(block) == 1 else torch.cat(block, dim=1) for block in blocks]
+    return rows[0] if len(rows) == 1 else torch.cat(rows)

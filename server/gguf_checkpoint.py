@@ -37,7 +37,7 @@ def require_gguf() -> None:
     try:
         import gguf  # noqa: F401
     except ImportError as error:
-        raise MissingGguf(f"the package gguf is needed ({error}); run: pip install 'chorus[pull]'") from error
+        raise MissingGguf(f"the package gguf is needed ({error}); run: pip install 'chorus-lora[pull]'") from error
 
 
 def convert(source: Path, target: Path, config: Mapping[str, Any]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import platform
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from statistics import median
 
 from ..config import EngineConfig
+from ..cpus import processor_name
 from ..engine import Engine
 from ..executors.base import Executor
 from ..model.config import ModelConfig
@@ -229,9 +229,4 @@ def device_name(device: str) -> str:
 
         if torch.cuda.is_available():
             return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    return platform.processor() or platform.machine()
+    return processor_name()

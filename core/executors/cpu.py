@@ -15,7 +15,7 @@ from ...memory.pages.layout import PageLayout
 from ...memory.pages.pool import PagePool
 from ...ops.sampling import TorchSampling, greedy
 from ..config import EngineConfig
-from ..cpus import available_cpus
+from ..cpus import available_cpus, has_fast_products
 from ..model.batch import RowPlan, StepBatch, ragged_batch
 from ..model.config import ModelConfig, UnsupportedModel
 from ..model.decoder import DecoderModel
@@ -23,11 +23,11 @@ from ..model.lora_state import LoraState
 from ..model.native_decoder import NativeDecoderModel, why_unsupported
 from ..model.sampler import Sampling, draw, needs_logits, plain_chances, score_prompts
 from ..model.shadow import ShadowWeights
-from ..model.weights import open_weights
+from ..model.weights import num_weights, open_weights
 from ..requests.types import StepPlan, StepResult
 from .adapters import ModelAdapters
 from .base import ModelExecutor
-from .host_memory import default_arena_bytes
+from .host_memory import WIDE_SHARE, default_arena_bytes, total_bytes
 from .swaps import PageSwaps
 
 logger = logging.getLogger(__name__)
@@ -45,11 +45,13 @@ class CpuExecutor(ModelExecutor):
         torch.set_num_threads(threads)
         super().__init__(config)
         dtype, max_model_len = self._dtype, self.model.max_model_len
+        native = _use_native(config, self.config, dtype)
+        products = dtype if native else _torch_products(config, self.config, dtype)
+        self._weight_bytes = num_weights(self.config) * products.itemsize
         self.num_pages = config.num_pages or max(2, self._arena_bytes(config) // self.layout.page_bytes)
         self.arena = Arena(self.layout, self.num_pages, dtype, "cpu")
         self.adapters = ModelAdapters(self.config, self.arena, dtype)
         self.swaps = PageSwaps(self.arena, self.adapters.dma)
-        native = _use_native(config, self.config, dtype)
         self._lora = LoraState(self.config, self.arena.pages, config.max_load_stall_seconds)
         setup = self._lora, self.layout, DecodeBuckets(config.max_num_seqs).sizes, max_model_len
         with open_weights(config.model, self.config, dtype, load_format=config.load_format) as weights:
@@ -59,7 +61,7 @@ class CpuExecutor(ModelExecutor):
                 self._sampling: Sampling = self.decoder.sampling
                 self.steps = _Steps(self.decoder, *setup)
             else:
-                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len)
+                self.decoder = DecoderModel(self.config, weights, self.arena, max_model_len, products)
                 self._sampling = TorchSampling()
                 self.steps = _Steps(self.decoder, *setup)
         self.shadow = ShadowWeights(self.decoder, self.arena, self._lora)
@@ -68,7 +70,7 @@ class CpuExecutor(ModelExecutor):
         if config.memory_bytes is not None:
             return config.memory_bytes
         logits = config.max_num_seqs * self.model.vocab_size
-        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, config.model, logits)
+        num_bytes = default_arena_bytes(self.layout, self.model.max_model_len, self._weight_bytes, logits)
         logger.info("the arena has %d MiB; memory_bytes sets another size", num_bytes >> 20)
         return num_bytes
 
@@ -192,3 +194,27 @@ def _use_native(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) ->
         raise UnsupportedModel(f"cpu_kernels is 'native', but {reason}; or use 'auto' or 'torch'")
     logger.warning("steps run on torch's operators, many times as slow as the native decoder: %s", reason)
     return False
+
+
+def _torch_products(config: EngineConfig, model: ModelConfig, dtype: torch.dtype) -> torch.dtype:
+    """Return what torch's operators are to compute in: float32, where the processor is slow in `dtype` and the machine
+    has memory for copies of the weights. By its features and its size alone, so that replicas on alike machines answer
+    alike.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if has_fast_products(name):
+        return dtype
+    num_bytes = num_weights(model) * torch.float32.itemsize
+    limit = int(WIDE_SHARE * total_bytes()) - (config.memory_bytes or 0)
+    if num_bytes <= limit:
+        logger.warning(
+            "this processor is slow in %s: weights are kept as float32 too, in %d MiB; with the native decoder they "
+            "need not be", name, num_bytes >> 20,
+        )  # fmt: skip
+        return torch.float32
+    logger.warning(
+        "this processor is slow in %s, and copies of the weights in float32, %d MiB, are more than the %d MiB that are "
+        "left for them: more memory, a smaller memory_bytes or the native decoder would make steps faster",
+        name, num_bytes >> 20, max(0, limit) >> 20,
+    )  # fmt: skip
+    return dtype

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from ...memory.pages.layout import PageLayout
@@ -14,6 +16,8 @@ LEAST_BYTES = 256 << 20
 LONG_REQUESTS = 4
 #: Of the memory that is left beside the weights, what the arena may take.
 SHARE = 0.25
+#: Of the machine's memory, what the arena and copies of the weights in float32 may take.
+WIDE_SHARE = 0.5
 #: Of the memory that is left at the start, what images may take.
 HOST_CACHE_SHARE = 0.125
 #: Beside the logits that tokens are drawn from, what drawing them takes.
@@ -21,17 +25,16 @@ DRAWING_BYTES = 32 << 20
 
 
 def default_arena_bytes(
-    layout: PageLayout, max_model_len: int, checkpoint: Path, logits: int, available: int | None = None
+    layout: PageLayout, max_model_len: int, weights: int, logits: int, available: int | None = None
 ) -> int:
     """Room for a few requests of the greatest length, within a share of the memory that weights and drawing leave.
 
-    logits: in as many rows as a step may draw tokens from. available: bytes that this process may still take; read from
-    the system if left out.
+    weights: their bytes. logits: in as many rows as a step may draw tokens from. available: bytes that this process may
+    still take; read from the system if left out.
     """
     if available is None:
         available = available_bytes()
     wanted = LEAST_BYTES + LONG_REQUESTS * layout.pages_for_tokens(max_model_len) * layout.page_bytes
-    weights = sum(path.stat().st_size for path in checkpoint.glob("*.safetensors"))
     drawing = 4 * logits + DRAWING_BYTES
     return max(2 * layout.page_bytes, min(wanted, int(SHARE * max(0, available - weights - drawing))))
 
@@ -43,29 +46,40 @@ def default_host_cache_bytes(available: int | None = None) -> int:
 
 def available_bytes(proc: Path = Path("/proc")) -> int:
     """Memory that can be had without swapping: the least of what the machine and the process's groups leave."""
-    groups = (_left(group, version) for group, version in control_groups("memory", proc / "self"))
-    known = [each for each in (_meminfo(proc / "meminfo"), *groups) if each is not None]
-    return max(0, min(known)) if known else 4 * LEAST_BYTES
+    known = [_meminfo("MemAvailable", proc), *(most - taken for most, taken in _groups(proc))]
+    return max(0, min((each for each in known if each is not None), default=4 * LEAST_BYTES))
 
 
-def _meminfo(path: Path) -> int | None:
-    for line in _lines(path):
+def total_bytes(proc: Path = Path("/proc")) -> int:
+    """Memory of the machine, or the least limit of the process's groups: the same at every start."""
+    known = [_meminfo("MemTotal", proc), *(most for most, _ in _groups(proc))]
+    return min((each for each in known if each is not None), default=_physical_bytes())
+
+
+def _physical_bytes() -> int:
+    """What systems without /proc say, such as macOS."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _meminfo(wanted: str, proc: Path) -> int | None:
+    for line in _lines(proc / "meminfo"):
         name, _, value = line.partition(":")
-        if name == "MemAvailable":
+        if name == wanted:
             return int(value.split()[0]) << 10
     return None
 
 
-def _left(group: Path, version: int) -> int | None:
-    """None where the group has no limit, or none that can be read. Files that it has cached can be had."""
-    limit, used = (
-        ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    )
-    most, taken = _lines(group / limit), _lines(group / used)
-    if not most or not taken or not most[0].isdigit() or not taken[0].isdigit():
-        return None
-    cached = next((int(line.split()[1]) for line in _lines(group / "memory.stat") if line.startswith("file ")), 0)
-    return int(most[0]) - int(taken[0]) + cached
+def _groups(proc: Path) -> Iterator[tuple[int, int]]:
+    """Limit and use of each of the process's groups that has a limit; files that a group has cached can be had."""
+    for group, version in control_groups("memory", proc / "self"):
+        limit, used = (
+            ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
+        )
+        most, taken = _lines(group / limit), _lines(group / used)
+        if most and taken and most[0].isdigit() and taken[0].isdigit():
+            stat = _lines(group / "memory.stat")
+            cached = next((int(line.split()[1]) for line in stat if line.startswith("file ")), 0)
+            yield int(most[0]), int(taken[0]) - cached
 
 
 def _lines(path: Path) -> list[str]:

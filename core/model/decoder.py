@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import fields
 
 import torch
-from torch.nn.functional import embedding, linear
+from torch.nn.functional import embedding
 
 from ...memory.pages.arena import Arena
 from ...ops.attention import Attention, PagedAttention
@@ -20,12 +20,13 @@ from ...ops.elementwise import (
     silu_and_mul,
 )
 from ...ops.merge import merge
+from ...ops.products import linear, pack, unpack
 from ...ops.sgmv import AdapterRows
 from .batch import StepBatch, Way, Ways
 from .config import ModelConfig
 from .lora_state import ATTN_O, DOWN, GATE_UP, QKV, StepLora, lora_groups
 from .nvtx_spans import span
-from .weights import LayerWeights, Weights
+from .weights import LayerWeights, Pack, Weights
 
 #: Place of the logits' product among a step's ways.
 HEAD = 4
@@ -40,27 +41,43 @@ class DecoderModel:
     It computes where the arena is: on a CPU with torch, on a GPU with cuBLAS and the fused kernels of `ops`.
     """
 
-    def __init__(self, config: ModelConfig, weights: Weights, arena: Arena, max_model_len: int) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        arena: Arena,
+        max_model_len: int,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
+
+        dtype: what steps compute in, if not in that of the weights and the arena: float32 copies of the weights are
+        kept then, beside the embeddings as they are.
         """
         self.config = config
         self._arena = arena
         device = arena.pages.device
         embed = weights.embed()
         head = weights.lm_head(embed)
+        self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
-        self._lm_head = self._embed if head is embed else head.to(device)
-        # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
-        pack = None if device.type == "cpu" else lambda weight: weight.to(device)
-        self.layers = [_moved(layer, device) for layer in weights.layers(pack)]
+        kept: Pack | None = None
+        if device.type == "cpu" and dtype == torch.float32:
+            kept = lambda weight: pack(weight.float())  # noqa: E731
+            self._lm_head = kept(head)
+        else:
+            # on a CPU what was read is kept; for a GPU every projection is read into the same host memory
+            kept = None if device.type == "cpu" else lambda weight: weight.to(device)
+            self._lm_head = self._embed if head is embed else head.to(device)
+        self.layers = [_moved(layer, device, dtype) for layer in weights.layers(kept)]
         self._merged: Sequence[LayerWeights] = ()
         self._groups = lora_groups(config)
-        self._norm = weights.norm().to(device)
+        self._norm = weights.norm().to(device, dtype)
         self._norms = [_head_norms(layer, config.rms_norm_eps) for layer in self.layers]
         self.scored: torch.Tensor | None = None
         """Normalised states of the last step's score tokens; to be reset before a captured step, which has none."""
-        self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, self._embed.dtype, device)
+        self._rotary = RotaryEmbedding(config.inverse_frequencies(), max_model_len, dtype, device)
 
     def use_arena(self, arena: Arena) -> None:
         """Keep KV in another arena of the same layout and device from now on."""
@@ -82,7 +99,7 @@ class DecoderModel:
         """
         eps, lora = self.config.rms_norm_eps, batch.lora
         self.scored = None
-        residual = embedding(batch.token_ids, self._embed)
+        residual = embedding(batch.token_ids, self._embed).to(self._dtype)
         rotation = self._rotary.at(batch.positions)
         out: torch.Tensor | None = None  # what a block adds to the residual, added by the next norm
         for index, layer in enumerate(self._merged if batch.merged else self.layers):
@@ -109,7 +126,7 @@ class DecoderModel:
         self, layer: int, group: int, rows: Sequence[AdapterRows], origin: torch.Tensor, out: torch.Tensor
     ) -> float:
         """See `MergeableModel.merge`."""
-        return merge(origin, out, self._arena.pages, layer, rows, self._groups[group])
+        return merge(unpack(origin), out, self._arena.pages, layer, rows, self._groups[group])
 
     def use_merged(self, layers: Sequence[LayerWeights] | None) -> None:
         """Have steps that say so take these layers; None: there are none."""
@@ -268,11 +285,11 @@ def norm_and_multiply(
     return small_gemm_triton.add_norm_multiply(x, before, norm, eps, weight, bias, silu=gate, keep=keep)
 
 
-def _moved(layer: LayerWeights, device: torch.device) -> LayerWeights:
-    """The layer, with every part moved to `device`; the same tensors where they are there."""
+def _moved(layer: LayerWeights, device: torch.device, dtype: torch.dtype) -> LayerWeights:
+    """The layer, with every part in `dtype` on `device`; the same tensors where they are that."""
     for field in fields(layer):
-        if (part := getattr(layer, field.name)) is not None:
-            setattr(layer, field.name, part.to(device))
+        if (part := getattr(layer, field.name)) is not None and not part.is_mkldnn:
+            setattr(layer, field.name, part.to(device, dtype))
     return layer
 
 

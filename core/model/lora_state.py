@@ -121,6 +121,9 @@ class LoraState:
                 began = time.monotonic()
                 if not transfer.wait_layer(layer, max(0.0, self._patience)):
                     self._late.add(slot)
+                    late = {index for index, of in enumerate(self._slots) if of == slot}
+                    self.segments = self.segments.without(late)  # what lies in its pages may be NaN for all
+                    self._slots = [of for of in self._slots if of != slot]
                 self._patience -= time.monotonic() - began
 
     def late_slots(self) -> set[int]:

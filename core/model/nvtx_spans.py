@@ -1,7 +1,7 @@
 """Named spans of a step for profilers: `layer.12`, `attn.qkv`, `attn.run`, `mlp`, `lora.qkv`; names are stable.
 
 Off unless the environment says `CHORUS_NVTX=1`; then the package `nvtx` marks them, which is installed with
-`pip install 'chorus[profile]'`.
+`pip install 'chorus-lora[profile]'`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def make_span(enabled: bool) -> Span:
     try:
         nvtx = import_module("nvtx")
     except ImportError:
-        logger.warning("CHORUS_NVTX is set, but nvtx is not installed: pip install 'chorus[profile]'")
+        logger.warning("CHORUS_NVTX is set, but nvtx is not installed: pip install 'chorus-lora[profile]'")
         return _no_span
     return lambda name: nvtx.annotate(name, domain=DOMAIN)
 

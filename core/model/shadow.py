@@ -105,8 +105,9 @@ class ShadowWeights:
 
     def sizes(self, adapter: Adapter) -> list[int]:
         """Pages of each run that an adapter's shadow takes, one for each matrix in which it changes something."""
-        page = self._arena.layout.page_elems
-        return [-(-self._origin(*at).numel() // page) for at in self._targets(adapter)]
+        page = self._arena.layout.page_bytes
+        origins = [self._origin(*at) for at in self._targets(adapter)]
+        return [-(-origin.numel() * origin.itemsize // page) for origin in origins]
 
     def wished_runs(self, adapter: Adapter) -> list[range] | None:
         """Return the runs in which another adapter of the same matrices was, if steps are captured with them."""
@@ -129,7 +130,7 @@ class ShadowWeights:
             self._captured.use(tuple((*at, run) for at, run in zip(targets, runs, strict=True)))
         for (layer, group), run in zip(targets, runs, strict=True):
             origin = self._origin(layer, group)
-            place = elems[run.start * page :][: origin.numel()].view(origin.shape)
+            place = elems[run.start * page :].view(origin.dtype)[: origin.numel()].view(origin.shape)
             self._left.append((layer, group, place))
             self._layers[layer] = replace(self._layers[layer], **{MATRICES[group]: place})
         self._left.reverse()

@@ -67,6 +67,11 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def num_weights(config: ModelConfig) -> int:
+    """Elements of all tensors of `tensor_shapes`."""
+    return sum(torch.Size(shape).numel() for shape in tensor_shapes(config).values())
+
+
 class Weights(ABC):
     """Hands out a model's weights part by part, in `dtype`."""
 

@@ -24,7 +24,7 @@ def cupy_module() -> Any:
     except ImportError as error:
         major = (torch.version.cuda or "13").split(".")[0]
         raise MissingCupy(
-            f"copies that overlap compute need CuPy ({error}); run: pip install 'chorus[cuda{major}]'"
+            f"copies that overlap compute need CuPy ({error}); run: pip install 'chorus-lora[cuda{major}]'"
         ) from error
     return cupy
 

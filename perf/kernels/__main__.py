@@ -29,7 +29,7 @@ _TITLES = (
 def main(argv: list[str] | None = None) -> int:
     args = _parse(argv)
     if find_spec("triton") is None:
-        print("triton is not installed: pip install 'chorus[kernels]'", file=sys.stderr)
+        print("triton is not installed: pip install 'chorus-lora[kernels]'", file=sys.stderr)
         return 2
     os.environ.pop("TRITON_INTERPRET", None)
     begin = time.perf_counter()

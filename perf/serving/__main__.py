@@ -150,7 +150,7 @@ def _write(args: argparse.Namespace, result: dict[str, Any], outcome: Outcome) -
         objectives = Objectives(**result["objectives"])
         draw(outcome.records, objectives, f"{result['model']} at {result['url']}", args.out / "serving.png")
     except ImportError:
-        print("serving: no picture was drawn; it needs matplotlib: pip install 'chorus[plots]'", file=sys.stderr)
+        print("serving: no picture was drawn; it needs matplotlib: pip install 'chorus-lora[plots]'", file=sys.stderr)
 
 
 if __name__ == "__main__":

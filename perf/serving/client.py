@@ -26,7 +26,7 @@ def need_aiohttp() -> ModuleType:
     try:
         import aiohttp
     except ImportError:
-        raise LoadError("the load client needs aiohttp: pip install 'chorus[bench]'") from None
+        raise LoadError("the load client needs aiohttp: pip install 'chorus-lora[bench]'") from None
     return aiohttp
 
 

@@ -32,7 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--list", action="store_true", help="print the studies that come with Chorus")
     add("--json", action="store_true", help="print one JSON object per study and line, and no table")
     add("--out", type=Path, metavar="DIR", help="write the same JSON there, as STUDY.json")
-    add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus[plots])")
+    add("--plots", type=Path, metavar="DIR", help="write pictures there (needs chorus-lora[plots])")
     add("--markdown", type=Path, metavar="FILE", help="write the tables of all studies there, as docs/studies.md")
     add("--seed", type=int, metavar="N", help="the first seed for requests and random policies (default: 0)")
     add("--seeds", type=int, metavar="N", help="how many seeds each row has (default: the study's own number, 10)")

@@ -1,4 +1,4 @@
-"""Pictures of a study's results. Needs matplotlib: `pip install 'chorus[plots]'`."""
+"""Pictures of a study's results. Needs matplotlib: `pip install 'chorus-lora[plots]'`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def write_plots(results: Results, directory: Path) -> list[Path]:
     try:
         from matplotlib.figure import Figure
     except ImportError:
-        raise StudyError("plots need matplotlib; install it with: pip install 'chorus[plots]'") from None
+        raise StudyError("plots need matplotlib; install it with: pip install 'chorus-lora[plots]'") from None
     directory.mkdir(parents=True, exist_ok=True)
     written = []
     for kind, draw in (("bars", _bars), ("cdf", _cdfs), ("load", _loads)):

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from chorus.core.cpus import available_cpus, cpu_quota
+from chorus.core.cpus import available_cpus, cpu_quota, features, has_fast_products, processor_name
 
 
 @pytest.fixture
@@ -80,3 +80,32 @@ def test_threads_are_as_many_as_the_quota_pays_for(system, quota, cpus):
     allowed = len(os.sched_getaffinity(0))
     proc = system("0::/\n", V2, {"unified/cpu.max": f"{quota} 100000"})
     assert available_cpus(proc) == (cpus or allowed)
+
+
+X86 = """processor	: 0
+model name	: A  Processor @ 2.50GHz
+flags		: fpu avx2 avx512f{}
+
+processor	: 1
+model name	: another
+flags		: avx512_bf16
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "bfloat16", "float16"),
+    [
+        (X86.format(""), "A Processor @ 2.50GHz", False, False),
+        (X86.format(" avx512_bf16"), "A Processor @ 2.50GHz", True, False),
+        (X86.format(" amx_bf16 avx512_fp16"), "A Processor @ 2.50GHz", True, True),
+        ("processor\t: 0\nFeatures\t: fp asimd bf16 i8mm\n", None, True, False),
+        (None, None, False, False),
+    ],
+)
+def test_which_products_are_fast_is_read_from_the_processors_features(tmp_path, text, name, bfloat16, float16):
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert processor_name(tmp_path) == name or name is None
+    assert bool(features(tmp_path)) == (text is not None)
+    found = [has_fast_products(dtype, tmp_path) for dtype in ("bfloat16", "float16", "float32")]
+    assert found == [bfloat16, float16, True]

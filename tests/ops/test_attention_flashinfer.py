@@ -353,7 +353,7 @@ def test_torch_where_flashinfer_itself_fails(hopper, monkeypatch):
 
 def test_torch_on_an_older_device_and_without_the_package(hopper, monkeypatch):
     monkeypatch.setattr(attention_backend, "version", missing)
-    assert "chorus[cuda13]" in choose().reason
+    assert "chorus-lora[cuda13]" in choose().reason
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
     assert "compute capability 8.0, cuda:0 has 7.5" in choose().reason
 

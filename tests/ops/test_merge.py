@@ -10,6 +10,7 @@ import torch
 
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.shadow import MATRICES
+from chorus.ops.products import unpack
 from chorus.ops.sgmv import Segments
 
 from .test_native_sgmv import (
@@ -37,7 +38,8 @@ def step_of_one(seed, base, lengths):
 
 
 def unpacked(matrix):
-    """[outputs, inputs] of a matrix in panels; the last panel's may be more."""
+    """[outputs, inputs] of a matrix in panels or in oneDNN's layout; the last panel's may be more."""
+    matrix = unpack(matrix)
     return matrix if matrix.dim() == 2 else matrix.transpose(1, 2).reshape(-1, matrix.shape[1] * matrix.shape[3])
 
 
@@ -55,7 +57,7 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
         for group, name in enumerate(MATRICES):
             here = [part for part in parts if part.first_elem[layer] >= 0]
             origin = getattr(executor.decoder.layers[layer], name)
-            out = torch.full_like(origin, float("nan"))
+            out = torch.full_like(unpack(origin), float("nan"))
             with torch.inference_mode():
                 growth = executor.decoder.merge(layer, group, here, origin, out)
             want = unpacked(origin).double()
@@ -73,7 +75,7 @@ def test_a_matrix_is_the_exact_sum_rounded_once(base, shape, kernels, dtype, see
                 max(float(ratio), 1.0), rel=1e-2 if dtype is torch.bfloat16 else 1e-4
             )
             if not here:
-                assert torch.equal(out, origin)
+                assert torch.equal(unpacked(out), unpacked(origin))
 
 
 def native_shapes(config):
@@ -92,7 +94,7 @@ def test_threads_leave_no_trace_in_a_matrix(base, dtype):
     for threads in (1, 2, 3):
         step.logits(dtype, "native", threads)
         decoder = step.base.executor(dtype, "native", threads).decoder
-        out = torch.empty_like(decoder.layers[0].gate_up)
+        out = torch.empty_like(unpack(decoder.layers[0].gate_up))
         decoder.merge(0, 2, [part for part in parts if part.first_elem[0] >= 0], decoder.layers[0].gate_up, out)
         found.append(out)
     assert torch.equal(found[0], found[1])
@@ -108,7 +110,7 @@ def test_what_is_not_finite_is_told(base, kernels):
     layer = next(layer for layer in range(LAYERS) if part.first_elem[layer] >= 0)
     origin = decoder.layers[layer].qkv
     huge = replace(part, scale=3e38)
-    assert decoder.merge(layer, 0, [huge], origin, torch.empty_like(origin)) == float("inf")
+    assert decoder.merge(layer, 0, [huge], origin, torch.empty_like(unpack(origin))) == float("inf")
 
 
 @pytest.mark.parametrize("kernels", KERNELS)

@@ -29,6 +29,7 @@ from chorus.core.model.shadow import MATRICES
 from chorus.core.model.weights import LayerWeights
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES, PageLayout
+from chorus.ops.products import unpack
 from chorus.ops.sgmv import AdapterRows, Segments, sgmv
 
 from .sgmv_ref import sgmv_ref
@@ -201,7 +202,7 @@ def merged_layers(decoder: Any, lora: LoraState, parts: Sequence[AdapterRows]) -
             here = [part for part in parts if part.first_elem[index] >= 0]
             here = [part for part in here if any(part.a_offset[module] >= 0 for module in lora.modules(group))]
             if here:
-                out = torch.full_like(origin := getattr(layer, name), float("nan"))
+                out = torch.full_like(unpack(origin := getattr(layer, name)), float("nan"))
                 assert decoder.merge(index, group, here, origin, out) < 10
                 layer = replace(layer, **{name: out})
         layers[index] = layer

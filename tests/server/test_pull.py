@@ -152,7 +152,7 @@ def test_missing_gguf_is_said_before_anything_is_downloaded(index, monkeypatch):
     downloads = index(b"weights")
     monkeypatch.setattr(pull, "require_gguf", gguf_checkpoint.require_gguf)
     monkeypatch.setitem(sys.modules, "gguf", None)
-    assert "pip install 'chorus[pull]'" in refusal()
+    assert "pip install 'chorus-lora[pull]'" in refusal()
     assert downloads == []
 
 

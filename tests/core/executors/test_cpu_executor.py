@@ -10,8 +10,10 @@ import pytest
 import torch
 
 from chorus.core.config import EngineConfig
+from chorus.core.executors import cpu
 from chorus.core.executors.cpu import CpuExecutor
 from chorus.core.model.config import UnsupportedModel
+from chorus.core.model.shadow import MATRICES
 from chorus.core.requests.sampling_params import SamplingParams
 from chorus.core.requests.types import BASE_SLOT, ScheduledRow, StepPlan
 from chorus.memory.files.tensor_file import ITEM_BYTES
@@ -102,3 +104,33 @@ def test_logits_that_no_one_edits_are_drawn_from_once_and_alike_by_all_kernels(s
 def test_files_and_the_reader_count_element_types_alike():
     """A header's number goes to the library as it is: another order would read bfloat16 as float16."""
     assert {name: number for number, name in enumerate(ITEM_BYTES)} == ELEMENTS
+
+
+@pytest.mark.parametrize(
+    ("fast", "total", "dtype", "said"),
+    [
+        (True, 64 << 30, torch.bfloat16, []),
+        (False, 64 << 30, torch.float32, ["weights are kept as float32 too"]),
+        (False, 16 << 20, torch.bfloat16, ["are more than the 0 MiB that are left for them"]),
+    ],
+)
+def test_where_the_processor_is_slow_in_the_models_dtype_torch_computes_in_float32(
+    subject, monkeypatch, caplog, fast, total, dtype, said
+):
+    """By the processor's features and the machine's memory alone; what lies in pages is the checkpoint's dtype."""
+    monkeypatch.setattr(cpu, "has_fast_products", lambda name: fast or name != "bfloat16")
+    monkeypatch.setattr(cpu, "total_bytes", lambda: total)
+    config = {"model": subject("wide_heads").model, "memory_bytes": 8 << 20, "cpu_kernels": "torch", "threads": 1}
+    with caplog.at_level("WARNING", logger="chorus"):
+        executor = CpuExecutor(EngineConfig(dtype="bfloat16", **config))
+    assert [text in record.message for record, text in zip(caplog.records, said, strict=True)] == [True] * len(said)
+    assert executor.arena.pages.dtype == torch.bfloat16
+    assert {getattr(layer, name).dtype for layer in executor.decoder.layers for name in MATRICES} == {dtype}
+    row = ScheduledRow("one", BASE_SLOT, [3, 5, 7], 0, [1], SamplingParams(temperature=0.0), 0, True, [3, 5, 7], 3)
+    with torch.inference_mode():
+        logits = executor.steps.forward(StepPlan(1, [row], [], bucket=None)).clone()
+        reference = CpuExecutor(EngineConfig(dtype="float32", **config))
+        want = reference.steps.forward(StepPlan(1, [row], [], bucket=None))
+    assert (logits - want).norm() / want.norm() < 5e-2  # weights and KV are rounded
+    executor.close()
+    reference.close()

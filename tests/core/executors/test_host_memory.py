@@ -13,6 +13,7 @@ from chorus.core.executors.host_memory import (
     available_bytes,
     default_arena_bytes,
     default_host_cache_bytes,
+    total_bytes,
 )
 from chorus.memory.pages.layout import PageLayout
 
@@ -54,6 +55,7 @@ def test_a_control_groups_limit_counts_and_that_of_every_group_above(root, where
     group.joinpath("memory.max").write_text(f"{3 * GIB}\n")
     group.joinpath("memory.current").write_text(f"{2 * GIB}\n")
     assert available_bytes(root / "proc") == GIB
+    assert total_bytes(root / "proc") == 3 * GIB
     group.joinpath("memory.stat").write_text(f"anon 5\nfile {GIB}\n")
     assert available_bytes(root / "proc") == 2 * GIB
 
@@ -69,6 +71,7 @@ def test_control_groups_of_the_first_version(root):
 
 def test_without_any_word_of_the_system_it_is_modest(tmp_path):
     assert available_bytes(tmp_path / "proc") == GIB
+    assert total_bytes(tmp_path / "proc") >= GIB, "POSIX has a word for it"
 
 
 @pytest.mark.parametrize(
@@ -82,13 +85,10 @@ def test_without_any_word_of_the_system_it_is_modest(tmp_path):
         (16384, 0, 4096, 0, 2 << 20),
     ],
 )
-def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(
-    tmp_path, max_model_len, available, weights, logits, want
-):
+def test_room_for_a_few_long_requests_within_a_share_of_what_is_left(max_model_len, available, weights, logits, want):
     layout = PageLayout(32, 8, 64, 16, 2)
     assert layout.page_bytes == 1 << 20
-    (tmp_path / "model.safetensors").write_bytes(bytes(weights))
-    assert default_arena_bytes(layout, max_model_len, tmp_path, logits, available) == want
+    assert default_arena_bytes(layout, max_model_len, weights, logits, available) == want
 
 
 def test_images_get_a_share_of_a_large_machine_and_a_little_of_a_small_one():

@@ -29,7 +29,7 @@ def test_without_the_package_it_says_what_to_install(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "nvtx", None)
     with nvtx_spans.make_span(True)("layer.0"):
         pass
-    assert "chorus[profile]" in caplog.text
+    assert "chorus-lora[profile]" in caplog.text
 
 
 def test_marks_with_nvtx(monkeypatch):

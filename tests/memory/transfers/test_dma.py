@@ -388,7 +388,7 @@ def test_a_gpu_has_pinned_memory_from_the_start(monkeypatch):
 def test_missing_cupy_names_the_extra(monkeypatch, cuda, extra):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.version, "cuda", cuda)
-    with pytest.raises(MissingCupy, match=rf"pip install 'chorus\[{extra}\]'"):
+    with pytest.raises(MissingCupy, match=rf"pip install 'chorus-lora\[{extra}\]'"):
         CupyDriver(0)
 
 

@@ -320,7 +320,7 @@ def test_without_cupy_loads_still_work(arena, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "cupy", None)
     dma = open_dma(arena, 1 << 28)
     assert isinstance(dma.copies, HostCopies)
-    assert "pip install 'chorus[cuda" in caplog.text
+    assert "pip install 'chorus-lora[cuda" in caplog.text
     image = new_image(dma, LAYOUT.num_pages)
     assert image.is_pinned()
     transfer = dma.copies.start(whole(image), LAYOUT, PAGES)

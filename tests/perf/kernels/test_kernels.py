@@ -39,7 +39,7 @@ def test_what_a_kernel_must_not_do(change, problem):
 def test_says_what_to_install(monkeypatch, capsys):
     monkeypatch.setattr(kernels, "find_spec", lambda name: None)
     assert kernels.main(["--compile", "sm_90"]) == 2
-    assert "chorus[kernels]" in capsys.readouterr().err
+    assert "chorus-lora[kernels]" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("argv", [[], ["--interpret"], ["--compile", "hopper"]])
