@@ -157,7 +157,7 @@ def serve(settings: Settings) -> int:
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
         server = http_server(app, settings)
-        if app.state.key_watch.files:
+        if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
             signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         server.run(sockets=[bound])
     return server.exit_code
