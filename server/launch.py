@@ -175,6 +175,8 @@ def serve(settings: Settings) -> int:
     with bind(settings.host, settings.port, settings.send_seconds) as bound:
         app = build_app(settings)
         take_short_turns()
+        if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
+            signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         if warning is not None:
             log.warning(warning)
         logging.getLogger("chorus.audit").setLevel(logging.INFO)  # whatever else is to be logged
@@ -182,8 +184,6 @@ def serve(settings: Settings) -> int:
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
         server = http_server(app, settings)
-        if app.state.key_watch.files:
-            signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())
         server.run(sockets=[bound])
     return server.exit_code
 

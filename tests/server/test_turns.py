@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 from chorus.server import launch
 from chorus.server.launch import SWITCH_SECONDS
+from chorus.server.settings import Settings
 
 LOADED = """
 import atexit, gc, json, sys
@@ -47,5 +48,5 @@ def test_a_server_takes_short_turns_once_it_is_loaded(monkeypatch):
     monkeypatch.setattr(launch, "take_short_turns", lambda: order.append("short turns"))
     monkeypatch.setattr(launch, "ExitDeadline", lambda _: SimpleNamespace(start=lambda: None))
     monkeypatch.setattr(launch, "http_server", lambda *_: SimpleNamespace(run=lambda sockets: None, exit_code=0))
-    assert launch.serve(SimpleNamespace(host="127.0.0.1", port=0, grace_seconds=1, send_seconds=1)) == 0
+    assert launch.serve(Settings(port=0, grace_seconds=1)) == 0
     assert order == ["loaded", "short turns", "listens"]
