@@ -39,8 +39,10 @@ class HttpConnection(HttpToolsProtocol):
 
     def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
         self._body = bytearray()
-        self.on_body = self._body.extend  # it is called for each chunk, of which there may be one for every byte
+        # Called for each chunk, of which there may be one for every byte: so it must not be a function in Python.
+        self.on_body = self._body.extend  # pyright: ignore[reportAttributeAccessIssue]
         super().__init__(*args, **kwargs)
+        self.parser: Any  # uvicorn forgets it in the end
         self.logger = _log
         self.place: str | None = None
         """Address of the client, if connections from there are counted."""
