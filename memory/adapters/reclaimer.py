@@ -16,6 +16,10 @@ from ..pages.shadow import ShadowPages
 from .adapter import Adapter
 from .store import AdapterStore
 
+_COSTS = np.array([0.0 if kind in (PageKind.FREE, PageKind.SHADOW) else np.inf for kind in PageKind])
+"""Of taking a page of each kind for shadow weights; what idle adapters hold is told by its owner."""
+_COSTS[PageKind.CACHED] = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Reclaimer:
@@ -61,12 +65,8 @@ class Reclaimer:
         """
         pool, prefix = self.pool, self.prefix
         owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
-        costs = np.full(pool.num_pages, np.inf)
-        for page in range(pool.num_pages):
-            if (kind := pool.kind(page)) in (PageKind.FREE, PageKind.SHADOW):
-                costs[page] = 0
-            elif kind is PageKind.CACHED or page in owners:
-                costs[page] = 1
+        costs = _COSTS[pool.kinds()]
+        costs[list(owners)] = 1
         if wished is not None and all(np.isfinite(costs[run.start : run.stop]).all() for run in wished):
             runs = list(wished)
         elif (runs := place_runs(sizes, costs)) is None:

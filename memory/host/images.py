@@ -40,6 +40,7 @@ class _Entry:
     image: HostImage
     label: str
     may_drop: Callable[[], bool]
+    group: str = ""
     is_slow: bool = False
     is_given_up: bool = False
 
@@ -99,12 +100,13 @@ class HostImages(Generic[Key]):
         read: Callable[[HostImage], None],
         *,
         label: str = "the adapter",
+        group: str = "",
         may_drop: Callable[[], bool] = lambda: True,
     ) -> None:
         """Start reading `key` unless it is here, on its way, or has failed. Never raises: what fails is the image.
 
-        read: fills the image, layer by layer. label: what it is, for errors. may_drop: whether the image may make room
-        for others once it has been read.
+        read: fills the image, layer by layer. label: what it is, for errors. group: see `Reads.submit`. may_drop:
+        whether the image may make room for others once it has been read.
         """
         if self.keep(key):
             return
@@ -131,11 +133,11 @@ class HostImages(Generic[Key]):
                     image.data = None  # it may have been given up before it was there
 
         try:
-            future = self.reads.submit(run)
+            future = self.reads.submit(run, group)
         except Exception as error:
             self._fail(image, label, error)
             future = _ended()
-        entry = _Entry(future, num_bytes, image, label, may_drop)
+        entry = _Entry(future, num_bytes, image, label, may_drop, group)
         self._add(key, entry)
         if not future.done():
             self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
@@ -291,8 +293,10 @@ class HostImages(Generic[Key]):
                 entry.is_slow = self._set_aside(entry)
             if watch.stalled_seconds(now) > watch.patience:
                 self._give_up(key, entry, f"its read brought nothing for {watch.stalled_seconds(now):.0f} s")
-            elif watch.began is None and now - max(watch.last_moved, self._last_moved) > watch.patience:
-                self._give_up(key, entry, "its read could not begin, because all others hang")
+            elif watch.began is None:
+                is_full = self.reads.is_full(entry.group)  # then others' progress does not help it
+                if now - (watch.last_moved if is_full else max(watch.last_moved, self._last_moved)) > watch.patience:
+                    self._give_up(key, entry, "its read could not begin, because all others hang")
 
     def counts(self) -> ReadCounts:
         """Counts of reads, as of the last `watch`."""

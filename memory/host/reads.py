@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass, field
@@ -20,9 +20,16 @@ logger = logging.getLogger(__name__)
 class Reads(Protocol):
     """Runs reads; the simulator injects one that takes virtual time."""
 
-    def submit(self, read: Callable[[], Any]) -> Future:
-        """Run `read` soon. Its future is `running()` from when it begins until it ends."""
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
+        """Run `read` soon. Its future is `running()` from when it begins until it ends.
+
+        group: of reads that may all hang at once, such as those of one directory; empty: it is of none.
+        """
         ...
+
+    def is_full(self, group: str) -> bool:
+        """True if so many reads of a group hang that no other of it begins."""
+        return False
 
     def wait(self, pending: list[Future], timeout: float) -> None:
         """Let time go by until one of `pending` has ended or somebody calls `wake`, at most `timeout` seconds."""
@@ -44,7 +51,7 @@ class Reads(Protocol):
 class InlineReads(Reads):
     """Reads at once, on the caller's thread: what is asked for is ready when the call returns."""
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         future: Future = Future()
         try:
             future.set_result(read())
@@ -67,8 +74,9 @@ class ThreadReads(Reads):
     """Reads in threads of their own, so that the engine's thread never waits for a disk.
 
     `threads` read at once. One whose read is set aside no longer counts, so that another may begin in its place: of
-    those there are as many as make `most_threads` in all, and what is beyond waits. A read that never returns keeps its
-    thread for good. The threads are daemons: neither `shutdown` nor the end of the process waits for one that hangs.
+    those there are as many as make `most_threads` in all, a quarter of it of one group, and what is beyond waits: a
+    directory that hangs keeps no other from being read. A read that never returns keeps its thread for good. The
+    threads are daemons: neither `shutdown` nor the end of the process waits for one that hangs.
 
     To start a thread takes milliseconds while others compute. So a thread that begins to read starts the one that will
     come for the next read; only when there is none at all, whoever submits does.
@@ -77,16 +85,18 @@ class ThreadReads(Reads):
     def __init__(self, threads: int = 2, most_threads: int = 64) -> None:
         self._num_wanted = threads
         self._most_threads = most_threads
-        self._queue: deque[tuple[Future, Callable[[], Any]]] = deque()
-        self._running: set[Future] = set()
+        self._most_of_group = max(1, most_threads // 4)
+        self._queue: deque[tuple[Future, Callable[[], Any], str]] = deque()
+        self._running: dict[Future, str] = {}  # with their groups
         self._aside: set[Future] = set()  # of those that run
+        self._hanging: Counter[str] = Counter()  # those by group
         self._num_threads = 0
         self._num_idle = 0
         self._is_closed = False
         self._changed = threading.Condition(threading.Lock())
         self._news = threading.Event()  # a read has ended, or somebody called `wake`
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         """Run `read` soon. RuntimeError when no thread could be started for it, or after `shutdown`."""
         future: Future = Future()
         with self._changed:
@@ -96,7 +106,7 @@ class ThreadReads(Reads):
         with self._changed:
             if self._is_closed:
                 raise RuntimeError("adapters are read no more: the engine was closed")
-            self._queue.append((future, read))
+            self._queue.append((future, read, group))
             self._changed.notify()
         return future
 
@@ -123,9 +133,14 @@ class ThreadReads(Reads):
         with self._changed:
             if future not in self._running:
                 return False
-            self._aside.add(future)
+            if future not in self._aside:
+                self._aside.add(future)
+                self._hanging[self._running[future]] += 1
             self._changed.notify()
         return True
+
+    def is_full(self, group: str) -> bool:
+        return group != "" and self._hanging[group] >= self._most_of_group
 
     def shutdown(self) -> None:
         """Drop what has not begun. Reads that were not set aside get a moment to end; nothing waits for others.
@@ -135,7 +150,7 @@ class ThreadReads(Reads):
         """
         with self._changed:
             self._is_closed = True
-            dropped = [future for future, _ in self._queue]
+            dropped = [future for future, _, _ in self._queue]
             self._queue.clear()
             self._changed.notify_all()
         for future in dropped:
@@ -151,9 +166,12 @@ class ThreadReads(Reads):
             done = future
             del job, future, read  # what they hold may not wait for the next
             with self._changed:
-                self._running.discard(done)
-                self._aside.discard(done)
+                group = self._running.pop(done)
+                if done in self._aside:
+                    self._aside.remove(done)
+                    self._hanging[group] -= 1
                 self._num_idle += 1
+                self._changed.notify()  # others of its group may begin
             self._news.set()
             del done
 
@@ -168,19 +186,22 @@ class ThreadReads(Reads):
                 self._num_threads -= 1
                 self._changed.notify_all()
                 return None
-            job = self._queue.popleft()
-            self._running.add(job[0])
+            future, read, group = next(job for job in self._queue if not self.is_full(job[2]))
+            self._queue.remove((future, read, group))
+            self._running[future] = group
             is_last = self._count_next()
         if is_last:
             try:
                 self._start()
             except Exception as error:
                 logger.warning("no thread could be started for the next adapter read: %s", error)
-        return job
+        return future, read
 
     def _may_begin(self) -> bool:
         """True if a thread may come for a read. The caller holds the lock."""
-        return bool(self._queue) and len(self._running) - len(self._aside) < self._num_wanted
+        if len(self._running) - len(self._aside) >= self._num_wanted:
+            return False
+        return any(not self.is_full(group) for _, _, group in self._queue)
 
     def _count_next(self) -> bool:
         """Count one more thread, which the caller is to start, if none is idle and one may be. It holds the lock."""

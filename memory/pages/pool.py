@@ -11,6 +11,8 @@ from collections.abc import Collection, Iterable
 from enum import IntEnum
 from itertools import compress
 
+import numpy as np
+
 
 class PageKind(IntEnum):
     """Use of a page; only FREE is false."""
@@ -77,6 +79,10 @@ class PagePool:
 
     def kind(self, page: int) -> PageKind:
         return self._kind[page]
+
+    def kinds(self) -> np.ndarray:
+        """Return the kinds of all pages, `[pages]` uint8."""
+        return np.frombuffer(bytes(self._kind), np.uint8)
 
     def references(self, page: int) -> int:
         return self._references[page]

@@ -16,17 +16,27 @@ def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
     """
     costs = costs.astype(np.float64)
     runs: list[range] = [range(0)] * len(sizes)
+    totals = np.zeros(0)  # of a run from each page on, the last first; runs of one size share them
+    last_size = 0
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         size = sizes[index]
         if size > len(costs):
             return None
-        blocked = np.isinf(costs)
-        sums = np.concatenate(([0.0], np.cumsum(np.where(blocked, 0.0, costs))))
-        barriers = np.concatenate(([0], np.cumsum(blocked)))
-        totals = np.where(barriers[size:] > barriers[:-size], np.inf, sums[size:] - sums[:-size])
-        first = len(totals) - 1 - int(np.argmin(totals[::-1]))
-        if np.isinf(totals[first]):
+        if size != last_size:
+            totals, last_size = _totals(costs, size)[::-1].copy(), size
+        place = int(np.argmin(totals))
+        if np.isinf(totals[place]):
             return None
+        first = len(totals) - 1 - place
         runs[index] = range(first, first + size)
         costs[first : first + size] = np.inf
+        totals[max(0, place - size + 1) : place + size] = np.inf
     return runs
+
+
+def _totals(costs: np.ndarray, size: int) -> np.ndarray:
+    """Costs of a run of `size` pages from each page on that it fits behind; infinite where a page can't be had."""
+    blocked = np.isinf(costs)
+    sums = np.concatenate(([0.0], np.cumsum(np.where(blocked, 0.0, costs))))
+    barriers = np.concatenate(([0], np.cumsum(blocked)))
+    return np.where(barriers[size:] > barriers[:-size], np.inf, sums[size:] - sums[:-size])

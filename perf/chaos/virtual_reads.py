@@ -117,7 +117,7 @@ class VirtualReads(Reads):
         self._aside: set[Future] = set()
         self._closing = False
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         future = _Read(self._world)
         self._queue.append((future, read))
         self._world.after(0.0, self._start)

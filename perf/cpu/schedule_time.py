@@ -164,7 +164,7 @@ class StoppedReads(Reads):
     def __init__(self) -> None:
         self.stopped = False
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         future: Future = Future()
         if not self.stopped:
             future.set_result(read())

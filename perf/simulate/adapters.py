@@ -100,7 +100,7 @@ class SimReads(Reads):
             heapq.heapreplace(free_at, free_at[0] + self._last_seconds)
         return free_at[0]
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         self.begin_until(self._clock.now)
         found = SimRead(self, self._clock, read)
         self._queue.append(found)

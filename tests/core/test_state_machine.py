@@ -129,7 +129,7 @@ class LazyReads(Reads):
         self._reads = [read for read in self._reads if not read.done()]
         return self._reads
 
-    def submit(self, read: Callable[[], Any]) -> Future:
+    def submit(self, read: Callable[[], Any], group: str = "") -> Future:
         self._reads.append(self.Read(read))
         return self._reads[-1]
 

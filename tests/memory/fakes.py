@@ -96,7 +96,7 @@ class SlowReads(Reads):
         self.pending: list[tuple[Future, object]] = []
         self.is_shut = False
 
-    def submit(self, read) -> Future:
+    def submit(self, read, group="") -> Future:
         future: Future = Future()
         self.pending.append((future, read))
         return future

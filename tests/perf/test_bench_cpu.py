@@ -117,6 +117,7 @@ def test_what_only_our_engine_tells(outcome):
         assert 0 < stages["outside"] < 1
     ranks = {f"r{rank}" for rank in found["workload"]["ranks"]}
     assert {"warm", "cold", "warm_stall", "cold_stall", "uncached"} | ranks == set(found["join"])
+    assert found["schedule"].pop("turnover") > 0
     assert found["schedule"]["slowest"] == max(found["schedule"].values())
 
 

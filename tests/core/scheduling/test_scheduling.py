@@ -34,7 +34,7 @@ class HeldReads(InlineReads):
         self._begins = begins
         self._pending = []
 
-    def submit(self, read):
+    def submit(self, read, group=""):
         future = Future()
         if self._begins:
             future.set_running_or_notify_cancel()

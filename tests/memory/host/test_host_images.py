@@ -254,7 +254,7 @@ class NotedReads(ThreadReads):
         super().__init__(threads)
         self.futures = []
 
-    def submit(self, read):
+    def submit(self, read, group=""):
         self.futures.append(super().submit(read))
         return self.futures[-1]
 

@@ -238,3 +238,26 @@ def test_who_waits_for_a_read_is_woken_when_there_is_something_else_to_do(reads)
     reads.wait(pending, 10 * WAIT)
     hung[0].go.set()
     assert pending[0].result(WAIT) == "late"
+
+
+def test_a_directory_that_hangs_keeps_no_other_from_being_read():
+    """All threads were once taken by its reads; a quarter of them are, at most, and the rest of its reads wait."""
+    reads = ThreadReads(threads=2, most_threads=16)
+    hung = [Hung() for _ in range(20)]
+    futures = [reads.submit(one, "hangs") for one in hung]
+    for one, future in zip(hung[:5], futures[:5], strict=True):  # the fifth had begun before the fourth was set aside
+        assert one.began.wait(WAIT)
+        assert reads.set_aside(future)
+        assert reads.set_aside(future), "a second time changes nothing"
+    assert reads.is_full("hangs") and not reads.is_full("other")
+    for number in range(20):
+        assert reads.submit(lambda number=number: number, "other").result(WAIT) == number
+    assert not any(future.running() for future in futures[5:])
+    for one in hung[:2]:
+        one.go.set()
+    assert hung[5].began.wait(WAIT), "two have returned, so another begins"
+    for one in hung:
+        one.go.set()
+    for future in futures:
+        assert future.result(WAIT) == "late"
+    reads.shutdown()

@@ -6,6 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
+from chorus.memory.pages import runs
 from chorus.memory.pages.runs import place_runs
 
 COSTS = st.lists(st.sampled_from([0.0, 0.0, 1.0, 2.5, np.inf]), min_size=1, max_size=24)
@@ -44,3 +45,13 @@ def test_runs_that_fill_what_is_free_are_found(sizes, free):
     runs = place_runs(sizes, np.zeros(sum(sizes) + free))
     assert runs is not None
     assert {page for run in runs for page in run} == set(range(free, free + sum(sizes)))
+
+
+def test_many_runs_of_one_size_are_priced_once(monkeypatch):
+    """To sum all pages up for each run once took longer than a step."""
+    priced = []
+    totals = runs._totals  # noqa: SLF001
+    monkeypatch.setattr(runs, "_totals", lambda costs, size: priced.append(size) or totals(costs, size))
+    found = runs.place_runs([30] * 20 + [7] * 20, np.zeros(1000))
+    assert priced == [30, 7]
+    assert len({page for run in found for page in run}) == 20 * 37
