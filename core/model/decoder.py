@@ -52,18 +52,19 @@ class DecoderModel:
         """Read all of `weights`, layer by layer, into the arena's device; requests may have up to `max_model_len`
         tokens.
 
-        dtype: what steps compute in, if not in that of the weights and the arena: float32 copies of the weights are
-        kept then, beside the embeddings as they are.
+        dtype: what steps on a CPU compute in. In float32, packed copies of the weights are kept, beside the embeddings
+        as they are. None: they compute in the weights' own dtype and layout.
         """
         self.config = config
         self._arena = arena
         device = arena.pages.device
         embed = weights.embed()
         head = weights.lm_head(embed)
+        packs = dtype == torch.float32
         self._dtype = dtype = dtype or embed.dtype
         self._embed = embed.to(device)
         kept: Pack | None = None
-        if device.type == "cpu" and dtype == torch.float32:
+        if packs:
             kept = lambda weight: pack(weight.float())  # noqa: E731
             self._lm_head = kept(head)
         else:
