@@ -15,6 +15,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from chorus.ops import native_library
+
 torch.set_num_threads(1)
 settings.register_profile(
     "suite", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -51,6 +53,16 @@ def _settings_of_the_process() -> Iterator[None]:
     torch.set_num_threads(1)
     logging.getLogger("chorus").setLevel(logging.NOTSET)
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(scope="module", params=native_library.levels() or [None])
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every level of instructions of the native library that was built and that this processor can run."""
+    if request.param is None:
+        pytest.skip(f"the native library is not available: {native_library.why_unavailable(torch.float32)}")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native_library.ISA, request.param)
+        yield request.param
 
 
 @dataclass(frozen=True)

@@ -10,12 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chorus.ops import native_reader
 from chorus.ops.native_reader import ELEMENTS, FileRows, ReadJob, ReadJobs
 
-pytestmark = pytest.mark.skipif(
-    not native_reader.available(torch.float32), reason="the native library is not built, or the processor is too old"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 
 WIDTH = 1000  # of a job's A, `[1, WIDTH]`; its B is `[1, 1]`
 MOST_QUEUED = 64  # spans of a group; more are read in the plain way

@@ -10,6 +10,7 @@ import torch
 
 from chorus.core.model.lora_state import LoraState
 from chorus.core.model.shadow import MATRICES
+from chorus.ops import native_library
 from chorus.ops.sgmv import Segments
 
 from .test_native_sgmv import (
@@ -27,7 +28,7 @@ from .test_native_sgmv import (
 
 __all__ = ["base"]
 
-KERNELS = ["torch", pytest.param("native", marks=needs_native)]
+KERNELS = ["torch", *native_library.levels()]
 
 
 def step_of_one(seed, base, lengths):

@@ -7,19 +7,19 @@ import math
 import pytest
 import torch
 
-from chorus.ops import native, native_library
+from chorus.ops import native
 from chorus.ops.sampling import Chances, TorchSampling
 from chorus.ops.sgmv import Segments
 
 HIDDEN, NAN, INF = 32, math.nan, math.inf
+
+pytestmark = pytest.mark.usefixtures("isa")
 
 
 class Head:
     """A model without layers: row i's logits are the products of the head with normalised embedding i."""
 
     def __init__(self, head, embed, dtype, threads):
-        if not native_library.available(dtype):
-            pytest.skip("the native library is not built, or the processor is too old")
         vocab, count = len(head), len(embed)
         model = native.NativeModel(
             hidden=HIDDEN, ffn=HIDDEN, heads=1, kv_heads=1, head_dim=HIDDEN, vocab=vocab, block_tokens=4, eps=1e-6,

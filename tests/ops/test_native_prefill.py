@@ -13,14 +13,11 @@ from chorus.core.model.batch import StepBatch
 from chorus.core.model.lora_state import LoraState
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
-from chorus.ops import native_library
 from chorus.ops.sgmv import AdapterRows
 from chorus.perf.cpu import random_model
 from chorus.perf.cpu.workload import Geometry, tiny
 
-pytestmark = pytest.mark.skipif(
-    not native_library.available(torch.bfloat16), reason="the native decoder is not available here"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 
 BLOCK, PAGES = 16, 700
 LAYERS = 2

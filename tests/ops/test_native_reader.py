@@ -11,12 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from chorus.ops import native_reader
 from chorus.ops.native_reader import ELEMENTS, FileRows, ReadJob, ReadJobs
 
-pytestmark = pytest.mark.skipif(
-    not native_reader.available(torch.float32), reason="the native library is not built, or the processor is too old"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 OUT = [torch.float32, torch.float16, torch.bfloat16]

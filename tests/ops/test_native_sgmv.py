@@ -42,9 +42,7 @@ LENGTHS = [1, 2, 3, 4, 5, 17, 200]
 RANKS = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 64, 100, 128, 255, 256]
 LAYERS, NUM_PAGES = 3, 1500
 
-needs_native = pytest.mark.skipif(
-    not native_library.available(torch.float32), reason="the native decoder is not available here"
-)
+needs_native = pytest.mark.usefixtures("isa")
 
 
 class Base:
@@ -55,7 +53,7 @@ class Base:
     ) -> None:
         self.block_tokens = block_tokens
         self.path = path
-        self._executors: dict[tuple[torch.dtype, str, int], CpuExecutor] = {}
+        self._executors: dict[tuple[torch.dtype, str, int, str | None], CpuExecutor] = {}
         description = {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 97, "hidden_size": hidden,
             "intermediate_size": ffn, "num_hidden_layers": LAYERS, "num_attention_heads": heads,
@@ -80,14 +78,19 @@ class Base:
         save_file({name: tensor.bfloat16() for name, tensor in tensors.items()}, path / "model.safetensors")
 
     def executor(self, dtype: torch.dtype, kernels: str, threads: int = 1) -> CpuExecutor:
-        key = dtype, kernels, threads
-        if key not in self._executors:
-            config = EngineConfig(
-                model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=threads,
-                num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
-            )  # fmt: skip
-            self._executors[key] = CpuExecutor(config)
-        return self._executors[key]
+        """kernels: "torch", "native", or a level of the native library."""
+        with pytest.MonkeyPatch.context() as patch:
+            if kernels in native_library.LEVELS:
+                patch.setenv(native_library.ISA, kernels)
+                kernels = "native"
+            key = dtype, kernels, threads, native_library.level() if kernels == "native" else None
+            if key not in self._executors:
+                config = EngineConfig(
+                    model=self.path, dtype=str(dtype).removeprefix("torch."), cpu_kernels=kernels, threads=threads,
+                    num_pages=NUM_PAGES, block_tokens=self.block_tokens, max_num_seqs=1,
+                )  # fmt: skip
+                self._executors[key] = CpuExecutor(config)
+            return self._executors[key]
 
 
 SHAPES = {

@@ -195,8 +195,6 @@ VOCABS = [1, 2, 7, 16, 33, 600, 9001]
 
 def native_sampling(vocab, threads):
     """The sampling of a decoder of that vocabulary, which is never run."""
-    if not native_library.available(torch.float32):
-        pytest.skip("the native library is not built, or the processor is too old")
     size = 32
     model = native.NativeModel(
         hidden=size, ffn=size, heads=1, kv_heads=1, head_dim=size, vocab=vocab, block_tokens=4, eps=1e-6, layers=[],
@@ -208,12 +206,14 @@ def native_sampling(vocab, threads):
     return decoder.sampling
 
 
-@pytest.fixture(params=["torch", "native"], scope="module")
+@pytest.fixture(params=["torch", *native_library.levels()], scope="module")
 def implementations(request):
     """By size of the vocabulary."""
     if request.param == "torch":
         return dict.fromkeys(VOCABS, TorchSampling())
-    return {vocab: native_sampling(vocab, 2) for vocab in VOCABS}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(native_library.ISA, request.param)
+        return {vocab: native_sampling(vocab, 2) for vocab in VOCABS}
 
 
 def reference(logits, chance):
@@ -326,6 +326,7 @@ def test_a_row_that_is_not_finite_is_told_and_spoils_no_other(implementations, b
     assert not any(math.isnan(scores.own[index]) for index in (0, 2, 3))
 
 
+@pytest.mark.usefixtures("isa")
 @pytest.mark.parametrize("vocab", [600, 33_001])
 def test_draws_do_not_depend_on_company_nor_on_threads(vocab):
     """The same bits: numbers next to a border would tell."""

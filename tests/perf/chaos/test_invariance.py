@@ -12,13 +12,11 @@ from hypothesis import strategies as st
 
 from chorus.memory.pages.adapter_layout import AdapterLayout, AdapterPart
 from chorus.memory.pages.layout import MODULES
-from chorus.ops import native, native_library
+from chorus.ops import native
 from chorus.ops.sgmv import AdapterRows
 from chorus.perf.chaos.invariance import Request, Row, Tally, World, build, cancel, compare, compute, schedule
 
-pytestmark = pytest.mark.skipif(
-    not native_library.available(torch.float32), reason="the native decoder is not available here"
-)
+pytestmark = pytest.mark.usefixtures("isa")
 DTYPES = [torch.bfloat16, torch.float32]
 
 
