@@ -2,7 +2,8 @@
 #pragma once
 #include "decoder.h"
 #include "file_rows.h"
-#include "limits.h"
+#include "rates.h"
+#include "supported.h"
 
 namespace chorus {
 
