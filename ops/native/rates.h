@@ -40,7 +40,7 @@ inline double product_rate(Team& team, int64_t rounds) {
         alignas(64) Act<T> operands[64] = {};
         Floats acc[kTileVectors];
 #pragma GCC unroll 24
-        for (int i = 0; i < kTileVectors; i++) acc[i] = floats(0);
+        for (int i = 0; i < kTileVectors; i++) acc[i] = floats((float)i);  // else they would be one
         const auto a = A::load(operands), b = A::load(operands + 32);
         for (int64_t n = 0; n < rounds; n++)
 #pragma GCC unroll 24
