@@ -38,9 +38,11 @@ inline double product_rate(Team& team, int64_t rounds) {
     using A = Kind<Act<T>>;
     const double seconds = seconds_of(team, [&](int) {
         alignas(64) Act<T> operands[64] = {};
+        float start[kTileVectors * kLanes];  // all different: the compiler would compute what is equal once
+        for (int i = 0; i < kTileVectors * kLanes; i++) start[i] = (float)i;
         Floats acc[kTileVectors];
 #pragma GCC unroll 24
-        for (int i = 0; i < kTileVectors; i++) acc[i] = floats((float)i);  // else they would be one
+        for (int i = 0; i < kTileVectors; i++) acc[i] = load16(start + i * kLanes);
         const auto a = A::load(operands), b = A::load(operands + 32);
         for (int64_t n = 0; n < rounds; n++)
 #pragma GCC unroll 24
