@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-from ctypes import POINTER, Structure, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
+from ctypes import POINTER, Structure, c_double, c_float, c_int, c_int32, c_int64, c_void_p, sizeof
 from functools import cache
 from pathlib import Path
 
@@ -112,6 +112,8 @@ _FUNCTIONS = (
     ("decoder_merge", c_float, c_void_p, c_void_p),
     ("decoder_threads", c_int, c_void_p),
     ("decoder_destroy", None, c_void_p),
+    ("read_rate", c_double, c_int, c_void_p, c_int64),
+    ("product_rate", c_double, c_int, c_int, c_int64),
 )
 
 

@@ -81,7 +81,8 @@ inline void store_sums(const Floats* sums, float factor, int columns, bf16* out)
     const __m512i first = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const Floats by = floats(factor);
 #pragma GCC unroll 2
-    for (int j = 0; j < COUNT && j * kLanes < columns; j += 2) {
+    for (int j = 0; j < COUNT; j += 2) {
+        if (j * kLanes >= columns) return;
         const Floats one = _mm512_permutex2var_ps(sums[j], first, sums[j + 1]);
         const Floats other =
             _mm512_permutex2var_ps(sums[j], _mm512_add_epi32(first, _mm512_set1_epi32(8)), sums[j + 1]);

@@ -10,7 +10,6 @@
 namespace chorus {
 
 constexpr int kPanel = 32;    // output columns of a panel
-constexpr int kRows = std::min(12, kTileVectors);  // rows of the largest register tile
 constexpr long kPrefetchBytes = 8192;
 constexpr int kSegmentChunk = 300;  // the same where every chunk has an adapter's rows to pack
 constexpr int kShortChunk = kSegmentChunk / 4;  // fewer rows are not worth a pass over the weights
@@ -27,15 +26,25 @@ struct Extra {
     int k;
 };
 
+// Weights that a pass over half a panel fetches for the passes over the next panel: a part of them each, so that memory is
+// read all the while. step: bytes for each word of the reduction dimension.
+struct Ahead {
+    const char* at;
+    long step;
+};
+
 // acc[r][h] += Σ_k x[r, k] · w[16·h …, k], from the first k to the last.
 template <class T, int ROWS, int HALVES, bool FETCH>
-inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES]) {
+inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)[HALVES], Ahead ahead = {}) {
     using K = Kind<T>;
     using A = Kind<Act<T>>;
     for (int i = 0; i < k; i += K::pair, w += kPanel * K::pair) {
-        if constexpr (FETCH) {
+        if constexpr (FETCH && HALVES == 2) {
             prefetch(w, kPrefetchBytes);
-            if constexpr (HALVES == 2) prefetch(w, kPrefetchBytes + 64);
+            prefetch(w, kPrefetchBytes + 64);
+        } else if constexpr (FETCH) {
+            prefetch_later(ahead.at);
+            ahead.at += ahead.step;
         }
 #pragma GCC unroll 2
         for (int s = 0; s < K::steps; s++) {
@@ -55,7 +64,7 @@ inline void multiply(const Act<T>* x, long ldx, const T* w, int k, Floats (*acc)
 // ROWS rows against HALVES times 16 columns of a panel, as `panel` and `y` begin with them.
 template <class T, int ROWS, int HALVES>
 inline void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, long ldy, int columns, bool accumulate,
-                 const float* bias, const Extra<Act<T>>* extra, int half) {
+                 const float* bias, const Extra<Act<T>>* extra, int half, Ahead ahead) {
     Head heads[HALVES];
 #pragma GCC unroll 2
     for (int h = 0; h < HALVES; h++) heads[h] = head(std::max(0, columns - h * kLanes));
@@ -67,7 +76,7 @@ inline void tile(const Act<T>* x, long ldx, const T* panel, int k, float* y, lon
             acc[r][h] = accumulate ? load16(y + r * ldy + h * kLanes, heads[h]) : floats(0);
             if (bias) acc[r][h] = acc[r][h] + load16(bias + h * kLanes, heads[h]);
         }
-    multiply<T, ROWS, HALVES, true>(x, ldx, panel, k, acc);
+    multiply<T, ROWS, HALVES, true>(x, ldx, panel, k, acc, ahead);
     if (extra)
         multiply<Act<T>, ROWS, HALVES, false>(extra->x, extra->ldx, extra->panel + half * Kind<Act<T>>::pair, extra->k,
                                               acc);
@@ -87,19 +96,23 @@ inline void fetch_outputs(const float* y, long ldy, int rows) {
 }
 
 // All `rows` rows against one panel, in tiles of about equal height: a tile of few rows takes as long as one of some more.
+// more: the panel behind this one comes next.
 template <class T>
 inline void panel_product(const Act<T>* x, long ldx, int rows, const T* panel, int k, float* y, long ldy, int columns,
-                          bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr) {
+                          bool accumulate, const float* bias, const Extra<Act<T>>* extra = nullptr, bool more = false) {
     Extra<Act<T>> here{};
     if (extra) here = *extra, extra = &here;
+    constexpr long word = kPanel * Kind<T>::pair * sizeof(T);
+    const long step = more ? word / (2 * ((rows + kRows - 1) / kRows)) : 0;
+    Ahead ahead{(const char*)(more ? panel + panel_elems<T>(k) : panel), step};
     for (int tiles = (rows + kRows - 1) / kRows; tiles > 0; tiles--) {
         const int height = (rows + tiles - 1) / tiles;
         if (accumulate) fetch_outputs(y + height * ldy, ldy, std::min(height, rows - height));
         with_number<kRows>(height, [&](auto n) {
-            constexpr int halves = 2 * n() <= kTileVectors ? 2 : 1;  // of the panel in registers at once
-            for (int c = 0; c < columns; c += halves * kLanes)
+            constexpr int halves = n() <= kWideRows ? 2 : 1;  // of the panel in registers at once
+            for (int c = 0; c < columns; c += halves * kLanes, ahead.at += step * (k / Kind<T>::pair))
                 tile<T, n(), halves>(x, ldx, panel + c * Kind<T>::pair, k, y + c, ldy, columns - c, accumulate,
-                                     bias ? bias + c : nullptr, extra, c);
+                                     bias ? bias + c : nullptr, extra, c, ahead);
         });
         rows -= height, x += height * ldx, y += height * ldy, here.x += height * here.ldx;
     }
@@ -137,12 +150,13 @@ struct Product {
         const Tile t = tile_of(unit);
         float* out = y + t.row * ldy + t.column;
         if (accumulate && more) fetch_outputs(out + kPanel, ldy, std::min(t.rows, kRows));
-        run(t, t.row, t.rows, out, ldy, nullptr);
+        run(t, t.row, t.rows, out, ldy, nullptr, more);
     }
     // Some rows of a tile, to `out`.
-    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<Act<T>>* extra) const {
+    void run(const Tile& t, int row, int rows, float* out, long ldo, const Extra<Act<T>>* extra,
+             bool more = false) const {
         panel_product<T>(x + row * ldx, ldx, rows, w + (long)t.column / kPanel * panel_elems<T>(k), k, out, ldo,
-                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra);
+                         t.columns, accumulate, bias ? bias + t.column : nullptr, extra, more);
     }
 };
 

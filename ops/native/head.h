@@ -37,13 +37,13 @@ class OutputHead {
         Product<T> head{x, ldn, rows, (const T*)m_.lm_head, vocab, m_.hidden, logits, vocab, false, nullptr};
         run_units(
             team_, phase, thread, head, none_, none_split_,
-            [&](int i, bool) {
+            [&](int i, bool more) {
                 const Tile t = head.tile_of(i);
                 const bool direct = logits && !kept;
                 float* y = direct ? logits + (long)t.row * vocab + t.column : scratch_[thread].logits.data();
                 const int ldy = direct ? vocab : kPanel;
                 panel_product<T>(head.x + t.row * head.ldx, head.ldx, t.rows, head.w + (long)t.column / kPanel * panel,
-                                 head.k, y, ldy, t.columns, false, nullptr);
+                                 head.k, y, ldy, t.columns, false, nullptr, nullptr, more);
                 for (int r = 0; r < t.rows; r++) {
                     const float* row = y + (long)r * ldy;
                     best[t.row + r].see(row, t.columns, t.column);

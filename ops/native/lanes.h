@@ -3,6 +3,8 @@
 #include <cstdint>
 #include <cstring>
 
+#define CHORUS_INLINE inline __attribute__((always_inline))
+
 namespace chorus {
 
 constexpr int kLanes = 16;  // of a vector: a 512-bit register, or several shorter ones
@@ -25,6 +27,15 @@ inline void prefetch(const void* p, long ahead_bytes = 0) {
     asm volatile("prefetcht0 %a0" : : "p"((const char*)p + ahead_bytes));
 #else
     asm volatile("prfm pldl1keep, %a0" : : "p"((const char*)p + ahead_bytes));
+#endif
+}
+
+// The same into the second-level cache: what is needed only when others have passed through the first.
+inline void prefetch_later(const void* p) {
+#ifdef __x86_64__
+    asm volatile("prefetcht1 %a0" : : "p"(p));
+#else
+    asm volatile("prfm pldl2keep, %a0" : : "p"(p));
 #endif
 }
 

@@ -2,6 +2,8 @@
 #pragma once
 #include "decoder.h"
 #include "file_rows.h"
+#include "rates.h"
+#include "supported.h"
 
 namespace chorus {
 
@@ -65,6 +67,16 @@ CHORUS_API float chorus_decoder_merge(void* decoder, const MergeDesc* desc) {
 CHORUS_API int chorus_decoder_threads(void* decoder) { return ((AnyDecoder*)decoder)->threads(); }
 
 CHORUS_API void chorus_decoder_destroy(void* decoder) { delete (AnyDecoder*)decoder; }
+
+// Bytes per second that threads read of a memory, and floating-point operations per second; element as above.
+CHORUS_API double chorus_read_rate(int threads, const char* memory, int64_t bytes) {
+    Team team(threads);
+    return read_rate(team, memory, bytes);
+}
+CHORUS_API double chorus_product_rate(int threads, int element, int64_t rounds) {
+    Team team(threads);
+    return element == 2 ? product_rate<bf16>(team, rounds) : product_rate<float>(team, rounds);
+}
 
 // The rows of a file, group by group: see file_rows.h. `jobs` stay the caller's and must outlive it, as must `fd`.
 CHORUS_API void* chorus_rows_open(int fd, const Span* spans, const ReadGroup* groups, int64_t count,

@@ -5,32 +5,32 @@
 
 namespace chorus {
 
-inline Floats floats(float x) {
+CHORUS_INLINE Floats floats(float x) {
     Floats v;
     fill(x, v);
     return v;
 }
-inline Words words(uint32_t x) {
+CHORUS_INLINE Words words(uint32_t x) {
     Words v;
     fill(x, v);
     return v;
 }
-inline Doubles doubles(double x) {
+CHORUS_INLINE Doubles doubles(double x) {
     Doubles v;
     fill(x, v);
     return v;
 }
-inline Words load_words(const void* p) {
+CHORUS_INLINE Words load_words(const void* p) {
     Words v;
     load((const uint32_t*)p, v);
     return v;
 }
-inline Doubles load8(const double* p) {
+CHORUS_INLINE Doubles load8(const double* p) {
     Doubles v;
     load(p, v);
     return v;
 }
-inline Doubles load8(const double* p, Head h) {
+CHORUS_INLINE Doubles load8(const double* p, Head h) {
     Doubles v;
     load(p, h, v);
     return v;
@@ -41,22 +41,22 @@ inline Floats widen_first(Words pairs) { return as_floats(pairs << 16); }
 inline Floats widen_second(Words pairs) { return as_floats(pairs & words(0xFFFF0000)); }
 
 // Load 16 elements as float32; the forms with a head read only its elements and give 0 elsewhere.
-inline Floats load16(const float* p) {
+CHORUS_INLINE Floats load16(const float* p) {
     Floats v;
     load(p, v);
     return v;
 }
-inline Floats load16(const bf16* p) {
+CHORUS_INLINE Floats load16(const bf16* p) {
     Words v;
     load(p, v);
     return as_floats(v << 16);
 }
-inline Floats load16(const float* p, Head h) {
+CHORUS_INLINE Floats load16(const float* p, Head h) {
     Floats v;
     load(p, h, v);
     return v;
 }
-inline Floats load16(const bf16* p, Head h) {
+CHORUS_INLINE Floats load16(const bf16* p, Head h) {
     Words v;
     load(p, h, v);
     return as_floats(v << 16);
@@ -65,14 +65,14 @@ inline Floats load16(const bf16* p, Head h) {
 // The bits of x, rounded to the upper half: to the nearest, ties to even, subnormal numbers kept. Not for NaN.
 inline Words rounded(Words x) { return x + (((x >> 16) & words(1)) + words(0x7FFF)); }
 
-inline void store16(float* p, Floats v) { store(p, v); }
-inline void store16(float* p, Floats v, Head h) { store(p, v, h); }
+CHORUS_INLINE void store16(float* p, Floats v) { store(p, v); }
+CHORUS_INLINE void store16(float* p, Floats v, Head h) { store(p, v, h); }
 #ifdef CHORUS_BF16
-inline void store16(bf16* p, Floats v, Head h = 0xFFFF) {
+CHORUS_INLINE void store16(bf16* p, Floats v, Head h = 0xFFFF) {
     _mm256_mask_storeu_epi16(p, h, (__m256i)_mm512_cvtneps_pbh(v));
 }
 #else
-inline void store16(bf16* p, Floats v, Head h = head(kLanes)) {
+CHORUS_INLINE void store16(bf16* p, Floats v, Head h = head(kLanes)) {
     const Words x = as_words(v);
     Words upper = rounded(x) >> 16;
     if (equal(v, v) != 0xFFFF) {  // a NaN's sum may have become a number

@@ -10,7 +10,9 @@ typedef uint32_t Words8 __attribute__((vector_size(32)));
 typedef double Doubles4 __attribute__((vector_size(32)));
 
 constexpr int kTileVectors = 6;    // accumulators of a register tile, of two registers each: 12 of 16
-constexpr int kDotVectors = 4;     // accumulators of dot products
+constexpr int kRows = 5;  // of the largest register tile of a product: weights that are widened need registers too
+constexpr int kWideRows = 2;  // rows of a tile that is as wide as a panel; higher ones are half as wide
+constexpr int kDotVectors = 4;  // accumulators of dot products
 constexpr int kStreamVectors = 6;  // accumulators where values come from memory
 
 inline void fill(float x, Floats8& v) { v = _mm256_set1_ps(x); }
@@ -35,8 +37,8 @@ inline void store(uint16_t* p, Words8 v) { _mm_storeu_si128((__m128i*)p, narrowe
 
 inline Floats8 as_floats(Words8 v) { return (Floats8)v; }
 inline Words8 as_words(Floats8 v) { return (Words8)v; }
-inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmadd_ps(a, b, c); }    // a·b + c
-inline Floats8 fms(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmsub_ps(a, b, c); }    // a·b - c
+inline Floats8 fma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmadd_ps(a, b, c); }  // a·b + c
+inline Floats8 fms(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fmsub_ps(a, b, c); }  // a·b - c
 inline Floats8 fnma(Floats8 a, Floats8 b, Floats8 c) { return _mm256_fnmadd_ps(a, b, c); }  // c - a·b
 inline Doubles4 fma(Doubles4 a, Doubles4 b, Doubles4 c) { return _mm256_fmadd_pd(a, b, c); }
 // Of a pair with a NaN, the second.

@@ -9,6 +9,8 @@ typedef uint32_t Words __attribute__((vector_size(64)));
 typedef double Doubles __attribute__((vector_size(64)));
 
 constexpr int kTileVectors = 24;    // accumulators of a register tile, of 32 registers
+constexpr int kRows = 12;           // of the largest register tile of a product
+constexpr int kWideRows = 12;       // rows of a tile that is as wide as a panel; higher ones are half as wide
 constexpr int kDotVectors = 16;     // accumulators of dot products
 constexpr int kStreamVectors = 16;  // accumulators where values come from memory
 

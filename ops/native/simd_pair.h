@@ -12,7 +12,6 @@ struct Pair {
     H low, high;
 };
 
-#define CHORUS_INLINE inline __attribute__((always_inline))
 #define CHORUS_OPERATOR(op)                                                 \
     template <class H>                                                      \
     CHORUS_INLINE Pair<H> operator op(const Pair<H>& a, const Pair<H>& b) { \
@@ -92,16 +91,16 @@ inline Head head(int count) { return {count}; }
 inline unsigned bits(Head h) { return h.count >= kLanes ? 0xFFFF : (1u << h.count) - 1; }
 
 // Only the head's elements are read, 0 beyond, or written: through memory, since what is beyond may not be there.
-template <class E, class V> inline void load(const E* p, Head h, V& v) {
+template <class E, class V> CHORUS_INLINE void load(const E* p, Head h, V& v) {
     constexpr int most = std::is_same_v<E, double> ? 8 : kLanes;
-    if (h.count >= most) return load(p, v);
+    if (__builtin_expect(h.count >= most, 1)) return load(p, v);
     E elements[most] = {};
     memcpy(elements, p, std::max(0, h.count) * sizeof(E));
     load(elements, v);
 }
-template <class E, class V> inline void store(E* p, const V& v, Head h) {
+template <class E, class V> CHORUS_INLINE void store(E* p, const V& v, Head h) {
     constexpr int most = std::is_same_v<E, double> ? 8 : kLanes;
-    if (h.count >= most) return store(p, v);
+    if (__builtin_expect(h.count >= most, 1)) return store(p, v);
     E elements[most];
     store(elements, v);
     memcpy(p, elements, std::max(0, h.count) * sizeof(E));

@@ -3,8 +3,5 @@
 
 #define CHORUS_API __attribute__((visibility("default")))
 
-#define CHORUS_SUPPORTED(condition)                \
-    extern "C" CHORUS_API int chorus_supported() { \
-        __builtin_cpu_init();                      \
-        return condition;                          \
-    }
+#define CHORUS_SUPPORTED(condition) \
+    extern "C" CHORUS_API int chorus_supported() { return condition; }

@@ -1,9 +1,10 @@
 """Two builds of the native decoder against each other, step by step in one process.
 
-    python -m chorus.perf.cpu.native_builds --other /path/to/_native.so
+    python -m chorus.perf.cpu.native_builds --other /path/to/_native_avx512.so
 
-Both compute the same steps of one random model in turns of a few steps, so that whatever else the machine does hits
-both alike. Reported is the median over the turns of (other's time / ours), above 1 when ours is faster.
+Ours is of the level that is used here (`CHORUS_CPU_ISA` names another). Both compute the same steps of one random model
+in turns of a few steps, so that whatever else the machine does hits both alike. Reported is the median over the turns
+of (other's time / ours), above 1 when ours is faster.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ STEPS = {
     "decode 32, mixed": (32, 1, 160, True),
     "8 of 2 tokens, mixed": (8, 2, 160, True),
     "prefill 300": (1, 300, 0, False),
+    "prefill 8 of 128": (8, 128, 0, False),
     "prefill 4 of 100, mixed": (4, 100, 0, True),
 }
 

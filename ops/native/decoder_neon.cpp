@@ -1,0 +1,8 @@
+// The library for aarch64, all of whose processors have NEON.
+#ifdef __aarch64__
+#include "supported.h"
+CHORUS_SUPPORTED(true)
+
+#include "simd_neon.h"
+#include "library.h"
+#endif

@@ -1,0 +1,57 @@
+// What threads could do at best with the level's instructions: kernels are held against it by perf/cpu/levels.py.
+#pragma once
+#include <chrono>
+#include "gemm.h"
+#include "pool.h"
+
+namespace chorus {
+
+// Seconds in which all threads together run work(thread).
+template <class Work>
+inline double seconds_of(Team& team, Work work) {
+    team.run([](int) {});  // they are awake
+    const auto began = std::chrono::steady_clock::now();
+    team.run(work);
+    return std::chrono::duration<double>(std::chrono::steady_clock::now() - began).count();
+}
+
+// Bytes per second that threads read from memory, each a part of it.
+inline double read_rate(Team& team, const char* memory, int64_t bytes) {
+    const int64_t part = bytes / team.size() / 256 * 256;
+    const double seconds = seconds_of(team, [&](int thread) {
+        Words seen[4] = {words(0), words(0), words(0), words(0)};
+        const char* from = memory + part * thread;
+        for (int64_t at = 0; at < part; at += 256)
+            for (int i = 0; i < 4; i++) {
+                prefetch(from + at + 64 * i, kPrefetchBytes);
+                seen[i] = seen[i] | load_words(from + at + 64 * i);
+            }
+        volatile uint32_t most = largest((seen[0] | seen[1]) | (seen[2] | seen[3]));
+        (void)most;
+    });
+    return part * team.size() / seconds;
+}
+
+// Floating-point operations per second of products of T whose operands are in registers.
+template <class T>
+inline double product_rate(Team& team, int64_t rounds) {
+    using A = Kind<Act<T>>;
+    const double seconds = seconds_of(team, [&](int) {
+        alignas(64) Act<T> operands[64] = {};
+        float start[kTileVectors * kLanes];  // all different: the compiler would compute what is equal once
+        for (int i = 0; i < kTileVectors * kLanes; i++) start[i] = (float)i;
+        Floats acc[kTileVectors];
+#pragma GCC unroll 24
+        for (int i = 0; i < kTileVectors; i++) acc[i] = load16(start + i * kLanes);
+        const auto a = A::load(operands), b = A::load(operands + 32);
+        for (int64_t n = 0; n < rounds; n++)
+#pragma GCC unroll 24
+            for (int i = 0; i < kTileVectors; i++) acc[i] = A::mac(acc[i], a, b);
+        for (int i = 1; i < kTileVectors; i++) acc[0] = acc[0] + acc[i];
+        volatile float all = sum(acc[0]);
+        (void)all;
+    });
+    return 2.0 * A::pair * kLanes * kTileVectors * rounds * team.size() / seconds;
+}
+
+}  // namespace chorus

@@ -1,0 +1,142 @@
+// Prints the bits of a small random model's logits and its draws, step by step: the same program at every level, for machines
+// that have a compiler or an emulator of the level and nothing else.
+#include "library.h"
+#include <cstdio>
+
+using namespace chorus;
+
+namespace {
+
+constexpr int kHidden = 72, kFfn = 136, kLayers = 3, kHeads = 6, kKvHeads = 2, kHeadDim = 20, kVocab = 203, kBlock = 16;
+constexpr int kQ = kHeads * kHeadDim, kKv = kKvHeads * kHeadDim, kPages = 200, kTable = 12, kRank = 5;
+
+uint64_t state = 1;
+float random_number() {  // from -0.5 to 0.5
+    state = state * 6364136223846793005ull + 1442695040888963407ull;
+    return (state >> 40) / 16777216.0f - 0.5f;
+}
+template <class T> T as(float x) {
+    if constexpr (sizeof(T) == 4) return x;
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return (T)((bits + 0x7FFF + (bits >> 16 & 1)) >> 16);
+}
+template <class T> std::vector<T> numbers(size_t count, float scale, float middle = 0) {
+    std::vector<T> all(count);
+    for (T& one : all) one = as<T>(middle + scale * random_number());
+    return all;
+}
+
+template <class T> void run() {
+    std::vector<std::vector<T>> weights;
+    std::vector<std::vector<float>> vectors;
+    auto weight = [&](int n, int k) -> const void* {  // in panels; what lies beyond n is never stored
+        weights.push_back(numbers<T>((size_t)(n + kPanel - 1) / kPanel * kPanel * k, 3 / std::sqrt((float)k)));
+        return weights.back().data();
+    };
+    auto vector = [&](int n, float scale, float middle) -> const float* {
+        vectors.push_back(numbers<float>(n, scale, middle));
+        return vectors.back().data();
+    };
+    LayerDesc layers[kLayers] = {};
+    for (LayerDesc& layer : layers) {
+        layer.input_norm = vector(kHidden, 0.3f, 1);
+        layer.post_attention_norm = vector(kHidden, 0.3f, 1);
+        layer.qkv = weight(kQ + 2 * kKv, kHidden), layer.o = weight(kHidden, kQ);
+        layer.gate_up = weight(2 * kFfn, kHidden), layer.down = weight(kHidden, kFfn);
+    }
+    layers[1].qkv_bias = vector(kQ + 2 * kKv, 0.3f, 0);
+    layers[1].q_norm = vector(kHeadDim, 0.3f, 1), layers[1].k_norm = vector(kHeadDim, 0.3f, 1);
+    const auto embed = numbers<T>(kVocab * kHidden, 2);
+    const int64_t page_elems = 2 * kLayers * kBlock * kKv;
+    auto arena = numbers<T>(page_elems * kPages, 0.4f);
+    const float *norm = vector(kHidden, 0.3f, 1), *cos = vector(256 * kHeadDim, 2, 0),
+                *sin = vector(256 * kHeadDim, 2, 0);
+    const ModelDesc model{kHidden,
+                          kFfn,
+                          kLayers,
+                          kHeads,
+                          kKvHeads,
+                          kHeadDim,
+                          kVocab,
+                          kBlock,
+                          1e-5f,
+                          0,
+                          layers,
+                          embed.data(),
+                          weight(kVocab, kHidden),
+                          norm,
+                          cos,
+                          sin,
+                          arena.data(),
+                          page_elems};
+    Team team(2);
+    Decoder<T> decoder(model, team);
+
+    Adapter adapter{};
+    const int in[] = {kHidden, kHidden, kHidden, kQ, kHidden, kHidden, kFfn},
+              out[] = {kQ, kKv, kKv, kHidden, kFfn, kFfn, kHidden};
+    for (int m = 0; m < kModules; m++) {
+        adapter.a_offset[m] = (int)adapter.slab_elems, adapter.b_offset[m] = (int)adapter.slab_elems + in[m];
+        adapter.slab_elems += in[m] + out[m];
+    }
+    int64_t first[kLayers], pages[90];
+    for (int l = 0; l < kLayers; l++) first[l] = l * kRank * adapter.slab_elems;
+    for (int i = 0; i < 90; i++) pages[i] = 100 + i * 7 % 90;
+    adapter.pages = pages, adapter.first_elem = first, adapter.rank = kRank, adapter.scale = 0.7f;
+    const Adapter* both[] = {&adapter, &adapter};
+
+    auto step = [&](const std::vector<int>& counts, const std::vector<int>& before, bool lora) {
+        const int rows = (int)counts.size();
+        std::vector<int64_t> ids, positions, page, offset, table, wanted;
+        std::vector<int32_t> begin{0}, lengths;
+        for (int r = 0; r < rows; r++) {
+            for (int i = 0; i < kTable; i++) table.push_back(1 + r * kTable + i);
+            for (int p = before[r]; p < before[r] + counts[r]; p++) {
+                ids.push_back((p * 13 + r * 7) % kVocab), positions.push_back(p), wanted.push_back(wanted.size());
+                page.push_back(table[r * kTable + p / kBlock]), offset.push_back(p % kBlock);
+            }
+            begin.push_back((int)ids.size()), lengths.push_back(before[r] + counts[r]);
+        }
+        const int tokens = (int)ids.size();
+        const int32_t from[] = {0, begin[1]}, to[] = {begin[1], tokens};
+        std::vector<float> logits((size_t)tokens * kVocab);
+        std::vector<int64_t> best(tokens);
+        std::vector<Draw> draws(tokens);
+        for (int i = 0; i < tokens; i++)
+            draws[i] = {i % 4 ? 1.3 : 0, i % 17 / 17.0, i % 3 ? 0.8 : 1.0, i % 5 ? 0 : 0.05, i % 7 ? 0 : 9, nullptr, 0};
+        StepDesc desc{};
+        desc.tokens = tokens, desc.rows = rows, desc.segments = lora ? std::min(rows, 2) : 0,
+        desc.logits_wanted = tokens;
+        desc.token_ids = ids.data(), desc.positions = positions.data(), desc.page = page.data();
+        desc.offset = offset.data(), desc.qo_indptr = begin.data(), desc.kv_lens = lengths.data();
+        desc.page_table = table.data(), desc.table_stride = kTable, desc.logit_tokens = wanted.data();
+        desc.segment_begin = from, desc.segment_end = to, desc.segment_adapters = both;
+        desc.logits = logits.data(), desc.best = best.data(), desc.draws = draws.data();
+        decoder.forward(desc);
+        uint64_t bits = 1469598103934665603ull, drawn = 7;
+        for (float x : logits) {
+            uint32_t own;
+            memcpy(&own, &x, 4);
+            bits = (bits ^ own) * 1099511628211ull;
+        }
+        for (int64_t token : best) drawn = drawn * 1000003 + token;
+        printf("%d tokens, %d bytes, %d: logits %016llx, draws %016llx\n", tokens, (int)sizeof(T), (int)lora,
+               (unsigned long long)bits, (unsigned long long)drawn);
+    };
+    for (bool lora : {false, true}) {
+        step({70, 33}, {0, 0}, lora);
+        step({1}, {70}, lora);
+        step({1, 1}, {71, 33}, lora);
+        step({3, 1}, {72, 34}, lora);
+        step({1, 1, 1, 1, 1, 1, 1, 1}, {75, 35, 0, 0, 0, 0, 0, 0}, lora);
+        step({60, 5}, {76, 36}, lora);
+    }
+}
+
+}  // namespace
+
+int main() {
+    run<float>();
+    run<bf16>();
+}
