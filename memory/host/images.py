@@ -29,6 +29,8 @@ Key = TypeVar("Key", bound=Hashable)
 
 #: Seconds between looks at reads under way.
 _LOOK_SECONDS = 0.05
+_MOST_SECONDS = 5.0
+"""Seconds that count between two looks at most: in the rest the process, or the machine, was stopped."""
 
 
 @dataclass(slots=True, eq=False)
@@ -87,6 +89,8 @@ class HostImages(Generic[Key]):
         self._under_way: dict[Key, tuple[_Entry, ReadWatch]] = {}
         self._given_up: dict[Key, _Entry] = {}  # whose threads have not returned
         self._failed: set[Key] = set()  # of entries
+        self._stopped = 0.0  # seconds that do not count
+        self._looked = 0.0
         self._next_look = -math.inf
         self._last_moved = -math.inf
         self._num_failed = 0
@@ -140,7 +144,9 @@ class HostImages(Generic[Key]):
         entry = _Entry(future, num_bytes, image, label, may_drop, group)
         self._add(key, entry)
         if not future.done():
-            self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._clock())
+            if not self._under_way:
+                self._looked = self._now()
+            self._under_way[key] = entry, ReadWatch(future, image, num_bytes, self._stall_seconds, self._now())
 
     def arrange(self, keys: Iterable[Key]) -> None:
         """Have the reads of `keys` that have not begun begin before all others that have not, in this order."""
@@ -214,7 +220,7 @@ class HostImages(Generic[Key]):
         """
         if key not in self._under_way:
             return 0.0, 0.0
-        now, (_, watch) = self._clock(), self._under_way[key]
+        now, (_, watch) = self._now(), self._under_way[key]
         if watch.look(now):
             self._last_moved = now
         return watch.quiet_seconds(now), watch.layer_seconds
@@ -258,7 +264,7 @@ class HostImages(Generic[Key]):
             return
         if self._under_way.pop(key, None) is not None:
             if entry.future.done():
-                self._last_moved = self._clock()  # those that wait for its thread could begin meanwhile
+                self._last_moved = self._now()  # those that wait for its thread could begin meanwhile
             elif not entry.future.cancel():
                 self._set_aside(entry)  # nobody looks after it any more
                 entry.image.fail(ReadGivenUp("it is not needed any more"))
@@ -273,7 +279,8 @@ class HostImages(Generic[Key]):
         """
         if not self._under_way and not self._given_up:
             return
-        now = self._clock()
+        self._stopped += max(0.0, self._now() - self._looked - _MOST_SECONDS)
+        self._looked = now = self._now()
         is_due = now >= self._next_look
         for key, (entry, _) in list(self._under_way.items()):
             if (is_due or not entry.is_slow) and entry.future.done():
@@ -302,7 +309,7 @@ class HostImages(Generic[Key]):
         """Counts of reads, as of the last `watch`."""
         oldest = 0.0
         if self._under_way:
-            now = self._clock()
+            now = self._now()
             oldest = max(watch.stalled_seconds(now) for _, watch in self._under_way.values())
         return ReadCounts(len(self._under_way), self._num_failed, self._num_given_up, oldest)
 
@@ -320,6 +327,9 @@ class HostImages(Generic[Key]):
             entries.clear()
         self.num_bytes = 0
 
+    def _now(self) -> float:
+        return self._clock() - self._stopped
+
     def _add(self, key: Key, entry: _Entry) -> None:
         self._entries[key] = entry
         self.num_bytes += entry.num_bytes
@@ -330,7 +340,7 @@ class HostImages(Generic[Key]):
         """Let others be read beside a read; those that have not begun may do so now, and count anew from here."""
         could = self.reads.set_aside(entry.future)
         if could:
-            self._last_moved = self._clock()
+            self._last_moved = self._now()
         return could
 
     def _give_up(self, key: Key, entry: _Entry, why: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import sys
 import threading
 import time
@@ -55,7 +56,12 @@ class StuckServer(http_server.HttpServer):
                         break
             OTHERS.submit(threading.Event().wait)
         elif MODE == "loop":
-            asyncio.get_running_loop().call_later(0.5, time.sleep, 10**6)
+            asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, _hang)
+
+
+def _hang():
+    print("the loop hangs", file=sys.stderr, flush=True)
+    time.sleep(10**6)
 
 
 MODE = sys.argv[1]

@@ -96,7 +96,10 @@ def test_a_file_that_hangs_fails_its_requests_and_holds_up_nobody(gqa, drive):
             driver.step()
         assert stats.num_reads == 1
         assert 0 < stats.oldest_read_seconds < 20
-        now[0] += 60
+        while driver.answers["x"].finish_reason is None:
+            assert time.monotonic() < deadline
+            now[0] += 1
+            driver.step()
         answers = driver.drain()
         assert answers["x"].finish_reason is FinishReason.ERROR
         assert "was given up" in answers["x"].error and answers["x"].failure == "adapter_timeout"
@@ -184,9 +187,9 @@ def test_a_pin_whose_read_is_given_up_holds_nothing(gqa, drive):
     try:
         assert engine.pin_adapter(HUNG) is False
         assert began.wait(60)
-        now[0] += 1
-        engine.store.images.watch()
-        now[0] += 60
+        for _ in range(40):
+            now[0] += 1
+            engine.store.images.watch()
         with pytest.raises(ReadStalled, match="was given up"):
             engine.pin_adapter(HUNG)
         assert (adapter.references, adapter.requests, adapter.pages) == (0, 0, [])

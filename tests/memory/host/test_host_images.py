@@ -422,6 +422,18 @@ def test_what_may_begin_because_another_is_not_wanted_is_given_its_time(watched,
     assert watched.images.error("behind") is None
 
 
+def test_time_in_which_the_process_was_stopped_is_not_the_disks(watched):
+    """After SIGSTOP, or on a virtual machine that stood still, a read has had no more time than anybody."""
+    watched.request("read")
+    assert watched.began["read"].wait(60)
+    watched.wait(10)
+    watched.now += 3600
+    watched.wait(10)
+    assert watched.images.error("read") is None
+    watched.wait(40)
+    assert watched.images.error("read") is not None
+
+
 def test_closing_does_not_wait_for_a_read_that_hangs(watched):
     watched.request("hung")
     assert watched.began["hung"].wait(60)
