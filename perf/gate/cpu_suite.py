@@ -17,6 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from ...ops import native_library
 from ..contenders.chorus import Contender
 from ..cpu import random_model
 from ..cpu.allocator import Study
@@ -66,7 +67,7 @@ def measure(rounds: int) -> dict[str, Any]:
         model = random_model.checkpoint(WORKLOAD, Path(directory))
         adapters = {name: str(path) for name, path in random_model.adapters(WORKLOAD, Path(directory)).items()}
         contender = Contender()
-        opened = contender.open(Job(WORKLOAD, str(model), adapters, True, {}).to_json())
+        contender.open(Job(WORKLOAD, str(model), adapters, True, {}).to_json())
         try:
             _round(contender, Path(directory))  # the first is slower: caches are cold and nothing is compiled
             found = [_round(contender, Path(directory)) for _ in range(rounds)]
@@ -75,7 +76,7 @@ def measure(rounds: int) -> dict[str, Any]:
     return {
         "suite": "cpu",
         "device": processor(),
-        "model": opened["engine"].split()[0],
+        "kernels": native_library.level() or "torch",
         "rounds": rounds,
         "repeats": {name: [values[name] for values in found] for name in found[0]},
         "seconds": time.perf_counter() - began,
