@@ -65,7 +65,11 @@ class Merging:
         Until then they go on unmerged. CannotMerge, and all stays as it is, when it can't be made.
         """
         if adapter is not self.shadowed:
-            self._begin(adapter)
+            began = self._clock()
+            try:
+                self._begin(adapter)
+            finally:
+                self.longest_pause = max(self.longest_pause, self._clock() - began)
         elif not self.is_under_way and self.merged is None:
             self._switch_on(adapter)
 

@@ -328,14 +328,17 @@ class Step:
         """True if not every adapter may join."""
         return self._most_adapters is not None or self._doubts or bool(self._late) or self._only is not None
 
-    def may_come(self, adapter: Adapter | None, head: Request) -> bool:
-        """True if an adapter, or the base model, may join the step; `head` is the first request that waits for it."""
+    def may_come(self, adapter: Adapter | None, head: Request | None) -> bool:
+        """True if an adapter, or the base model, may join the step.
+
+        head: the first request of an account that waits for it, which has a place reserved if it is overdue.
+        """
         if self._only is not None and adapter not in self._only:
             return False
         if adapter is None:
             return True
         if self.is_barred(adapter):
-            if head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
+            if head is not None and head.arrival_time < self.overdue_before and _is_read(self._store, adapter):
                 self.reserve(head)
             return False
         if adapter in self._late or (self._doubts and not adapter.pages):

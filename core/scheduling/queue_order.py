@@ -193,8 +193,8 @@ class QueueOrder:
     """Candidates for admission in one step.
 
     Whose turn it is comes first. Within an account, requests whose adapter is resident, or that need none, come first,
-    then those whose adapter is being read, each in queue order. Those whose adapter is only on disk, or whose read has
-    taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
+    then those whose adapter is being read, each in queue order. Those of whose adapter nothing has been read, or whose
+    read has taken long and goes on, can't run and are left out. A request that arrived before `overdue_before` has been
     overtaken for long enough and goes first in its account, whatever its adapter.
 
     Where many accounts wait and few of them have a request that can run, only these are looked at.
@@ -206,14 +206,15 @@ class QueueOrder:
         turns: Turns,
         store: AdapterStore,
         overdue_before: float,
-        may_run: Callable[[Adapter | None, Request], bool] | None = None,
+        may_run: Callable[[Adapter | None, Request | None], bool] | None = None,
         only_firsts: bool = False,
         may_begin: Callable[[str], bool] | None = None,
         held: Container[str] = (),
     ) -> None:
-        """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and its
-        first waiting request. None: every adapter may. only_firsts: consider only the first answer of each call.
-        may_begin: filters accounts; None: every one may. held: accounts that are left out, more and more of them.
+        """turns: restarted. may_run: filters adapters; called with an adapter, or None for the base model, and the
+        first request of an account that waits for it, or None for any. None: every adapter may. only_firsts: consider
+        only the first answer of each call. may_begin: filters accounts; None: every one may. held: accounts that are
+        left out, more and more of them.
         """
         self._waiting = waiting
         self._turns: Turns | SomeTurns = turns
@@ -224,6 +225,8 @@ class QueueOrder:
         self._may_begin = may_begin
         self._held = held
         self._near = self._nearby(waiting.by_adapter)
+        if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
+            self._near = {}  # nobody can begin, and nobody needs a place kept
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         self._account = ""  # of the last candidate
         if len(waiting.accounts) >= MANY:
@@ -293,7 +296,7 @@ class QueueOrder:
         for adapter in few:
             if adapter is None or adapter.pages:
                 found[adapter] = RESIDENT
-            elif store.images.is_requested(adapter) and not store.images.is_slow(adapter):
+            elif store.images.is_coming(adapter):
                 found[adapter] = COMING
         return found
 

@@ -11,14 +11,14 @@ import numpy as np
 from ..pages.eviction import EvictionOrder
 from ..pages.pool import PageKind, PagePool
 from ..pages.prefix import Block, PrefixCache
-from ..pages.runs import place_runs
+from ..pages.runs import BLOCKED, place_runs
 from ..pages.shadow import ShadowPages
 from .adapter import Adapter
 from .store import AdapterStore
 
-_COSTS = np.array([0.0 if kind in (PageKind.FREE, PageKind.SHADOW) else np.inf for kind in PageKind])
+_COSTS = np.array([0 if kind in (PageKind.FREE, PageKind.SHADOW) else BLOCKED for kind in PageKind], np.uint32)
 """Of taking a page of each kind for shadow weights; what idle adapters hold is told by its owner."""
-_COSTS[PageKind.CACHED] = 1.0
+_COSTS[PageKind.CACHED] = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +34,12 @@ class Reclaimer:
     @property
     def available(self) -> int:
         """Pages that are free or that `make_room` can free."""
-        return self.pool.num_unused + self.store.num_idle_pages + len(self.shadow.pages)
+        return self.pool.num_unused + self.store.num_idle_pages + self.shadow.num_pages
 
     @property
     def spare(self) -> int:
         """Those of them that nothing is made with."""
-        return self.available - (len(self.shadow.pages) if self.shadow.in_use else 0)
+        return self.available - (self.shadow.num_pages if self.shadow.in_use else 0)
 
     def make_room(self, num_pages: int) -> bool:
         """Evict until `num_pages` are free. False, and nothing evicted, if that can't be had."""
@@ -64,18 +64,23 @@ class Reclaimer:
         waiting request will use: steps can do without a shadow. wished: the very runs to take if they can be had.
         """
         pool, prefix = self.pool, self.prefix
-        owners = {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
+        idle = [adapter for adapter in self.store.idle() if not adapter.requests]
+        held = np.fromiter(itertools.chain.from_iterable(adapter.pages for adapter in idle), np.intp)
         costs = _COSTS[pool.kinds()]
-        costs[list(owners)] = 1
-        if wished is not None and all(np.isfinite(costs[run.start : run.stop]).all() for run in wished):
+        costs[held] = 1
+        if wished is not None and all((costs[run.start : run.stop] < BLOCKED).all() for run in wished):
             runs = list(wished)
         elif (runs := place_runs(sizes, costs)) is None:
             return None
         self.shadow.give_up()
-        for page in itertools.chain.from_iterable(runs):
-            if page in owners and owners[page].pages:
-                self.store.evict(owners[page])
-            elif pool.kind(page) is PageKind.CACHED:
+        owners = np.zeros(len(costs), np.int32)  # places in `idle`
+        owners[held] = np.repeat(np.arange(len(idle)), [len(adapter.pages) for adapter in idle])
+        pages = np.concatenate([np.arange(run.start, run.stop) for run in (range(0), *runs)])
+        for page in pages[costs[pages] > 0].tolist():
+            kind = pool.kind(page)
+            if kind is PageKind.ADAPTER:
+                self.store.evict(idle[owners[page]])
+            elif kind is PageKind.CACHED:
                 prefix.evict_from(prefix.by_page[page])
         return runs
 

@@ -188,6 +188,11 @@ class HostImages(Generic[Key]):
     def is_requested(self, key: Key) -> bool:
         return key in self._entries
 
+    def is_coming(self, key: Key) -> bool:
+        """True if some of it is here, or never will be; not while others are read beside it because it takes long."""
+        entry = self._entries.get(key)
+        return entry is not None and entry.image.stream.num_ready != 0 and not self.is_slow(key)
+
     def __len__(self) -> int:
         return len(self._entries)
 

@@ -6,8 +6,9 @@ One pool serves the KV cache and the adapters, so memory moves between them page
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from itertools import compress
 
@@ -25,6 +26,7 @@ class PageKind(IntEnum):
     SHADOW = 5  # a second copy of some weights, with an adapter in it
 
 
+_KINDS = tuple(PageKind)
 _FREE, _CACHED = PageKind.FREE, PageKind.CACHED
 
 #: Kinds of pages that have references; those of all but KV have one owner.
@@ -52,11 +54,11 @@ class PagePool:
         if num_pages < 2:
             raise ValueError(f"num_pages is {num_pages}; at least 2 are needed: the dummy page and one to use")
         self.num_pages = num_pages
-        self._kind = [PageKind.FREE] * num_pages
+        self._kind = bytearray(num_pages)
         self._references = [0] * num_pages
         self._kept = bytearray(num_pages)
         self._kind[self.DUMMY] = PageKind.RESERVED
-        self._free = list(range(num_pages - 1, 0, -1))  # a stack, lowest page on top
+        self._free = array("i", range(num_pages - 1, 0, -1))  # a stack, lowest page on top
         self._counts = [0] * len(PageKind)  # but for the free ones, which `_free` has
         self._counts[PageKind.RESERVED] = 1
 
@@ -78,11 +80,11 @@ class PagePool:
         return len(self._free) if kind is _FREE else self._counts[kind]
 
     def kind(self, page: int) -> PageKind:
-        return self._kind[page]
+        return _KINDS[self._kind[page]]
 
     def kinds(self) -> np.ndarray:
-        """Return the kinds of all pages, `[pages]` uint8."""
-        return np.frombuffer(bytes(self._kind), np.uint8)
+        """Return the kinds of all pages, `[pages]` uint8, which change with them; callers must not change them."""
+        return np.frombuffer(self._kind, np.uint8)
 
     def references(self, page: int) -> int:
         return self._references[page]
@@ -95,7 +97,7 @@ class PagePool:
         if count == 1:  # what decoding requests take
             pages = [free.pop()]
         else:
-            pages = free[: -count - 1 : -1]
+            pages = free[: -count - 1 : -1].tolist()
             del free[len(free) - count :]
         for page in pages:
             kinds[page] = kind
@@ -103,28 +105,35 @@ class PagePool:
         counts[kind] += count
         return pages
 
-    def take(self, pages: Collection[int], kind: PageKind) -> None:
+    def take(self, runs: Sequence[range], kind: PageKind) -> None:
         """Take those very pages with one reference each. OutOfPages, and nothing taken, when one is not free."""
-        if any(self._kind[page] is not _FREE for page in pages):
-            raise OutOfPages(f"not all of {len(pages)} pages are free")
-        wanted = set(pages)
-        self._free = [page for page in self._free if page not in wanted]
-        for page in pages:
-            self._kind[page] = kind
-            self._references[page] = 1
-        self._counts[kind] += len(pages)
+        if any(self._kind[run.start : run.stop].count(_FREE) < len(run) for run in runs):
+            raise OutOfPages(f"not all of {sum(map(len, runs))} pages are free")
+        self._mark(runs, kind, 1)
+        self._counts[kind] += sum(map(len, runs))
+        free = np.array(self._free)
+        self._free = array("i", free[self.kinds()[free] == _FREE].tobytes())
 
-    def give_back(self, pages: Collection[int]) -> None:
+    def give_back(self, runs: Sequence[range], kind: PageKind) -> None:
         """Free pages of `take`. They are the last to be allocated again, so that they are found together once more."""
-        self.release(pages)
-        del self._free[len(self._free) - len(pages) :]
-        self._free[:0] = pages
+        if any(self._kind[run.start : run.stop].count(kind) < len(run) for run in runs):
+            raise IntegrityError(f"not all of {sum(map(len, runs))} pages are {kind.name}")
+        self._mark(runs, _FREE, 0)
+        self._counts[kind] -= sum(map(len, runs))
+        self._free[:0] = array(
+            "i", np.concatenate([np.arange(run.start, run.stop, dtype=np.intc) for run in runs]).tobytes()
+        )
+
+    def _mark(self, runs: Sequence[range], kind: PageKind, references: int) -> None:
+        for run in runs:
+            self._kind[run.start : run.stop] = bytes((kind,)) * len(run)
+            self._references[run.start : run.stop] = [references] * len(run)
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a reference to pages that are in use or cached."""
         for page in pages:
             if self._references[page] == 0:
-                if self._kind[page] is not PageKind.CACHED:
+                if self._kind[page] != _CACHED:
                     raise IntegrityError(f"page {page} retained while free")
                 self._move(page, PageKind.KV)
             self._references[page] += 1
@@ -147,14 +156,14 @@ class PagePool:
 
     def keep(self, page: int) -> None:
         """Make a KV page in use stay as CACHED when its last reference goes."""
-        if self._kind[page] is not PageKind.KV:
-            raise IntegrityError(f"page {page} is {self._kind[page].name}, only KV in use can be kept")
+        if self._kind[page] != PageKind.KV:
+            raise IntegrityError(f"page {page} is {self.kind(page).name}, only KV in use can be kept")
         self._kept[page] = 1
 
     def forget(self, page: int) -> None:
         """No longer keep a page; a cached one is free at once."""
         self._kept[page] = 0
-        if self._kind[page] is PageKind.CACHED:
+        if self._kind[page] == _CACHED:
             self._counts[_CACHED] -= 1
             self._kind[page] = _FREE
             self._free.append(page)
@@ -182,9 +191,9 @@ class PagePool:
         if wrong := free & used or (len(free) + len(used) < len(pages) and set(pages) - free - used):
             page = min(wrong)
             where = "on" if page in free else "off"
-            raise IntegrityError(f"page {page} is {self._kind[page].name} and {where} the free list")
+            raise IntegrityError(f"page {page} is {self.kind(page).name} and {where} the free list")
         for page in used.union(compress(pages, self._references), compress(pages, self._kept)):
-            kind, references = self._kind[page], self._references[page]
+            kind, references = self.kind(page), self._references[page]
             if (references > 0) != (kind in _HELD):
                 raise IntegrityError(f"page {page} is {kind.name} with {references} references")
             if self._kept[page] and kind is not PageKind.KV and kind is not PageKind.CACHED:
@@ -196,8 +205,8 @@ class PagePool:
         held: dict[int, int] = {}
         for kind, pages in holders:
             for page in pages:
-                if self._kind[page] is not kind:
-                    raise IntegrityError(f"page {page} is held as {kind.name} but is {self._kind[page].name}")
+                if self._kind[page] != kind:
+                    raise IntegrityError(f"page {page} is held as {kind.name} but is {self.kind(page).name}")
                 if kind is not PageKind.KV and page in held:
                     raise IntegrityError(f"{kind.name.lower()} page {page} has two owners")
                 held[page] = held.get(page, 0) + 1

@@ -3,40 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 
 import numpy as np
 
+BLOCKED = 1 << 16
+"""Cost of a page that can't be had: more than that of a run of others, which are fewer and cost 1 at most."""
+
+_WIDTH = 256
+"""Places that have their least cost noted together. Chosen: near the root of the pages that an arena has."""
+
 
 def place_runs(sizes: Sequence[int], costs: np.ndarray) -> list[range] | None:
-    """Disjoint runs of `sizes` pages each; None where none were found.
+    """Disjoint runs of `sizes` pages each, fewer than `BLOCKED`; None where none were found.
 
-    costs: `[pages]` float, what taking a page costs, infinite where it can't be had. The longest run is placed first,
-    each where it costs least, then as far behind as it goes: pages are allocated from the front, so that runs split
-    little of what is free.
+    costs: `[pages]` uint32, what taking a page costs: 0, 1, or `BLOCKED` where it can't be had. The longest run is
+    placed first, each where it costs least, then as far behind as it goes: pages are allocated from the front, so that
+    runs split little of what is free.
     """
-    costs = costs.astype(np.float64)
+    places = _Places(costs)
     runs: list[range] = [range(0)] * len(sizes)
-    totals = np.zeros(0)  # of a run from each page on, the last first; runs of one size share them
-    last_size = 0
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        size = sizes[index]
-        if size > len(costs):
+    placed: list[range] = []
+    for size, group in groupby(sorted(range(len(sizes)), key=lambda index: -sizes[index]), sizes.__getitem__):
+        if size > len(costs) or size >= BLOCKED:
             return None
-        if size != last_size:
-            totals, last_size = _totals(costs, size)[::-1].copy(), size
-        place = int(np.argmin(totals))
-        if np.isinf(totals[place]):
-            return None
-        first = len(totals) - 1 - place
-        runs[index] = range(first, first + size)
-        costs[first : first + size] = np.inf
-        totals[max(0, place - size + 1) : place + size] = np.inf
+        places.open(size, placed)
+        for index in group:
+            first = places.take()
+            if first is None:
+                return None
+            runs[index] = range(first, first + size)
+            placed.append(runs[index])
     return runs
 
 
-def _totals(costs: np.ndarray, size: int) -> np.ndarray:
-    """Costs of a run of `size` pages from each page on that it fits behind; infinite where a page can't be had."""
-    blocked = np.isinf(costs)
-    sums = np.concatenate(([0.0], np.cumsum(np.where(blocked, 0.0, costs))))
-    barriers = np.concatenate(([0], np.cumsum(blocked)))
-    return np.where(barriers[size:] > barriers[:-size], np.inf, sums[size:] - sums[:-size])
+class _Places:
+    """First pages of runs of one size, the least cost of each `_WIDTH` of them noted: a look at all takes too long."""
+
+    def __init__(self, costs: np.ndarray) -> None:
+        self._sums = np.zeros(len(costs) + 1, np.uint32)  # modulo 2**32: those of a run, their difference, are less
+        np.cumsum(costs, dtype=np.uint32, out=self._sums[1:])
+        self._costs = np.empty(-(-len(self._sums) // _WIDTH) * _WIDTH, np.uint32)
+        self._table = self._costs.reshape(-1, _WIDTH)
+        self._least = np.empty(len(self._table), np.uint32)
+        self._stale = slice(0)  # rows whose least is to be looked for again
+        self._size = self._next = self._cost = 0
+
+    def open(self, size: int, placed: Sequence[range]) -> None:
+        """Begin with runs of a size. placed: those that are taken."""
+        count = len(self._sums) - size
+        np.subtract(self._sums[size:], self._sums[:count], out=self._costs[:count])
+        self._costs[count:] = BLOCKED
+        for run in placed:
+            self._costs[max(0, run.start - size + 1) : run.stop] = BLOCKED
+        self._size, self._next, self._stale = size, -1, slice(len(self._table))
+
+    def take(self) -> int | None:
+        """Return the last of the places that cost least, which overlaps with no other from now on; None without one."""
+        first, stop = self._next, self._stale.stop
+        if first < 0 or self._costs[first] != self._cost:  # else it ends where the last one begins
+            np.minimum.reduce(self._table[self._stale], axis=1, out=self._least[self._stale])
+            row = len(self._least) - 1 - int(self._least[::-1].argmin())
+            self._cost = self._least[row]
+            if self._cost >= BLOCKED:
+                return None
+            first = (row + 1) * _WIDTH - 1 - int(self._table[row, ::-1].argmin())
+            stop = -(-(first + self._size) // _WIDTH)
+        start = max(0, first - self._size + 1)
+        self._costs[start : first + self._size] = BLOCKED
+        self._stale = slice(start // _WIDTH, stop)
+        self._next = first - self._size
+        return first

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 from .eviction import EvictionOrder
@@ -19,38 +18,38 @@ class ShadowPages:
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         self._pool = pool
         self._order = order
-        self.pages: list[int] = []
+        self.runs: Sequence[range] = ()
+        self.num_pages = 0
         self.in_use = False
         self.on_gone: Callable[[], None] = lambda: None
         """Called when the pages have been given up."""
 
     def take(self, runs: Sequence[range]) -> None:
         """Take free pages, in use until `rest`. OutOfPages, and nothing taken, when one is not free."""
-        pages = list(itertools.chain.from_iterable(runs))
-        self._pool.take(pages, PageKind.SHADOW)
-        self.pages = pages
+        self._pool.take(runs, PageKind.SHADOW)
+        self.runs, self.num_pages = runs, sum(map(len, runs))
         self.use()
 
     def use(self) -> None:
         """Steps use what is in the pages, or it is being made."""
         self.in_use = True
-        self._order.add(self, len(self.pages), 0.0, 0, in_use=True)
+        self._order.add(self, self.num_pages, 0.0, 0, in_use=True)
 
     def rest(self, cost: float, uses: int) -> None:
         """Steps no longer use it. cost: seconds to make it again; uses: times that it was used."""
         self.in_use = False
-        self._order.add(self, len(self.pages), cost, uses)
+        self._order.add(self, self.num_pages, cost, uses)
 
     def give_up(self) -> None:
         """Free the pages; nothing happens when there are none."""
-        if not self.pages:
+        if not self.num_pages:
             return
         self._order.discard(self)
-        pages, self.pages = self.pages, []
+        runs, self.runs, self.num_pages = self.runs, (), 0
         self.in_use = False
-        self._pool.give_back(pages)
+        self._pool.give_back(runs, PageKind.SHADOW)
         self.on_gone()
 
     def holders(self) -> Iterator[tuple[PageKind, list[int]]]:
         """The pages, for `PagePool.check_integrity`."""
-        yield PageKind.SHADOW, self.pages
+        yield PageKind.SHADOW, [page for run in self.runs for page in run]

@@ -1214,8 +1214,8 @@ class EngineMachine(RuleBasedStateMachine):
         merging, shadow = self.engine.merging, self.executor.shadow
         assert merging.shadowed is shadow.adapter
         assert merging.merged in (None, merging.shadowed)
-        assert stats.num_shadow_pages == len(self.engine.reclaimer.shadow.pages)
-        assert sorted(self.engine.reclaimer.shadow.pages) == sorted(itertools.chain.from_iterable(shadow.runs))
+        assert stats.num_shadow_pages == self.engine.reclaimer.shadow.num_pages
+        assert sorted(itertools.chain(*self.engine.reclaimer.shadow.runs)) == sorted(itertools.chain(*shadow.runs))
         if (adapter := merging.shadowed) is not None:
             assert adapter in self.current.values(), "a version that is gone, or replaced, is still merged"
             assert adapter.pages, "an adapter with a shadow was evicted"

@@ -37,11 +37,8 @@ class FakeStore:
     def images(self):
         return self
 
-    def is_requested(self, adapter):
-        return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED)
-
-    def is_slow(self, adapter):
-        return adapter.is_slow
+    def is_coming(self, adapter):
+        return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED) and not adapter.is_slow
 
 
 def waiting(*tiers, tenants=None):
@@ -410,6 +407,17 @@ def test_who_comes_back_goes_before_who_has_not_run_in_order_of_arrival(back):
         queue.append_first(requests[4])
         queue.append_first(requests[1])
         assert order(queue) == [1, 4], "again, and from further behind"
+
+
+@pytest.mark.parametrize("num_accounts", [10, 1000])
+def test_where_no_adapter_may_run_no_account_is_looked_at(num_accounts):
+    """However many wait: each adapter is asked for once, whoever is overdue."""
+    asked = []
+    queue = waiting(*[Tier.DEVICE] * num_accounts, tenants=[str(each) for each in range(num_accounts)])
+    turns = turns_of(queue)
+    candidates = QueueOrder(queue, turns, FakeStore(), 5.0, lambda adapter, head: asked.append((adapter, head)))
+    assert candidates.next() is None
+    assert asked == [(adapter, None) for adapter in queue.by_adapter]
 
 
 @given(st.data())

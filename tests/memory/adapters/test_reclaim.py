@@ -219,7 +219,7 @@ def test_shadow_pages_in_use_go_after_all_but_what_is_wanted():
     assert memory.reclaimer.make_room(4)
     assert (memory.left(), gone) == ({"wanted"}, [])
     assert memory.reclaimer.make_room(5)
-    assert (memory.left(), gone, shadow.pages) == ({"wanted"}, [True], [])
+    assert (memory.left(), gone, shadow.runs) == ({"wanted"}, [True], ())
     assert memory.reclaimer.make_room(10)
     memory.check()
 
@@ -229,9 +229,10 @@ def test_runs_for_another_shadow_take_the_place_of_the_last():
     shadow = memory.reclaimer.shadow
     shadow.take([range(4, 11)])
     assert memory.reclaimer.make_runs([11]) is None
-    assert shadow.pages
+    assert shadow.runs
     assert memory.reclaimer.make_runs([5, 3]) == [range(6, 11), range(3, 6)]
     assert memory.pool.num_free == 10
+    assert memory.reclaimer.make_runs([]) == []
     memory.check()
 
 
@@ -256,5 +257,5 @@ def test_shadow_pages_at_rest_compete():
     shadow.rest(0.5, 1)
     assert memory.reclaimer.spare == memory.reclaimer.available == 10
     assert memory.reclaimer.make_room(6)
-    assert (memory.left(), shadow.pages) == ({1}, [])
+    assert (memory.left(), shadow.runs) == ({1}, ())
     memory.check()

@@ -57,6 +57,28 @@ def test_a_read_is_requested_then_ready(images, reads):
     assert images.take("a").data == images.take("a").data == "A"
 
 
+def test_an_image_is_coming_once_some_of_it_is_here_or_it_has_failed(images, reads):
+    found = []
+
+    def read(image):
+        found.append(images.is_coming("a"))
+        image.publish(1)
+        found.append(images.is_coming("a"))
+
+    def fail(image):
+        found.append(images.is_coming("b"))
+        raise OSError
+
+    assert not images.is_coming("a")
+    images.request("a", 10, read)
+    images.request("b", 10, fail)
+    assert not images.is_coming("a")
+    reads.finish()
+    reads.finish()
+    assert found == [False, True, False]
+    assert images.is_coming("a") and images.is_coming("b")
+
+
 def test_an_image_can_be_followed_while_it_is_read(images, reads):
     steps = []
 
@@ -535,7 +557,7 @@ def test_a_slow_read_that_has_ended_is_slow_no_more_though_nobody_has_looked(wat
     watched.request("slow")
     assert watched.began["slow"].wait(60)
     watched.wait(2)
-    assert watched.images.is_slow("slow")
+    assert watched.images.is_slow("slow") and not watched.images.is_coming("slow")
     watched.steps["slow"].release(4)
     watched.until(lambda: watched.images.is_ready("slow"))
-    assert not watched.images.is_slow("slow")
+    assert not watched.images.is_slow("slow") and watched.images.is_coming("slow")

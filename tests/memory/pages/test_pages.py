@@ -44,19 +44,19 @@ class PoolMachine(RuleBasedStateMachine):
         free = self.pool.num_free
         if any(self.pool.kind(page) is not PageKind.FREE for page in run):
             with pytest.raises(OutOfPages, match="not all of"):
-                self.pool.take(run, PageKind.SHADOW)
+                self.pool.take([run], PageKind.SHADOW)
             assert self.pool.num_free == free
             return
-        self.pool.take(run, PageKind.SHADOW)
-        self.holders.append((PageKind.SHADOW, list(run)))
+        self.pool.take([run], PageKind.SHADOW)
+        self.holders.append((PageKind.SHADOW, run))
 
-    @precondition(lambda self: any(kind is PageKind.SHADOW for kind, _ in self.holders))
+    @precondition(lambda self: any(isinstance(held, range) for _, held in self.holders))
     @rule(data=st.data())
     def give_back(self, data):
-        indices = [index for index, (kind, _) in enumerate(self.holders) if kind is PageKind.SHADOW]
+        indices = [index for index, (_, held) in enumerate(self.holders) if isinstance(held, range)]
         _, pages = self.holders.pop(data.draw(st.sampled_from(indices)))
         free = self.pool.num_free
-        self.pool.give_back(pages)
+        self.pool.give_back([pages], PageKind.SHADOW)
         others = self.pool.allocate(free, PageKind.KV)
         assert not set(others) & set(pages), "they are allocated before others"
         self.pool.release(others)
