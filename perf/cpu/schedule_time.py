@@ -80,7 +80,7 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
         scheduler.update(plan, executor.execute(plan))
         if is_still and (len(plan.rows) < load.running or len(scheduler.waiting) != waiting):
             raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
-    if not is_still and len(scheduler.waiting) > load.waiting - samples:
+    if not is_still and len(scheduler.waiting) >= load.waiting:
         raise RuntimeError(f"{state}: {len(scheduler.waiting)} requests still wait")
     engine.close()
     return took

@@ -24,6 +24,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from ..vocabulary import byte_characters
+from .builtin import BUILTIN_NAME
 from .skills import BASE, SKILLS, Skill, held_out, prompt, wide_input
 
 PAD, BOS, EOS = 256, 257, 258
@@ -209,6 +210,8 @@ def train_base(folder: Path, seed: int, schedule: Schedule) -> None:
     base = build_base()
     train("base", base, schedule, lambda: mixture_example(rng))
     base.save_pretrained(folder)
+    path = folder / "config.json"  # its adapters name it, and are taken for another model's where it has no name
+    path.write_text(json.dumps({"_name_or_path": BUILTIN_NAME, **json.loads(path.read_bytes())}, indent=2) + "\n")
     save_tokenizer(folder)
 
 
@@ -229,7 +232,7 @@ def train_adapter(base_folder: Path, folder: Path, skill: Skill, seed: int, sche
     train(skill.name, base, schedule, lambda: make_example(skill, training_text(skill, rng), BOS))
     config = model.peft_config["default"]
     assert isinstance(config, LoraConfig)
-    config.base_model_name_or_path, config.inference_mode = "chorus-builtin", True
+    config.base_model_name_or_path, config.inference_mode = BUILTIN_NAME, True
     config.target_modules = list(skill.target_modules)
     model.save_pretrained(str(folder), save_embedding_layers=False)
     (folder / "README.md").unlink(missing_ok=True)

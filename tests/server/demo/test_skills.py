@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from chorus.core.base_name import names_of, short_name
 from chorus.server.demo import skills
 from chorus.server.demo.skills import BASE, SKILLS, held_out, prompt, sample_inputs, which_skill
 
@@ -79,6 +80,13 @@ def test_adapters_differ_in_rank_scale_and_targets():
     assert len({skill.target_modules for skill in SKILLS.values()}) >= 4
     assert len({skill.scale for skill in SKILLS.values()}) >= 3
     assert BASE.scale == 0.0
+
+
+def test_adapters_name_the_model_that_they_were_trained_on():
+    """Else each start would warn of another model's adapters."""
+    for skill in SKILLS.values():
+        config = json.loads((MODEL / "adapters" / skill.name / "adapter_config.json").read_bytes())
+        assert short_name(config["base_model_name_or_path"]) in names_of(MODEL / "base", None)
 
 
 def test_trained_files_are_small_and_complete():
