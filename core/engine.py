@@ -162,11 +162,11 @@ class Engine:
         return to_record(self.scheduler.get(request_id), self._clock())
 
     def resume(self, record: Mapping[str, Any]) -> Request | NotHere:
-        """Queue an exported request, however many wait; its outputs here are those that the other engine has not
-        returned. NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
+        """Queue an exported request, whatever the length of the queue; it goes on behind the last token that it has.
+        NotHere, and nothing queued, unless an adapter of the same content is registered, under any name.
 
-        The request keeps its age, goes before those that have not begun if it has, and pays for no token twice. Raises
-        InvalidRequest when it can't be served here, and ValueError for a record of another version.
+        The request keeps its age, goes before requests without a token if it has one, and pays for no token twice.
+        Raises InvalidRequest when it can't be served here, and ValueError for a record of another version.
         """
         request = from_record(record, self._clock())
         if request.adapter_name is not None:

@@ -64,9 +64,10 @@ def register_directories(
     strict: bool,
     seconds: float,
 ) -> dict[str, Quarantined]:
-    """Register adapters, each a name and its directory; returns those that can't be served. The last one has a name.
+    """Register adapters, each a name and its directory; returns the adapters that can't be served. Of two
+    with one name the last counts.
 
-    strict: raise AdapterFormatError for the first that can't be served instead. seconds: how long a directory may take.
+    strict: raise AdapterFormatError for the first such adapter instead. seconds: how long a directory may take.
     """
     threads = LimitedThreads("adapter-inspect", MAX_STUCK)
     quarantine: dict[str, Quarantined] = {}

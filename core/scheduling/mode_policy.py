@@ -21,8 +21,9 @@ class ModeState:
     step. context: tokens in the KV cache of a running request, the mean. merged: the adapter in the weights that steps
     use. shadowed: whose merged weights there are, so that merging it is a switch, or are being made, if `is_under_way`:
     `share_made` of them is there.
-    step_seconds: of the last decode step. may_leave_out: a step may leave some requests out. running: those that run.
-    beginning: how many more may begin to, beside those that are left out, which keep their pages.
+    step_seconds: of the last decode step. may_leave_out: a step may leave some requests out.
+    running: requests with a row.
+    beginning: waiting requests that may be admitted beside the requests that the mode excludes, which keep their pages.
     """
 
     requests: Batch

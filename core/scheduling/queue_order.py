@@ -226,7 +226,7 @@ class QueueOrder:
         self._held = held
         self._near = self._nearby(waiting.by_adapter)
         if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
-            self._near = {}  # nobody can begin, and nobody needs a place kept
+            self._near = {}  # no request can begin, and none needs an adapter place kept
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         self._account = ""  # of the last candidate
         if len(waiting.accounts) >= MANY:

@@ -258,8 +258,8 @@ class Scheduler:
         return len(accounts) > len({request.account for request in self.running if request.adapter in only})
 
     def count_beginning(self) -> int:
-        """Return how many waiting requests memory has room for: pages that are left over those that a running one is
-        expected to end with, the mean.
+        """Return how many waiting requests memory has room for: the pages that are left beside the running
+        requests' expected growth, over the mean of what these are expected to end with.
         """
         running = self.running
         if not self.waiting or not running:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
+import signal
 import sys
 import threading
 import time
@@ -55,7 +55,12 @@ class StuckServer(http_server.HttpServer):
                         break
             OTHERS.submit(threading.Event().wait)
         elif MODE == "loop":
-            asyncio.get_running_loop().call_later(2, time.sleep, 10**6)
+            signal.signal(signal.SIGUSR1, _hang)  # not by the loop, which would take the deadline's wakeup descriptor
+
+
+def _hang(*_):
+    print("the loop hangs", file=sys.stderr, flush=True)
+    time.sleep(10**6)
 
 
 MODE = sys.argv[1]

@@ -167,7 +167,8 @@ def test_nothing_that_hangs_keeps_the_process(mode):
             in_background(lambda: made.post(model="base", prompt="abc"))
             time.sleep(0.5)
         elif mode == "loop":
-            time.sleep(2.5)
+            made.signal(signal.SIGUSR1)
+            made.wait_for("the loop hangs")
         began = made.signal(signal.SIGTERM)
         assert made.ended() == 0
         assert time.monotonic() - began < 1 + 5 + BUSY
