@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from typing import TYPE_CHECKING
 
 from .addresses import Networks, Places
 
 if TYPE_CHECKING:
+    from .acceptor import Accepted
     from .http_protocol import HttpConnection
     from .settings import Settings
 
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
+
+RESPITE_SECONDS = 0.1
+"""For which a client may let the server wait before another one can have its place."""
+
 LOG_SECONDS = 10.0
 
 
@@ -35,8 +41,8 @@ class Connections:
         self.num_made = 0
         """Connections so far."""
         self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
-        self._all: set[HttpConnection] = set()
-        self._waiting: dict[HttpConnection, None] = {}  # the server waits for their clients, the longest first
+        self._all: set[Accepted | HttpConnection] = set()
+        self._waiting: dict[Accepted | HttpConnection, float] = {}  # for whose clients the server waits, longest first
         self._timer: asyncio.TimerHandle | None = None
         self._num_closed = 0  # since the log told of it
         self._log_after = 0.0
@@ -49,47 +55,62 @@ class Connections:
         """Connections with a request that has no complete answer."""
         return sum(connection.answers for connection in self._all)
 
-    def add(self, connection: HttpConnection) -> None:
-        """A connection was made: close it, or another one, when there are too many."""
+    @property
+    def is_full(self) -> bool:
+        """True if every place is taken, and none by a client that has let the server wait for a while."""
+        since = next(iter(self._waiting.values()), math.inf)
+        return len(self._all) >= self.count and time.monotonic() - since < RESPITE_SECONDS
+
+    def add(self, one: Accepted) -> bool:
+        """A connection was accepted: close it, or another one, when there are too many. False if it is closed."""
         self.num_made += 1
-        place = connection.place = self.places.enter((connection.client or ("",))[0])
-        self._all.add(connection)
+        place = one.place = self.places.enter(one.address)
+        self._all.add(one)
         if self.places.is_over(place):
-            self._close(next((one for one in self._waiting if one.place == place), connection))
+            self.close(next((other for other in self._waiting if other.place == place), one))
         elif len(self._all) > self.count:
-            self._close(next(iter(self._waiting), connection))
-        self.note(connection)
+            self.close(next(iter(self._waiting), one))
+        self.note(one)
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(SWEEP_SECONDS, self._sweep)
+        return one in self._all
 
-    def note(self, connection: HttpConnection) -> None:
+    def begin(self, accepted: Accepted, connection: HttpConnection) -> None:
+        """What was accepted is read from now on."""
+        connection.place = accepted.place
+        self._all.discard(accepted)
+        self._all.add(connection)
+        self.note(connection)
+
+    def note(self, one: Accepted | HttpConnection) -> None:
         """The server may have begun to wait for this connection's client, or may wait no more."""
-        if not connection.waits:
-            self._waiting.pop(connection, None)
-        elif connection in self._all:
-            self._waiting.setdefault(connection)
+        if not one.waits:
+            self._waiting.pop(one, None)
+        elif one in self._all:
+            self._waiting.setdefault(one, time.monotonic())
 
-    def remove(self, connection: HttpConnection) -> None:
+    def remove(self, one: Accepted | HttpConnection) -> None:
         """A connection is gone, or about to go."""
-        if connection in self._all:
-            self._all.discard(connection)
-            self._waiting.pop(connection, None)
-            self.places.leave(connection.place)
+        if one in self._all:
+            self._all.discard(one)
+            self._waiting.pop(one, None)
+            self.places.leave(one.place)
 
     def make_room(self) -> None:
-        """Close the one that was waited for longest: there are no more descriptors."""
-        for connection in [*self._waiting][:1]:
-            self._close(connection)
+        """Close the one that waits longest: there are no more descriptors."""
+        for one in [*self._waiting][:1]:
+            self.close(one)
 
-    def _close(self, connection: HttpConnection) -> None:
+    def close(self, one: Accepted | HttpConnection) -> None:
+        """Close a connection at once."""
         self._num_closed += 1
-        self.remove(connection)
-        connection.transport.abort()
+        self.remove(one)
+        one.close()
 
     def _sweep(self) -> None:
         now = time.monotonic()
         for connection in [one for one in self._waiting if one.is_overdue(now, *self._seconds)]:
-            self._close(connection)
+            self.close(connection)
         if self._num_closed and now >= self._log_after:
             self._log_after = now + LOG_SECONDS
             log.warning("closed %d connections that were too many or kept it waiting; %d are open, from %d places",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .worker import EngineWorker
 
 
-TURN_SECONDS = 0.01
+TURN_SECONDS = 0.0005
 """Seconds that one call's outputs are worked on before others have their turn on the event loop."""
 
 BULK = 64

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from .connections import Connections
 from .errors import ApiError
+
+if TYPE_CHECKING:
+    from .acceptor import Accepted
 
 #: Logger of clients' mistakes, which are told to them and not to the log: they could fill it otherwise.
 _log = logging.getLogger(f"{__name__}.requests")
@@ -37,7 +40,7 @@ class _Refused(Exception):
 class HttpConnection(HttpToolsProtocol):
     """One client's connection. uvicorn's parser calls `on_url`, `on_header` and so on as it finds these."""
 
-    def __init__(self, connections: Connections, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, connections: Connections, accepted: Accepted, *args: Any, **kwargs: Any) -> None:
         self._body = bytearray()
         # Called for each chunk, of which there may be one for every byte: so it must not be a function in Python.
         self.on_body = self._body.extend  # pyright: ignore[reportAttributeAccessIssue]
@@ -46,7 +49,7 @@ class HttpConnection(HttpToolsProtocol):
         self.logger = _log
         self.place: str | None = None
         """Address of the client, if connections from there are counted."""
-        self._connections = connections
+        self._connections, self._accepted = connections, accepted
         self._cycles: list[Any] = []  # requests whose answers are not complete, the oldest first
         self._in_head = self._in_body = self._refused = False
         self._head_bytes = self._num_hosts = 0
@@ -56,7 +59,10 @@ class HttpConnection(HttpToolsProtocol):
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
         transport.set_write_buffer_limits(0)
-        self._connections.add(self)
+        self._connections.begin(self._accepted, self)
+
+    def close(self) -> None:
+        self.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._connections.remove(self)
@@ -142,11 +148,14 @@ class HttpConnection(HttpToolsProtocol):
         return bool(self._cycles)
 
     def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
-        """True if a head or a body did not come in so many seconds, or a part of a body since the one before."""
-        if self._in_body and not self._refused and len(self._cycles) <= 1:
+        """True if a head or a body did not come in so many seconds, or a part of a body since the one before.
+
+        What is left of a body that has its answer already may take as long as a head.
+        """
+        if self._in_body and not self._refused and len(self._cycles) == 1:
             return not self.flow.read_paused and (now - self._read_at > body or now - self._since > whole_body)
-        waits_for_head = self._in_head or self.cycle is None  # uvicorn sees to those that are idle
-        return (self._refused or (waits_for_head and not self._cycles)) and now - self._since > head
+        is_idle = not (self._in_head or self._in_body or self.cycle is None)  # uvicorn sees to those
+        return (self._refused or not (is_idle or self._cycles)) and now - self._since > head
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP, or not taken. Called where the parser's error is being handled."""

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import os
 import signal
 import socket
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
-from typing import Any
 
 import uvicorn
 from starlette.applications import Starlette
 
+from .acceptor import Acceptor
 from .connections import Connections
 from .executors import Executors
 from .gate import Gate
@@ -65,16 +65,12 @@ class HttpServer(uvicorn.Server):
         self.gate.draining = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        asyncio.get_running_loop().set_exception_handler(self._on_loop_error)
-        await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(LISTEN_BACKLOG)  # asyncio accepts as many at once as it lets wait: `config.backlog`
-
-    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        if getattr(context.get("exception"), "errno", None) in (errno.EMFILE, errno.ENFILE):  # of accept()
-            self.connections.make_room()
-        else:
-            loop.default_exception_handler(context)
+            listener.listen(LISTEN_BACKLOG)
+        await super().startup([])
+        make = partial(self.config.http_protocol_class, config=self.config, server_state=self.server_state,
+                       app_state=self.lifespan.state)  # fmt: skip
+        self._acceptor = Acceptor(sockets or (), make, self.connections)
 
     async def on_tick(self, counter: int) -> bool:
         now = time.monotonic()
@@ -106,6 +102,7 @@ class HttpServer(uvicorn.Server):
         await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS)
         self.gate.cut()
         await _wait_while(lambda: self.gate.active, LAST_WORDS_SECONDS / 4)
+        self._acceptor.close()
         await super().shutdown(sockets)
         log.info("shut down")
 

@@ -36,9 +36,6 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-ACCEPT_AT_ONCE = 24
-"""Connections accepted in a turn of the event loop. Until it has closed others for them four turns pass."""
-
 SEND_BUFFER_BYTES = 32 << 10
 """Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
 
@@ -140,7 +137,6 @@ def http_server(app: Starlette, settings: Settings) -> HttpServer:
     config = uvicorn.Config(
         app,
         http=partial(HttpConnection, connections),  # pyright: ignore[reportArgumentType] - it is called as a class is
-        backlog=ACCEPT_AT_ONCE,
         ws="none",
         loop="asyncio",
         log_level="warning" if not settings.access_log else "info",

@@ -236,35 +236,48 @@ class Metrics:
         return generate_latest(self.registry)
 
 
-class _Tokens:
-    """A counter by model under our name, and of all models together under vLLM's."""
+class _Tokens(Collector):
+    """A counter by model under our name, and of all models together under vLLM's. Counted once for each token."""
 
     def __init__(self, name: str, gateway_name: str, text: str, of: Metrics) -> None:
-        self._ours = Counter(f"chorus_{name}", text, ("model",), registry=of.registry)
-        self._all = Counter(f"vllm:{gateway_name}", text, _MODEL, registry=of.registry).labels(*of.everything)
+        self._ours = Counter(f"chorus_{name}", text, ("model",), registry=None)
+        self._gateway_name, self._everything = f"vllm:{gateway_name}", of.everything
+        self._total = 0
+        of.registry.register(self)
 
     def add(self, series: str, tokens: int) -> None:
         self._ours.labels(series).inc(tokens)
-        self._all.inc(tokens)
+        self._total += tokens
 
     def forget(self, series: str) -> None:
         with suppress(KeyError):
             self._ours.remove(series)
 
+    def collect(self) -> Iterator[Metric]:
+        (ours,) = self._ours.collect()
+        yield ours
+        theirs = CounterMetricFamily(self._gateway_name, ours.documentation, labels=_MODEL)
+        yield _with(theirs, (self._everything, self._total))
 
-class _Seconds:
-    """A histogram under our name and under vLLM's."""
+
+class _Seconds(Collector):
+    """A histogram under our name and under vLLM's. Observed once."""
 
     def __init__(self, name: str, text: str, buckets: Sequence[float], of: Metrics, gateway_name: str = "") -> None:
-        theirs = f"vllm:{gateway_name or name}_seconds"
-        self._both = (
-            Histogram(f"chorus_{name}_seconds", text, buckets=buckets, registry=of.registry),
-            Histogram(theirs, text, _MODEL, buckets=buckets, registry=of.registry).labels(*of.everything),
-        )
+        self._ours = Histogram(f"chorus_{name}_seconds", text, buckets=buckets, registry=None)
+        self.observe = self._ours.observe
+        self._gateway_name, self._everything = f"vllm:{gateway_name or name}_seconds", of.everything
+        of.registry.register(self)
 
-    def observe(self, seconds: float) -> None:
-        for histogram in self._both:
-            histogram.observe(seconds)
+    def collect(self) -> Iterator[Metric]:
+        (ours,) = self._ours.collect()
+        yield ours
+        theirs = Metric(self._gateway_name, ours.documentation, ours.type)
+        labels = dict(zip(_MODEL, self._everything, strict=True))
+        for sample in ours.samples:
+            name = sample.name.replace(ours.name, self._gateway_name)
+            theirs.add_sample(name, {**labels, **sample.labels}, sample.value)
+        yield theirs
 
 
 class _EngineCollector(Collector):

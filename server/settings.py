@@ -146,7 +146,7 @@ class Settings(BaseSettings, EngineConfig, RequestLimits):  # pyright: ignore[re
     send_seconds: float = Field(
         default=20, gt=0, description="how long a client may take nothing of an answer (on Linux)"
     )
-    idle_seconds: float = Field(default=50, gt=0, description="how long a connection may be idle between two requests")
+    idle_seconds: float = Field(default=20, gt=0, description="how long a connection may be idle between two requests")
     grace_seconds: float = Field(
         default=20, ge=0, description="how long answers in progress may go on once the server is told to stop"
     )

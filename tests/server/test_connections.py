@@ -343,16 +343,47 @@ def test_an_answer_that_lies_in_the_system_is_unread(start, make_engine):
     connection.close()
 
 
-def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_engine, caplog):
+def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_engine, caplog, monkeypatch):
     live = start(fake_engine, settings=PATIENT)
     old, new = connect(live), connect(live, ASKS.replace(b"close", b"keep-alive"))
     live.wait_until(lambda: open_ones(live) == 2, 30)
-    lack = {"message": "socket.accept() out of system resource", "exception": OSError(errno.EMFILE, "too many")}
-    live.loop.call_soon_threadsafe(live.loop.call_exception_handler, lack)
-    assert ends(old) == b""
-    assert live.client.get("/health").status_code == 200
+    accept, lacks = socket.socket.accept, [True]
+
+    def lacking(listener):
+        if lacks:
+            raise OSError(lacks.pop() and errno.EMFILE, "too many")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", lacking)
+    assert b" 200 OK" in ends(connect(live, ASKS))
+    assert not lacks and ends(old) == b""
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
     new.close()
+
+
+def test_a_new_client_is_served_before_a_flood_that_waits_to_be_begun(start, fake_engine):
+    """Whole requests come first, the shortest and newest of them; what says part of one comes after them."""
+    live = start(fake_engine, settings=PATIENT)
+    live.client.close()
+    order = []
+    begin = live.server._acceptor._make
+    live.server._acceptor._make = lambda one: (order.append(bytes(one.data)), begin(one))[1]
+    part, long = HEAD + b"content-length: 9\r\n\r\n{", body_of(prompt="abc" * 50)
+    with standing_still(live):
+        flood = [connect(live, sent) for sent in [part, b"", long, b"GET /health HTTP/1.1\r\nhost", ASKS * 3] * 20]
+        asking = connect(live, ASKS)
+    assert b" 200 OK" in ends(asking)
+    live.wait_until(lambda: order.count(part) == 20, 30)
+    assert order[0] == ASKS and order[1:21] == [long] * 20
+    assert order.count(ASKS * 3) == 20 and len(order) == 61  # what has no head is not begun
+    for connection in flood:
+        connection.close()
+
+
+def test_the_rest_of_a_body_that_has_its_answer_may_take_as_long_as_a_head(start, fake_engine):
+    live = start(fake_engine, settings={**PATIENT, "head_seconds": 0.3})
+    connection = connect(live, HEAD.replace(b"/v1/completions", b"/nowhere") + b"content-length: 100\r\n\r\n{")
+    assert b" 404 " in ends(connection)
 
 
 def test_what_was_accepted_before_a_signal_is_answered(start, fake_engine):

@@ -1,0 +1,158 @@
+"""The acceptor: takes connections off the listeners' queues, and begins those whose requests have come."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+
+from .connections import Connections
+from .http_protocol import MAX_HEAD_BYTES, HttpConnection
+
+ACCEPT_AT_ONCE = 512
+"""Connections taken off a queue before others have their turn on the event loop: a tenth of the time to begin them."""
+
+BEGIN_AT_ONCE = 16
+"""Connections begun before others have their turn."""
+
+LACK_SECONDS = 0.02
+"""For how long nothing is accepted when there is no place or descriptor."""
+
+_LENGTH = re.compile(rb"\r\ncontent-length:[ \t]*(\d{1,15})[ \t]*\r\n", re.IGNORECASE)
+
+
+class Accepted:
+    """A connection that is not begun yet: a socket, and what was read from it."""
+
+    def __init__(self, client: socket.socket, address: str) -> None:
+        self.socket = client
+        self.descriptor = client.fileno()  # asyncio is slow to look sockets up
+        self.address = address
+        self.place: str | None = None
+        self.data = bytearray()
+        self.begun = False
+        self.is_whole = False
+        """True if one request has come as a whole, and nothing else."""
+        self._since = time.monotonic()
+
+    def read(self) -> bool:
+        """Read what has come. True if it can be begun: a request's head is there, or nothing more will come."""
+        data = self.socket.recv(MAX_HEAD_BYTES)
+        self.data += data
+        head = self.data.find(b"\r\n\r\n") + 4
+        length = _LENGTH.search(self.data, 0, head)
+        self.is_whole = head >= 4 and len(self.data) == head + (int(length[1]) if length else 0)
+        return head >= 4 or not data or len(self.data) >= MAX_HEAD_BYTES
+
+    @property
+    def waits(self) -> bool:
+        """True while another connection may take this one's place."""
+        return not (self.is_whole or self.begun)
+
+    @property
+    def answers(self) -> bool:
+        return self.is_whole
+
+    def close(self) -> None:
+        self.begun = True
+        asyncio.get_running_loop().remove_reader(self.descriptor)
+        self.socket.close()
+
+    def is_overdue(self, now: float, head: float, body: float, whole_body: float) -> bool:
+        return now - self._since > head
+
+
+class Acceptor:
+    """Accepts connections on the running event loop.
+
+    To begin one takes ten times as long as to accept it. Where more come than can be begun at once, whole requests come
+    first, of these the shortest, which are the least to answer, and the latest, whose clients are still there.
+    """
+
+    def __init__(
+        self, listeners: Iterable[socket.socket], make: Callable[[Accepted], HttpConnection], connections: Connections
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._make = make
+        self._connections = connections
+        self._ready: list[tuple[bool, int, int, Accepted]] = []  # a heap; those that are closed are passed over
+        self._count = 0
+        self._turn: asyncio.Handle | None = None
+        self._tasks: set[asyncio.Task] = set()
+        self._listeners = list(listeners)
+        for listener in self._listeners:
+            listener.setblocking(False)
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def close(self) -> None:
+        """Accept no more. The listeners stay open; they are their owner's."""
+        for listener in self._listeners:
+            self._loop.remove_reader(listener)
+        self._listeners.clear()
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(ACCEPT_AT_ONCE):
+            if self._connections.is_full:
+                return self._pause(listener)
+            try:
+                client, address = listener.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return None
+            except OSError:
+                self._connections.make_room()
+                return self._pause(listener)
+            client.setblocking(False)
+            one = Accepted(client, address[0])
+            if self._connections.add(one) and not self._read(one):
+                self._loop.add_reader(one.descriptor, self._read, one)
+
+    def _pause(self, listener: socket.socket) -> None:
+        self._loop.remove_reader(listener)  # or it would be ready all the time
+        self._loop.call_later(LACK_SECONDS, self._go_on, listener)
+
+    def _go_on(self, listener: socket.socket) -> None:
+        if listener in self._listeners:
+            self._loop.add_reader(listener, self._accept, listener)
+
+    def _read(self, one: Accepted) -> bool:
+        """Read what has come. True if no more is to be read here."""
+        try:
+            can_begin = one.read()
+        except (BlockingIOError, InterruptedError):
+            return False
+        except OSError:
+            can_begin, one.data = True, bytearray()
+        if not can_begin:
+            return False
+        if one.data:
+            self._count -= 1
+            heappush(self._ready, (not one.is_whole, len(one.data), self._count, one))
+            self._connections.note(one)
+            self._turn = self._turn or self._loop.call_soon(self._begin)
+        else:  # its client has left
+            self._connections.close(one)
+        return True
+
+    def _begin(self) -> None:
+        self._turn, room = None, BEGIN_AT_ONCE
+        while room and self._ready:
+            *_, one = heappop(self._ready)
+            if not one.begun:
+                one.begun, room = True, room - 1
+                self._connections.note(one)
+                self._loop.remove_reader(one.descriptor)
+                task = self._loop.create_task(self._begin_one(one))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+        if self._ready:
+            self._turn = self._loop.call_soon(self._begin)
+
+    async def _begin_one(self, one: Accepted) -> None:
+        try:
+            _, connection = await self._loop.connect_accepted_socket(lambda: self._make(one), one.socket)
+            connection.data_received(bytes(one.data))
+        except OSError:  # its client left meanwhile
+            self._connections.close(one)
