@@ -13,9 +13,12 @@ from .connections import Connections
 from .http_protocol import MAX_HEAD_BYTES, HttpConnection
 
 ACCEPT_AT_ONCE = 512
-"""Connections taken off a queue before others have their turn on the event loop: a tenth of the time to begin them."""
+"""Connections taken off a queue before others have their turn on the event loop: a tenth of the time to begin them.
 
-BEGIN_AT_ONCE = 16
+At most half of the places, so that what comes first can be begun before its place is taken by what comes after.
+"""
+
+BEGIN_AT_ONCE = 8
 """Connections begun before others have their turn."""
 
 LACK_SECONDS = 0.02
@@ -50,7 +53,7 @@ class Accepted:
     @property
     def waits(self) -> bool:
         """True while another connection may take this one's place."""
-        return not (self.is_whole or self.begun)
+        return not self.begun
 
     @property
     def answers(self) -> bool:
@@ -78,6 +81,7 @@ class Acceptor:
         self._loop = asyncio.get_running_loop()
         self._make = make
         self._connections = connections
+        self._at_once = max(1, min(ACCEPT_AT_ONCE, connections.count // 2))
         self._ready: list[tuple[bool, int, int, Accepted]] = []  # a heap; those that are closed are passed over
         self._count = 0
         self._turn: asyncio.Handle | None = None
@@ -94,16 +98,18 @@ class Acceptor:
         self._listeners.clear()
 
     def _accept(self, listener: socket.socket) -> None:
-        for _ in range(ACCEPT_AT_ONCE):
+        for _ in range(self._at_once):
             if self._connections.is_full:
-                return self._pause(listener)
+                self._pause(listener)
+                return
             try:
                 client, address = listener.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return None
+                return
             except OSError:
                 self._connections.make_room()
-                return self._pause(listener)
+                self._pause(listener)
+                return
             client.setblocking(False)
             one = Accepted(client, address[0])
             if self._connections.add(one) and not self._read(one):
@@ -130,7 +136,6 @@ class Acceptor:
         if one.data:
             self._count -= 1
             heappush(self._ready, (not one.is_whole, len(one.data), self._count, one))
-            self._connections.note(one)
             self._turn = self._turn or self._loop.call_soon(self._begin)
         else:  # its client has left
             self._connections.close(one)

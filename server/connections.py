@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
 from typing import TYPE_CHECKING
 
@@ -18,10 +17,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SWEEP_SECONDS = 0.5
-
-RESPITE_SECONDS = 0.1
-"""For which a client may let the server wait before another one can have its place."""
-
 LOG_SECONDS = 10.0
 
 
@@ -42,7 +37,7 @@ class Connections:
         """Connections so far."""
         self._seconds = settings.head_seconds, settings.body_seconds, settings.whole_body_seconds
         self._all: set[Accepted | HttpConnection] = set()
-        self._waiting: dict[Accepted | HttpConnection, float] = {}  # for whose clients the server waits, longest first
+        self._waiting: dict[Accepted | HttpConnection, None] = {}  # for whose clients the server waits, longest first
         self._timer: asyncio.TimerHandle | None = None
         self._num_closed = 0  # since the log told of it
         self._log_after = 0.0
@@ -57,9 +52,8 @@ class Connections:
 
     @property
     def is_full(self) -> bool:
-        """True if every place is taken, and none by a client that has let the server wait for a while."""
-        since = next(iter(self._waiting.values()), math.inf)
-        return len(self._all) >= self.count and time.monotonic() - since < RESPITE_SECONDS
+        """True if every place is taken by a request in progress."""
+        return len(self._all) >= self.count and not self._waiting
 
     def add(self, one: Accepted) -> bool:
         """A connection was accepted: close it, or another one, when there are too many. False if it is closed."""
@@ -87,7 +81,7 @@ class Connections:
         if not one.waits:
             self._waiting.pop(one, None)
         elif one in self._all:
-            self._waiting.setdefault(one, time.monotonic())
+            self._waiting.setdefault(one)
 
     def remove(self, one: Accepted | HttpConnection) -> None:
         """A connection is gone, or about to go."""

@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+SILENT_SECONDS = 1
+"""For which the system keeps a connection to itself while its client has said nothing."""
+
 SEND_BUFFER_BYTES = 32 << 10
 """Bytes of an answer that the system keeps for a client that does not read it; until it does, no more is made."""
 
@@ -82,6 +85,7 @@ def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit all of these
         if sys.platform == "linux":
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * send_seconds)))
+            bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, SILENT_SECONDS)
         bound.bind(address)
     except OSError as error:
         bound.close()

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from chorus.server.connections import Connections
 from chorus.server.http_protocol import MAX_HEADERS, MAX_PIPELINED
 from chorus.server.launch import RESERVED_DESCRIPTORS, max_connections
 
@@ -179,7 +180,7 @@ def test_a_body_may_pause_but_not_for_long(start, fake_engine):
 
 def test_a_new_client_takes_the_place_of_the_one_waited_for_longest(start, fake_engine):
     live = start(fake_engine, settings={**PATIENT, "max_connections": 16})
-    waiting = [b"", b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{"]
+    waiting = [b"GET /hea", HEAD + b"content-length: 99\r\n\r\n{", b""]  # what says nothing is accepted later
     silent = [connect(live, waiting[number % 3]) for number in range(60)]
     assert live.client.get("/health").status_code == 200
     assert open_ones(live) <= 16
@@ -345,8 +346,10 @@ def test_an_answer_that_lies_in_the_system_is_unread(start, make_engine):
 
 def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_engine, caplog, monkeypatch):
     live = start(fake_engine, settings=PATIENT)
-    old, new = connect(live), connect(live, ASKS.replace(b"close", b"keep-alive"))
-    live.wait_until(lambda: open_ones(live) == 2, 30)
+    old = connect(live, b"GET /hea")
+    live.wait_until(lambda: open_ones(live) == 1, 30)
+    new = connect(live)
+    asks_and_stays(new)
     accept, lacks = socket.socket.accept, [True]
 
     def lacking(listener):
@@ -361,21 +364,26 @@ def test_a_lack_of_descriptors_closes_the_one_waited_for_longest(start, fake_eng
     new.close()
 
 
-def test_a_new_client_is_served_before_a_flood_that_waits_to_be_begun(start, fake_engine):
+def test_a_new_client_is_served_before_a_flood_that_waits_to_be_begun(start, fake_engine, monkeypatch):
     """Whole requests come first, the shortest and newest of them; what says part of one comes after them."""
     live = start(fake_engine, settings=PATIENT)
     live.client.close()
     order = []
-    begin = live.server._acceptor._make
-    live.server._acceptor._make = lambda one: (order.append(bytes(one.data)), begin(one))[1]
+    begin = Connections.begin
+
+    def begun(connections, accepted, connection):
+        order.append(bytes(accepted.data))
+        begin(connections, accepted, connection)
+
+    monkeypatch.setattr(Connections, "begin", begun)
     part, long = HEAD + b"content-length: 9\r\n\r\n{", body_of(prompt="abc" * 50)
     with standing_still(live):
         flood = [connect(live, sent) for sent in [part, b"", long, b"GET /health HTTP/1.1\r\nhost", ASKS * 3] * 20]
         asking = connect(live, ASKS)
     assert b" 200 OK" in ends(asking)
-    live.wait_until(lambda: order.count(part) == 20, 30)
+    live.wait_until(lambda: len(order) == 61, 30)  # what has no head is not begun
     assert order[0] == ASKS and order[1:21] == [long] * 20
-    assert order.count(ASKS * 3) == 20 and len(order) == 61  # what has no head is not begun
+    assert order.count(part) == order.count(ASKS * 3) == 20
     for connection in flood:
         connection.close()
 
