@@ -41,18 +41,26 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first, so that none is left alone at the end."""
+    """Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
+    kernels are, so that those which another level of instructions may change are told apart.
+    """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    for item in items:
+        if item.get_closest_marker("numerics") and _kernels(item) == "native":
+            item.add_marker("native")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
     from chorus.ops import native_library
 
-    is_native = item.get_closest_marker("native") or parameters.get("kernels") == "native"
+    is_native = item.get_closest_marker("native") or _kernels(item) == "native"
     if is_native and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"no native library: {reason}")
+
+
+def _kernels(item: pytest.Item) -> str | None:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("kernels")
 
 
 @pytest.fixture(autouse=True)
