@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import warnings
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+from .llama_draft import LlamaDraft
 
 os.environ["CHORUS_CHECK_STEPS"] = "1"  # before anything of `chorus` is imported
 torch.set_num_threads(1)
@@ -39,18 +42,32 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests come first, so that none is left alone at the end."""
+    """Long tests come first, so that none is left alone at the end. A test that compares numbers is `native` where its
+    kernels are, so that those which another level of instructions may change are told apart.
+    """
     items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    for item in items:
+        if item.get_closest_marker("numerics") and _kernels(item) == "native":
+            item.add_marker("native")
+
+
+def pytest_collection_finish() -> None:
+    """What all tests share stays: `gc.collect`, which many call, need not go through a million objects each time."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     """Skip a test marked `native`, or with `native` as its kernels, by the reason why the library can't be used."""
-    parameters = getattr(getattr(item, "callspec", None), "params", {})
     from chorus.ops import native_library
 
-    is_native = item.get_closest_marker("native") or parameters.get("kernels") == "native"
+    is_native = item.get_closest_marker("native") or _kernels(item) == "native"
     if is_native and (reason := native_library.why_unavailable(torch.float32)):
         pytest.skip(f"no native library: {reason}")
+
+
+def _kernels(item: pytest.Item) -> str | None:
+    return getattr(getattr(item, "callspec", None), "params", {}).get("kernels")
 
 
 @pytest.fixture(autouse=True)
@@ -173,11 +190,12 @@ def save_adapter(
 
 @dataclass
 class Subject:
-    """A base model and its adapters, with the reference answers. Tokens come from transformers and peft in float32."""
+    """A base model and its adapters, with the reference answers: what transformers and peft choose in float32."""
 
     model: Path
     adapters: dict[str, Path]
     _peft: Any = None
+    _drafts: dict[str | None, LlamaDraft] = field(default_factory=dict)
     _greedy: dict[tuple[str | None, tuple[int, ...], int], tuple[list[int], float]] = field(default_factory=dict)
 
     @property
@@ -212,17 +230,21 @@ class Subject:
         return self._greedy[key]
 
     def _generate(self, adapter: str | None, prompt: list[int], count: int) -> tuple[list[int], float]:
-        model = self.use(adapter)
+        """A token of a draft stands if it is the reference's choice after all before it, as are most of them."""
+        if adapter not in self._drafts:
+            model = self.use(adapter)
+            self._drafts[adapter] = LlamaDraft(model.get_base_model() if self.adapters else model)
         tokens: list[int] = []
-        margin, cache, inputs = float("inf"), None, prompt
-        with torch.inference_mode():
-            for _ in range(count):
-                output = model(torch.tensor([inputs]), past_key_values=cache, use_cache=True)
-                best = output.logits[0, -1].topk(2)
-                margin = min(margin, float(best.values[0] - best.values[1]))
-                inputs, cache = [int(best.indices[0])], output.past_key_values
-                tokens += inputs
-        return tokens, margin
+        margins: list[float] = []
+        while len(tokens) < count:
+            draft = self._drafts[adapter].tokens(prompt + tokens, count - len(tokens))
+            best = self.logits(adapter, prompt + tokens + draft[:-1])[-len(draft) :].topk(2)
+            for guess, (most, next_most), (choice, _) in zip(draft, *map(torch.Tensor.tolist, best), strict=True):
+                tokens.append(choice)
+                margins.append(most - next_most)
+                if guess != choice:
+                    break
+        return tokens, min(margins)
 
     @quiet()
     def _reference(self) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@dataclass
+@dataclass(eq=False)
 class PatternSubject:
     """A tiny model, its adapters on disk, and transformers with peft to ask."""
 
@@ -76,6 +77,7 @@ class PatternSubject:
                 tokens += inputs
         return tokens, margin
 
+    @cache  # noqa: B019 - a subject lives as long as its module
     def case(self, adapter: str, length: int, count: int, seed: int) -> tuple[list[int], list[int]]:
         """A prompt whose greedy continuation is clear, and the continuation."""
         generator = torch.Generator().manual_seed(seed)

@@ -1298,12 +1298,10 @@ class EngineMachine(RuleBasedStateMachine):
         self.engine.check_integrity()
 
 
-TestEngineMachine = EngineMachine.TestCase
-TestEngineMachine.settings = settings(max_examples=500, stateful_step_count=40)
-
-
-def test_the_machine_went_everywhere():
-    """Some places are rare: it goes on until it has been there, for a while."""
+@pytest.mark.timeout(900)
+@pytest.mark.long
+def test_lives_keep_every_promise_and_go_everywhere():
+    """Some places are rare: there are more lives until one has been there, for a while."""
     everywhere = {"prefix hit", "prefix hit of an adapter", "shared page", "preempted", "overtaken"}
     everywhere |= {"reload in use", "waited for a read", "no room beside pinned"}
     everywhere |= {"streamed", "computed in vain", "overloaded", "an account's turn", "a read was given up"}
@@ -1314,10 +1312,10 @@ def test_the_machine_went_everywhere():
     everywhere |= {"merged step", "shadow kept", "shadow gone", "ended by force"}
     everywhere |= {"num_swaps_out", "num_swaps_in", "num_swaps_dropped", "waited for a copy"}
     everywhere |= {f"state {state}" for state in RequestState if state is not RequestState.DONE}
-    for attempt in range(5):
+    for attempt in range(30):
+        lives = seed(attempt)(type("Lives", (EngineMachine,), {}))  # without a seed they are the same again
+        run_state_machine_as_test(lives, settings=settings(max_examples=100, stateful_step_count=40))
         missing = {place for place in everywhere | reached.keys() if not reached[place]}
-        if not missing:
+        if attempt >= 4 and not missing:
             return
-        other_lives = seed(attempt)(type("OtherLives", (EngineMachine,), {}))  # without a seed they are the same again
-        run_state_machine_as_test(other_lives, settings=TestEngineMachine.settings)
     pytest.fail(f"it was never there: {sorted(missing)}")

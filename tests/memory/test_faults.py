@@ -18,6 +18,9 @@ from chorus.memory.files.error import AdapterFormatError
 from chorus.memory.host.buffers import HostBuffers
 from chorus.ops import native_reader
 
+TOKENS = 4
+"""Of each answer: two come before its adapter is reloaded, two behind."""
+
 CLEAN = (AdapterFormatError, OSError, MemoryError, RuntimeError)
 
 
@@ -103,7 +106,7 @@ class Life:
     def ask(self, id, name):
         if name is not None and name not in self.engine.store:
             return
-        params = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True)
         request = Request(id, [3, 5, 7], params, name)
         self.engine.add_request(request)
         version = "" if name is None else request.adapter.manifest.path.name
@@ -161,7 +164,7 @@ def test_every_point_may_fail(tiny_engine, adapter_draft, tmp_path, monkeypatch,
                 time.sleep(0.001)
             if turn == 0:
                 want = {key: tokens for key, (tokens, _, _) in answers.items()}
-                assert all(len(tokens) == 6 for tokens in want.values())
+                assert all(len(tokens) == TOKENS for tokens in want.values())
                 assert len(want) == 5
             elif not fired:
                 break
@@ -171,7 +174,7 @@ def test_every_point_may_fail(tiny_engine, adapter_draft, tmp_path, monkeypatch,
                     assert same
                     want[key] = same[0]
                 assert tokens == want[key][: len(tokens)], f"fault {turn} ({fired}): {key} is wrong"
-                assert (reason is FinishReason.LENGTH) == (len(tokens) == 6)
+                assert (reason is FinishReason.LENGTH) == (len(tokens) == TOKENS)
                 assert reason is FinishReason.LENGTH or (reason is FinishReason.ERROR and error)
             kinds.add(fired)
             turn += 1
