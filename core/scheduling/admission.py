@@ -17,7 +17,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .load_ahead import LoadPolicy
-from .output_lengths import OutputLengths
+from .output_lengths import Growth, OutputLengths
 from .policies import QueuePolicy, VictimPolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
@@ -195,7 +195,7 @@ class Admission:
                 count = 0 if request.coming is not None else count
                 admitted[request] = count
                 budget -= count
-                step.add(request, self._lengths)
+                step.add(request)
                 self._shares.begin(request)
         return admitted
 
@@ -264,12 +264,9 @@ class Admission:
         if not step.running:
             return True
         if step.growth is None:
-            step.growth = self._lengths.growth_of(step.running)
-        block = self._memory.block_tokens
-        own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
-        return self._memory.fits(request, blocks, step.growth + max(0, own)) or self._memory.fits(
-            request, blocks, self._lengths.peak_growth(step.running, request)
-        )
+            step.growth = Growth(self._lengths, self._memory.block_tokens, step.running)
+        fits, growth = self._memory.fits, step.growth
+        return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
     def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
         """Start a waiting request; False if its adapter can't be loaded, which fails this request only."""
@@ -308,7 +305,7 @@ class Step:
     now: float
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
-    growth: int | None = None
+    growth: Growth | None = None
     held: set[str] = field(default_factory=set)
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
@@ -360,11 +357,11 @@ class Step:
             return False
         return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
 
-    def add(self, request: Request, lengths: OutputLengths) -> None:
+    def add(self, request: Request) -> None:
         """Add an admitted request."""
         self.running.append(request)
         if self.growth is not None:
-            self.growth += lengths.growth(request)
+            self.growth.add(request)
         if request.adapter is not None:
             self._adapters.add(request.adapter)
 

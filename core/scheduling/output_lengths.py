@@ -1,12 +1,14 @@
-"""Expected lengths of answers, for which admission leaves room."""
+"""Expected lengths of answers, and the pages that they will take, for which admission leaves room."""
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from ..requests.request import Request
 
@@ -24,23 +26,32 @@ class OutputLengths:
     off says as little: it would have gone on. Where all were cut off, the limit is what is left to expect.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self) -> None:
         self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
         self._ends: list[int] = []  # how many of these ended of themselves
-        self._is_new = False
+        self._expected: dict[int, float] = {}  # lengths of answers by the tokens drawn, until another answer ends
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
         """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
         self._latest.append((num_tokens, int(not was_cut)))
-        self._is_new = True
+        self._expected.clear()
+
+    def final_length(self, request: Request) -> int:
+        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
+        prompt = request.num_prompt_tokens
+        drawn = len(request.token_ids) - prompt
+        answer = self._expected.get(drawn)
+        if answer is None:
+            answer = self._answer_length(drawn)
+            self._expected[drawn] = answer
+        length = prompt + answer + 1
+        return int(length) if length < request.max_length else request.max_length
 
     def _answer_length(self, drawn: int) -> float:
         """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
-        if self._is_new:
-            self._is_new = False
+        if not self._expected:  # an answer has ended since
             latest = sorted(self._latest)
             self._sorted = [length for length, _ in latest]
             self._sums = list(accumulate(reversed(self._sorted)))[::-1]
@@ -53,37 +64,84 @@ class OutputLengths:
             return math.inf
         return drawn + (self._sums[index] - count * drawn) // self._ends[index]
 
-    def final_length(self, request: Request) -> int:
-        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
-        prompt = request.num_prompt_tokens
-        length = prompt + self._answer_length(len(request.token_ids) - prompt) + 1
-        return int(length) if length < request.max_length else request.max_length
 
-    def growth(self, request: Request) -> int:
-        """Return the pages that a request is expected to grow by."""
-        block = self._block_tokens
-        return max(0, -(-(self.final_length(request) - 1) // block) - -(-request.room // block))
+class Growth:
+    """Pages that running requests are expected to need beyond those that they have."""
 
-    def growth_of(self, running: Iterable[Request]) -> int:
-        """Return the pages that `running` is expected to grow by in all."""
-        return sum(map(self.growth, running))
+    def __init__(self, lengths: OutputLengths, block_tokens: int, running: Sequence[Request]) -> None:
+        self._lengths = lengths
+        self._block = block_tokens
+        self._running = running
+        self.total = sum([self._pages(lengths.final_length(request), request.room) for request in running])
+        """Those by which they grow in all."""
+        self._ends: _Ends | None = None  # counted where the sum is too much
 
-    def peak_growth(self, running: Iterable[Request], request: Request) -> int:
-        """Return the most pages, beyond today's, that `running` and `request` will need at any time.
+    def add(self, request: Request) -> None:
+        """Count one more that runs."""
+        final = self._lengths.final_length(request)
+        self.total += self._pages(final, request.room)
+        if self._ends is not None:
+            self._ends.add(*self._end(request, final))
+
+    def total_with(self, request: Request) -> int:
+        """Return the pages by which they and `request`, which has those for its known tokens, grow in all."""
+        return self.total + self._pages(self._lengths.final_length(request), request.num_tokens)
+
+    def peak_with(self, request: Request) -> int:
+        """Return the most pages, beyond today's, that they and `request` will need at any time.
 
         Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
-        block = self._block_tokens
-        known = -(-request.num_tokens // block)
-        taken, ahead = known, [(self.final_length(request) - 1 - request.num_tokens, known)]
-        for each in running:
-            count, shared = len(each.token_ids), each.began_at // block
-            taken += each.room // block - shared
-            ahead.append((self.final_length(each) - 1 - count, -(-max(each.room, count) // block) - shared))
-        ahead.sort(reverse=True)
-        peak = pages = 0
-        for alive, (steps, held) in enumerate(ahead, 1):  # when this one ends, those before it still run
-            pages += held
-            peak = max(peak, pages * block + alive * steps)
-        return max(0, -(-peak // block) - taken)
+        if self._ends is None:
+            ends = [self._end(each, self._lengths.final_length(each)) for each in self._running]
+            self._ends = _Ends(self._block, ends)
+        known = -(-request.num_tokens // self._block)
+        return self._ends.peak_with(self._lengths.final_length(request) - 1 - request.num_tokens, known)
+
+    def _pages(self, final: int, room: int) -> int:
+        block = self._block
+        pages = -(-(final - 1) // block) + -room // block
+        return pages if pages > 0 else 0
+
+    def _end(self, request: Request, final: int) -> tuple[int, int, int]:
+        """Return the steps until a request ends, the pages that it frees then and those of them that it has."""
+        block, count, room = self._block, len(request.token_ids), request.room
+        shared = request.began_at // block
+        return final - 1 - count, -(-(room if room > count else count) // block) - shared, room // block - shared
+
+
+class _Ends:
+    """Ends of running requests, the last one first, and the tokens of pages that are needed at each."""
+
+    def __init__(self, block_tokens: int, ends: Sequence[tuple[int, int, int]]) -> None:
+        self._block = block_tokens
+        steps, frees, has = np.array(ends, np.int64).reshape(-1, 3).T
+        order = np.argsort(-steps, kind="stable")
+        self._steps, self._frees, self._taken = steps[order], frees[order], int(has.sum())
+        self._count()
+
+    def add(self, steps: int, frees: int, has: int) -> None:
+        place = self._place(steps)
+        self._steps, self._frees = np.insert(self._steps, place, steps), np.insert(self._frees, place, frees)
+        self._taken += has
+        self._count()
+
+    def peak_with(self, steps: int, pages: int) -> int:
+        """Return the most pages, beyond today's, that are needed with another request, which has `pages` now."""
+        block, place = self._block, self._place(steps)
+        before = int(self._pages[place - 1]) if place else 0
+        peak = max(
+            (before + pages) * block + (place + 1) * steps,
+            int(self._needs[:place].max(initial=0)),
+            int((self._needs[place:] + self._steps[place:]).max(initial=0)) + pages * block,
+        )
+        return max(0, -(-peak // block) - self._taken - pages)
+
+    def _place(self, steps: int) -> int:
+        """Return the number of those that end in so many steps or later."""
+        return int(np.searchsorted(-self._steps, -steps, "right"))
+
+    def _count(self) -> None:
+        self._pages = np.cumsum(self._frees)
+        self._needs = self._pages * self._block + np.arange(1, len(self._steps) + 1) * self._steps  # those before run

@@ -22,7 +22,7 @@ from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .output_lengths import OutputLengths
+from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
 from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
@@ -57,7 +57,7 @@ class Scheduler:
         self._ahead = LoadAhead(limits, store, memory)
         self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
-        self._lengths = OutputLengths(memory.block_tokens)
+        self._lengths = OutputLengths()
         self.running = Running()
         self._seats = SeatShares(limits.max_num_seqs, self.running, clock)
         self._admission = self.admission_type(
@@ -264,7 +264,7 @@ class Scheduler:
         running = self.running
         if not self.waiting or not running:
             return len(self.waiting)
-        growth = self._lengths.growth_of(running)
+        growth = Growth(self._lengths, self._memory.block_tokens, running).total
         pages = sum([request.room for request in running]) // self._memory.block_tokens + growth
         return max(0, self._memory.num_available_pages - growth) * len(running) // max(1, pages)
 

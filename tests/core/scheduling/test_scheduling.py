@@ -411,7 +411,7 @@ def test_the_victim_is_a_policys_choice(monkeypatch):
 
 
 def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
-    lengths = OutputLengths(block_tokens=4)
+    lengths = OutputLengths()
     request = Request("long", [1, 2], SamplingParams(44))
     request.max_length = 46
     for _ in range(50):
