@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -14,6 +13,7 @@ from ..requests.request import Request
 
 _FIRST_GUESS = 256
 _NUM_REMEMBERED = 128
+_ENDLESS = 1 << 40
 
 
 class OutputLengths:
@@ -31,7 +31,7 @@ class OutputLengths:
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
         self._ends: list[int] = []  # how many of these ended of themselves
-        self._expected: dict[int, float] = {}  # lengths of answers by the tokens drawn, until another answer ends
+        self._expected = _Expected(self._answer_length)
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
         """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
@@ -40,16 +40,18 @@ class OutputLengths:
 
     def final_length(self, request: Request) -> int:
         """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
-        prompt = request.num_prompt_tokens
-        drawn = len(request.token_ids) - prompt
-        answer = self._expected.get(drawn)
-        if answer is None:
-            answer = self._answer_length(drawn)
-            self._expected[drawn] = answer
-        length = prompt + answer + 1
-        return int(length) if length < request.max_length else request.max_length
+        return self.final_lengths([request])[0]
 
-    def _answer_length(self, drawn: int) -> float:
+    def final_lengths(self, requests: Iterable[Request]) -> list[int]:
+        """Return `final_length` of each request."""
+        lengths = self._expected
+        return [
+            end if (end := (prompt := r.num_prompt_tokens) + lengths[len(r.token_ids) - prompt] + 1) < r.max_length
+            else r.max_length
+            for r in requests
+        ]  # fmt: skip
+
+    def _answer_length(self, drawn: int) -> int:
         """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
         if not self._expected:  # an answer has ended since
             latest = sorted(self._latest)
@@ -61,8 +63,20 @@ class OutputLengths:
         if not count:
             return max(drawn + drawn // 4, 0 if any(self._ends[:1]) else _FIRST_GUESS)
         if not self._ends[index]:
-            return math.inf
+            return _ENDLESS
         return drawn + (self._sums[index] - count * drawn) // self._ends[index]
+
+
+class _Expected(dict[int, int]):
+    """Expected lengths of answers by the tokens that they have drawn, until another answer ends."""
+
+    def __init__(self, length: Callable[[int], int]) -> None:
+        super().__init__()
+        self._length = length
+
+    def __missing__(self, drawn: int) -> int:
+        length = self[drawn] = self._length(drawn)
+        return length
 
 
 class Growth:
@@ -72,20 +86,22 @@ class Growth:
         self._lengths = lengths
         self._block = block_tokens
         self._running = running
-        self.total = sum([self._pages(lengths.final_length(request), request.room) for request in running])
+        finals, block = lengths.final_lengths(running), block_tokens
+        grown = [-(-(end - 1) // block) + -each.room // block for end, each in zip(finals, running, strict=True)]
+        self.total = sum([pages for pages in grown if pages > 0])
         """Those by which they grow in all."""
         self._ends: _Ends | None = None  # counted where the sum is too much
 
     def add(self, request: Request) -> None:
         """Count one more that runs."""
         final = self._lengths.final_length(request)
-        self.total += self._pages(final, request.room)
+        self.total += self._own(final, request.room)
         if self._ends is not None:
             self._ends.add(*self._end(request, final))
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request`, which has those for its known tokens, grow in all."""
-        return self.total + self._pages(self._lengths.final_length(request), request.num_tokens)
+        return self.total + self._own(self._lengths.final_length(request), request.num_tokens)
 
     def peak_with(self, request: Request) -> int:
         """Return the most pages, beyond today's, that they and `request` will need at any time.
@@ -94,15 +110,12 @@ class Growth:
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
         if self._ends is None:
-            ends = [self._end(each, self._lengths.final_length(each)) for each in self._running]
-            self._ends = _Ends(self._block, ends)
+            self._ends = _Ends(self._block, map(self._end, self._running, self._lengths.final_lengths(self._running)))
         known = -(-request.num_tokens // self._block)
         return self._ends.peak_with(self._lengths.final_length(request) - 1 - request.num_tokens, known)
 
-    def _pages(self, final: int, room: int) -> int:
-        block = self._block
-        pages = -(-(final - 1) // block) + -room // block
-        return pages if pages > 0 else 0
+    def _own(self, final: int, room: int) -> int:
+        return max(0, -(-(final - 1) // self._block) + -room // self._block)
 
     def _end(self, request: Request, final: int) -> tuple[int, int, int]:
         """Return the steps until a request ends, the pages that it frees then and those of them that it has."""
@@ -114,9 +127,9 @@ class Growth:
 class _Ends:
     """Ends of running requests, the last one first, and the tokens of pages that are needed at each."""
 
-    def __init__(self, block_tokens: int, ends: Sequence[tuple[int, int, int]]) -> None:
+    def __init__(self, block_tokens: int, ends: Iterable[tuple[int, int, int]]) -> None:
         self._block = block_tokens
-        steps, frees, has = np.array(ends, np.int64).reshape(-1, 3).T
+        steps, frees, has = np.array(list(ends), np.int64).reshape(-1, 3).T
         order = np.argsort(-steps, kind="stable")
         self._steps, self._frees, self._taken = steps[order], frees[order], int(has.sum())
         self._count()

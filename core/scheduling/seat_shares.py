@@ -43,8 +43,8 @@ class SeatShares:
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
         self._yields: dict[str, int] = {}  # of these those that others may take, who begin
         self._known: dict[str, float] = {}  # `given` at this step, of the accounts that it has asked for
-        self._givers: list[Giver] | None = None  # a heap, some of whose entries hold no more; None until it is asked for
-        self._entries: dict[str, Giver] = {}  # those that hold
+        self._givers: list[Giver] | None = None  # a heap; None until it is asked for
+        self._entries: dict[str, Giver] = {}  # of the heap those that hold
 
     # -- what accounts were given
 
