@@ -221,7 +221,7 @@ class QueueOrder:
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
-        self.only_firsts = only_firsts
+        self._only_firsts = only_firsts
         self._may_begin = may_begin
         self._held = held
         resident, coming = store.near(waiting.by_adapter.keys())
@@ -260,7 +260,7 @@ class QueueOrder:
         """Go on to the next candidate, after the last one has left its group."""
         entries = self._top()
         _, _, kind, group = entries[0]
-        if group.firsts or (group.more and not self.only_firsts):
+        if group.firsts or (group.more and not self._only_firsts):
             heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
         else:
             self.pass_over()
@@ -274,7 +274,7 @@ class QueueOrder:
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return an account's groups that may run, as a heap."""
-        only_firsts = self.only_firsts
+        only_firsts = self._only_firsts
         entries: list[Entry] = []
         for adapter in self._near.keys() & groups.keys():
             group = groups[adapter]
@@ -296,7 +296,7 @@ class QueueOrder:
         return set(found)
 
     def _head(self, group: Group) -> Request:
-        return next(iter(group.firsts)) if self.only_firsts or not group.more else group.head
+        return next(iter(group.firsts)) if self._only_firsts or not group.more else group.head
 
     def _entry(self, kind: int, head: Request, group: Group) -> Entry:
         """Return a heap entry; queue positions differ, so that groups are never compared."""

@@ -131,12 +131,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
-        if self._memory.swapped.is_under_way:
-            self._settle_swaps()
-        if self._loading or self._store.loads.under_way:
-            self._settle_loads()
-        if self.waiting or self._admission.late:
-            self._admission.settle()
+        self._settle()
         only = self._admission.only
         sharing = self._choose_sharing(only)
         all_decode, preempted = sharing is None and self._grow_decodes(), False
@@ -145,18 +140,8 @@ class Scheduler:
         if not all_decode:
             counts, cut, preempted = self._schedule_running(self.running if sharing is None else sharing)
         if self.waiting:
-            rows = len(self.running) if all_decode else len(counts)
-            used = rows if all_decode else sum(counts.values())
-            before = self.num_preemptions
             self._seats.begin_step(self.running if sharing is None else sharing, only)
-            admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
-            full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
-            if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
-                counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
-                all_decode = False
-            if cut and not preempted:
-                self._add_to_chunks(cut, counts, admitted)
-            counts |= admitted
+            counts, all_decode = self._schedule_waiting(counts, cut, all_decode, preempted)
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -292,6 +277,16 @@ class Scheduler:
 
     # -- choosing
 
+    def _settle(self) -> None:
+        """Take note of what has ended since the last step: copies, loads, and prompts that others wait for."""
+        if self._memory.swapped.is_under_way:
+            for request in self._memory.settle():  # its KV is lost: it computes that again
+                self._send_back(request, RequestState.SWAPPED)
+        if self._loading or self._store.loads.under_way:
+            self._settle_loads()
+        if self.waiting or self._admission.late:
+            self._admission.settle()
+
     def _settle_loads(self) -> None:
         """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
@@ -307,11 +302,6 @@ class Scheduler:
                 else:
                     still.append(request)
         self._loading = still
-
-    def _settle_swaps(self) -> None:
-        """Let the requests go on whose KV is back; those whose KV is lost compute it again."""
-        for request in self._memory.settle():
-            self._send_back(request, RequestState.SWAPPED)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
@@ -429,17 +419,29 @@ class Scheduler:
                 counts[request] = count + more
                 budget -= more
 
-    def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
-        """Admit waiting requests and prefetch the adapters of those behind them; returns the token counts of those
-        admitted that compute something.
+    def _schedule_waiting(
+        self, counts: dict[Request, int], cut: Sequence[Request], all_decode: bool, preempted: bool
+    ) -> tuple[dict[Request, int], bool]:
+        """Admit waiting requests and prefetch the adapters of those behind them. Returns the token counts of the step,
+        and whether all others that run decode in it: these have none then.
+
+        counts, cut, preempted: see `_schedule_running`; counts is empty if `all_decode`.
         """
         self._fail_hopeless()
-        admitted: dict[Request, int] = {}
+        rows, used = (len(self.running),) * 2 if all_decode else (len(counts), sum(counts.values()))
+        before, admitted = self.num_preemptions, {}
         if not preempted and not self._memory.swapped.frees_pages:
-            admitted = self._admission.admit(self.running, self._budget(budget, rows), rows)
+            admitted = self._admission.admit(self.running, self._budget(self._max_tokens - used, rows), rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._read_ahead()
-        return {request: count for request, count in admitted.items() if count}
+        admitted = {request: count for request, count in admitted.items() if count}
+        full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
+        if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
+            counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
+            all_decode = False
+        if cut and not preempted:
+            self._add_to_chunks(cut, counts, admitted)
+        return counts | admitted, all_decode
 
     def _budget(self, tokens: int, rows: int) -> int:
         """Return the tokens that those may compute who begin: of whoever takes another's row, its token at least."""
