@@ -96,8 +96,10 @@ class Merging:
             return
         began, most = self._clock(), SHARE * step_seconds
         try:
-            self._take_runs(most)
-            left = most - (self._clock() - began)
+            left = most
+            if self._runs:
+                self._take_runs(most)
+                left -= self._clock() - began
             is_whole = self.is_under_way and not self._runs and left >= 0 and backend.advance(left)
         except CannotMerge as error:
             logger.info("%s", error)

@@ -87,6 +87,20 @@ def test_pages_are_cleared_in_pieces_of_a_pause(monkeypatch):
     reclaimer.pool.check_integrity()
 
 
+def test_a_merge_goes_on_where_a_step_takes_no_time_that_is_known(monkeypatch):
+    clock = Clock()
+    merging, reclaimer, adapter = house(3, 6, clock)
+    slow(monkeypatch, clock, 1 / 64)
+    merging.merge(adapter)
+    for left in (2, 0):
+        merging.advance(0.0)
+        assert len(reclaimer.prefix) == left
+    assert merging.is_under_way
+    monkeypatch.setattr(Clock, "__call__", lambda self: setattr(self, "now", self.now + 1.0) or self.now)
+    merging.advance(0.0)
+    assert merging.merged is adapter
+
+
 def test_a_merge_is_given_up_where_a_request_uses_a_page_of_it_by_now(monkeypatch):
     clock = Clock()
     merging, reclaimer, adapter = house(8, 16, clock)
