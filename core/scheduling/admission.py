@@ -194,7 +194,7 @@ class Admission:
         seats = self._seats
         if len(running) < seats or (self.only is not None and rows < seats):
             return Place.SEAT
-        if self._shares.is_open_to(self._waiting.accounts):
+        if self._shares.is_open_to(self._waiting.accounts.keys()):
             return Place.ACCOUNT
         if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
             return Place.CALL

@@ -86,22 +86,23 @@ class Growth:
         self._lengths = lengths
         self._block = block_tokens
         self._running = running
-        finals, block = lengths.final_lengths(running), block_tokens
-        grown = [-(-(end - 1) // block) + -each.room // block for end, each in zip(finals, running, strict=True)]
-        self.total = sum([pages for pages in grown if pages > 0])
+        self.total = 0
         """Those by which they grow in all."""
-        self._ends: _Ends | None = None  # counted where the sum is too much
+        for end, request in zip(lengths.final_lengths(running), running, strict=True):
+            grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
+            if grown > 0:
+                self.total += grown
+        self._ends: np.ndarray | None = None  # see `_end`, of each; counted where the sum is too much
 
     def add(self, request: Request) -> None:
         """Count one more that runs."""
-        final = self._lengths.final_length(request)
-        self.total += self._own(final, request.room)
+        self.total += self._pages(request, request.room)
         if self._ends is not None:
-            self._ends.add(*self._end(request, final))
+            self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
 
     def total_with(self, request: Request) -> int:
         """Return the pages by which they and `request`, which has those for its known tokens, grow in all."""
-        return self.total + self._own(self._lengths.final_length(request), request.num_tokens)
+        return self.total + self._pages(request, request.num_tokens)
 
     def peak_with(self, request: Request) -> int:
         """Return the most pages, beyond today's, that they and `request` will need at any time.
@@ -110,51 +111,21 @@ class Growth:
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
         if self._ends is None:
-            self._ends = _Ends(self._block, map(self._end, self._running, self._lengths.final_lengths(self._running)))
+            finals = self._lengths.final_lengths(self._running)
+            self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
         known = -(-request.num_tokens // self._block)
-        return self._ends.peak_with(self._lengths.final_length(request) - 1 - request.num_tokens, known)
+        own = self._lengths.final_length(request) - 1 - request.num_tokens, known, known
+        steps, frees, has = np.vstack((self._ends, own)).T
+        order = np.argsort(-steps)  # when one ends, those before it still run
+        needs = np.cumsum(frees[order]) * self._block + np.arange(1, len(steps) + 1) * steps[order]
+        return max(0, -(-int(needs.max()) // self._block) - int(has.sum()))
 
-    def _own(self, final: int, room: int) -> int:
-        return max(0, -(-(final - 1) // self._block) + -room // self._block)
+    def _pages(self, request: Request, room: int) -> int:
+        """Return the pages that a request with room for so many tokens grows by."""
+        return max(0, -(-(self._lengths.final_length(request) - 1) // self._block) + -room // self._block)
 
     def _end(self, request: Request, final: int) -> tuple[int, int, int]:
-        """Return the steps until a request ends, the pages that it frees then and those of them that it has."""
+        """Return the steps until a request ends, the pages that it frees then, and those of them that it has."""
         block, count, room = self._block, len(request.token_ids), request.room
         shared = request.began_at // block
-        return final - 1 - count, -(-(room if room > count else count) // block) - shared, room // block - shared
-
-
-class _Ends:
-    """Ends of running requests, the last one first, and the tokens of pages that are needed at each."""
-
-    def __init__(self, block_tokens: int, ends: Iterable[tuple[int, int, int]]) -> None:
-        self._block = block_tokens
-        steps, frees, has = np.array(list(ends), np.int64).reshape(-1, 3).T
-        order = np.argsort(-steps, kind="stable")
-        self._steps, self._frees, self._taken = steps[order], frees[order], int(has.sum())
-        self._count()
-
-    def add(self, steps: int, frees: int, has: int) -> None:
-        place = self._place(steps)
-        self._steps, self._frees = np.insert(self._steps, place, steps), np.insert(self._frees, place, frees)
-        self._taken += has
-        self._count()
-
-    def peak_with(self, steps: int, pages: int) -> int:
-        """Return the most pages, beyond today's, that are needed with another request, which has `pages` now."""
-        block, place = self._block, self._place(steps)
-        before = int(self._pages[place - 1]) if place else 0
-        peak = max(
-            (before + pages) * block + (place + 1) * steps,
-            int(self._needs[:place].max(initial=0)),
-            int((self._needs[place:] + self._steps[place:]).max(initial=0)) + pages * block,
-        )
-        return max(0, -(-peak // block) - self._taken - pages)
-
-    def _place(self, steps: int) -> int:
-        """Return the number of those that end in so many steps or later."""
-        return int(np.searchsorted(-self._steps, -steps, "right"))
-
-    def _count(self) -> None:
-        self._pages = np.cumsum(self._frees)
-        self._needs = self._pages * self._block + np.arange(1, len(self._steps) + 1) * self._steps  # those before run
+        return final - 1 - count, -(-max(room, count) // block) - shared, room // block - shared

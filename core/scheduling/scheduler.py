@@ -341,7 +341,11 @@ class Scheduler:
             return False
         if running.plan is None and not self._all_decode():
             return False
-        short = [request for request in running if request.room <= request.num_computed_tokens]
+        return self._grow_by_one(running)
+
+    def _grow_by_one(self, requests: Sequence[Request]) -> bool:
+        """True if each request has a page for its next token now; False, and nothing done, if pages run short."""
+        short = [request for request in requests if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
 
     def _all_decode(self) -> bool:
@@ -354,17 +358,20 @@ class Scheduler:
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        budget, running = self._max_tokens, self.running
+        decoding, prompts = [], []
+        for request in sharing:
+            (prompts if len(request.token_ids) - request.num_computed_tokens > 1 else decoding).append(request)
         chosen: dict[Request, int] = {}
+        if len(decoding) <= self._max_tokens and self._grow_by_one(decoding):
+            chosen, decoding = dict.fromkeys(decoding, 1), []
+        budget, preempted = self._max_tokens - len(chosen), False
         cut: list[Request] = []
-        preempted = False
-        shares = self._prompt_shares(sharing)
-        for request in sorted(sharing, key=lambda r: _missing(r) > 1):
+        shares = self._prompt_shares(prompts, len(sharing) - len(prompts))
+        for request in (*decoding, *prompts):
             if budget <= 0:
                 break
             if not request.is_running:  # preempted for one before it
                 continue
-            start = request.num_computed_tokens
             count = min(budget, _missing(request))
             if shares is not None and _missing(request) > 1:
                 if count > shares[request.account]:
@@ -373,31 +380,36 @@ class Scheduler:
                 if count == 0:
                     continue
                 shares[request.account] -= count
-            while request.room < start + count and not self._memory.grow(request, start + count):
-                if self._store.give_up_loads():
-                    continue
-                preempted = True
-                if self._memory.swapped.frees_pages:
-                    break  # it sits out until they have been copied
-                victim = self._policies.victim.choose(running)
-                self.preempt(victim)
-                budget += chosen.pop(victim, 0)
-                if victim is request:
-                    break
-            else:
+            fits, victims = self._find_pages(request, request.num_computed_tokens + count)
+            preempted = preempted or not fits or bool(victims)
+            budget += sum([chosen.pop(victim, 0) for victim in victims])
+            if fits:
                 chosen[request] = count
                 budget -= count
         return chosen, cut, preempted
 
-    def _prompt_shares(self, sharing: Sequence[Request]) -> dict[str, int] | None:
+    def _find_pages(self, request: Request, end: int) -> tuple[bool, list[Request]]:
+        """Return whether a running request has pages up to `end` now, and the requests that were preempted for them.
+
+        It has none where it is one of these, and where pages are free only once they have been copied.
+        """
+        victims: list[Request] = []
+        while request.room < end and not self._memory.grow(request, end):
+            if self._store.give_up_loads():
+                continue
+            if self._memory.swapped.frees_pages:
+                return False, victims
+            victims.append(self._policies.victim.choose(self.running))
+            self.preempt(victims[-1])
+            if victims[-1] is request:
+                return False, victims
+        return True, victims
+
+    def _prompt_shares(self, prompts: Sequence[Request], num_decoding: int) -> dict[str, int] | None:
         """Return the step's tokens by account with prompts under way; None where one account has them all."""
         wanted: dict[str, int] = {}
-        num_decoding = 0
-        for request in sharing:
-            if (missing := _missing(request)) > 1:
-                wanted[request.account] = wanted.get(request.account, 0) + missing
-            else:
-                num_decoding += 1
+        for request in prompts:
+            wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
         here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
         others = any(account not in here for account in self.waiting.accounts)
         if len(wanted) + others < 2 or not self._limits.chunked_prefill:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
 
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
@@ -42,7 +42,8 @@ class SeatShares:
         self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
         self._yields: dict[str, int] = {}  # of these those that others may take, who begin
-        self._known: dict[str, float] = {}  # `given` at this step, of the accounts that it has asked for
+        self._now = 0.0  # of the step
+        self._known: dict[str, float] = {}  # `given` then, of the accounts that it has asked for
         self._givers: list[Giver] | None = None  # a heap; None until it is asked for
         self._entries: dict[str, Giver] = {}  # of the heap those that hold
 
@@ -117,16 +118,16 @@ class SeatShares:
         everybody = len(taking) == len(self._running)
         accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
         self._rows, self._yields = dict(accounts), dict(accounts)
-        self._known, self._givers = {}, None
+        self._known, self._givers, self._now = {}, None, self._clock()
 
-    def is_open_to(self, waiting: Collection[str]) -> bool:
+    def is_open_to(self, waiting: Set[str]) -> bool:
         """True if one of the accounts that wait may begin a request though every seat is taken."""
         running = self._running.accounts
         if self._giver is None:
             return False
-        if len(running) < self._max_rows and any(account not in running for account in waiting):
+        if len(running) < self._max_rows and not waiting <= running.keys():
             return True
-        return len(running) > 1 and any(self.may_begin(account) for account in running if account in waiting)
+        return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
     def may_begin(self, account: str) -> bool:
         """True if an account may begin a request though every seat is taken: another can give it a row."""
@@ -172,7 +173,8 @@ class SeatShares:
         """Return `given` as of this step."""
         given = self._known.get(account)
         if given is None:
-            given = self._known[account] = self.given(account)
+            given = self._held.get(account, 0.0) + self._lately(account, self._now)
+            self._known[account] = given
         return given
 
     @property
