@@ -150,40 +150,40 @@ class Admission:
             return admitted
         step = Step(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
         self._open(step, place)
-        while budget > 0 and (request := self._candidate(step, budget, rows + len(admitted))) is not None:
-            blocks = self._memory.match(request)
-            kept = self._memory.kept_tokens(request, blocks)
-            count = request.num_tokens - kept
-            if count > budget and not self._limits.chunked_prefill:
-                break
-            if self._prefills.wait(request, kept):
-                step.order.go_on()
-                continue
+        while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
+            request, blocks, count = found
             has_room = self._has_room(request, blocks, step)
             if only_look and (has_room or self._shares.may_begin(request.account)):
                 return {request: 0}
             if has_room:
-                if (started := self._start(request, blocks, min(count, budget), step)) is not None:
+                if (started := self._start(request, blocks, count, step)) is not None:
                     admitted[request] = started
                     budget -= started
             elif not self._find_room(request, step):
                 break
         return admitted
 
-    def _candidate(self, step: Step, budget: int, rows: int) -> Request | None:
-        """Return the next request that may begin if it has tokens and pages; None where there is none."""
+    def _candidate(self, step: Step, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
+        """Return the next request that may begin if it has pages, its cached prefix and its tokens of `budget`; None
+        where there is none.
+        """
         while (request := step.order.next()) is not None:
             place = self._place(step.running, rows)
-            if place is None:
+            if place is None or (place is step.place is Place.CALL and request.call in step.running.calls):
                 return None
             if place is not step.place:
                 self._open(step, place)
-            elif place is Place.CALL and request.call in step.running.calls:
-                return None
-            elif self._may_join(request, step, budget):
-                return request
-            else:
+            elif not self._may_join(request, step, budget):
                 step.order.pass_over()
+            else:
+                blocks = self._memory.match(request)
+                kept = self._memory.kept_tokens(request, blocks)
+                count = request.num_tokens - kept
+                if count > budget and not self._limits.chunked_prefill:
+                    return None
+                if not self._prefills.wait(request, kept):
+                    return request, blocks, min(count, budget)
+                step.order.go_on()
         return None
 
     def _place(self, running: Running, rows: int) -> Place | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -31,29 +31,30 @@ class OutputLengths:
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
         self._ends: list[int] = []  # how many of these ended of themselves
-        self._expected = _Expected(self._answer_length)
+        self._is_new = False
 
     def end(self, num_tokens: int, was_cut: bool) -> None:
         """Record an answer that ended with so many tokens, of itself or, if `was_cut`, at its limit."""
         self._latest.append((num_tokens, int(not was_cut)))
-        self._expected.clear()
+        self._is_new = True
 
     def final_length(self, request: Request) -> int:
         """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
         return self.final_lengths([request])[0]
 
-    def final_lengths(self, requests: Iterable[Request]) -> list[int]:
+    def final_lengths(self, requests: Sequence[Request]) -> list[int]:
         """Return `final_length` of each request."""
-        lengths = self._expected
+        drawn = [len(request.token_ids) - request.num_prompt_tokens for request in requests]
+        lengths = {each: self._answer_length(each) + 1 for each in set(drawn)}
         return [
-            end if (end := (prompt := r.num_prompt_tokens) + lengths[len(r.token_ids) - prompt] + 1) < r.max_length
-            else r.max_length
-            for r in requests
-        ]  # fmt: skip
+            end if (end := each.num_prompt_tokens + lengths[count]) < each.max_length else each.max_length
+            for each, count in zip(requests, drawn, strict=True)
+        ]
 
     def _answer_length(self, drawn: int) -> int:
         """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
-        if not self._expected:  # an answer has ended since
+        if self._is_new:
+            self._is_new = False
             latest = sorted(self._latest)
             self._sorted = [length for length, _ in latest]
             self._sums = list(accumulate(reversed(self._sorted)))[::-1]
@@ -65,18 +66,6 @@ class OutputLengths:
         if not self._ends[index]:
             return _ENDLESS
         return drawn + (self._sums[index] - count * drawn) // self._ends[index]
-
-
-class _Expected(dict[int, int]):
-    """Expected lengths of answers by the tokens that they have drawn, until another answer ends."""
-
-    def __init__(self, length: Callable[[int], int]) -> None:
-        super().__init__()
-        self._length = length
-
-    def __missing__(self, drawn: int) -> int:
-        length = self[drawn] = self._length(drawn)
-        return length
 
 
 class Growth:

@@ -358,9 +358,8 @@ class Scheduler:
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        decoding, prompts = [], []
-        for request in sharing:
-            (prompts if len(request.token_ids) - request.num_computed_tokens > 1 else decoding).append(request)
+        prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
+        decoding = [each for each in sharing if _missing(each) == 1] if prompts else sharing
         chosen: dict[Request, int] = {}
         if len(decoding) <= self._max_tokens and self._grow_by_one(decoding):
             chosen, decoding = dict.fromkeys(decoding, 1), []
@@ -372,14 +371,12 @@ class Scheduler:
                 break
             if not request.is_running:  # preempted for one before it
                 continue
-            count = min(budget, _missing(request))
-            if shares is not None and _missing(request) > 1:
-                if count > shares[request.account]:
-                    count = shares[request.account]
-                    cut.append(request)
-                if count == 0:
-                    continue
-                shares[request.account] -= count
+            wanted = min(budget, _missing(request))
+            count = _take_share(request, wanted, shares)
+            if count < wanted:
+                cut.append(request)
+            if not count:
+                continue
             fits, victims = self._find_pages(request, request.num_computed_tokens + count)
             preempted = preempted or not fits or bool(victims)
             budget += sum([chosen.pop(victim, 0) for victim in victims])
@@ -577,6 +574,15 @@ class Scheduler:
         self._memory.forget_image(request)
         if request.adapter is not None:
             self._store.let_go(request.adapter)
+
+
+def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) -> int:
+    """Return how many of the tokens that a request wants its account has left, if it shares them; these it takes."""
+    if shares is None or _missing(request) == 1:
+        return wanted
+    count = min(wanted, shares[request.account])
+    shares[request.account] -= count
+    return count
 
 
 def _missing(request: Request) -> int:
