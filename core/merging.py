@@ -168,13 +168,16 @@ class Merging:
         self._take_runs(0.0)
 
     def _take_runs(self, most: float) -> None:
-        """Take more of the runs, one at least, for `most` seconds; give the shadow up where one is in use by now."""
-        began, cleared = self._clock(), []
-        while self._runs and (not cleared or self._clock() - began < most):
-            if not self._reclaimer.clear(self._runs[-1]):
+        """Take more of the runs, for `most` seconds or until something had to be evicted from one; give the shadow up
+        where one is in use by now.
+        """
+        began, evicted, cleared = self._clock(), 0, []
+        while self._runs and (not evicted or self._clock() - began < most):
+            if (num_pages := self._reclaimer.clear(self._runs[-1])) is None:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 self._pages.give_up()
                 return
+            evicted += num_pages
             cleared.append(self._runs.pop())
         if cleared:
             self._pages.take(cleared)

@@ -68,19 +68,22 @@ class Reclaimer:
             return list(wished)
         return place_runs(sizes, costs)
 
-    def clear(self, run: range) -> bool:
-        """Evict what is in a run of pages; False, and nothing evicted, if one of them is used or wanted by now."""
+    def clear(self, run: range) -> int | None:
+        """Evict what is in a run of pages; returns how many had something. None, and nothing evicted, if one is used or
+        wanted by now.
+        """
         kinds = self.pool.kinds()[run.start : run.stop]
+        pages = (kinds.nonzero()[0] + run.start).tolist()  # that are not free
         idle = self._idle_pages() if (kinds == PageKind.ADAPTER).any() else {}
-        if any(kind and kind != PageKind.CACHED and page not in idle for page, kind in zip(run, kinds, strict=True)):
-            return False
-        for page in run:
+        if any(page not in idle and self.pool.kind(page) is not PageKind.CACHED for page in pages):
+            return None
+        for page in pages:
             kind = self.pool.kind(page)
             if kind is PageKind.ADAPTER:
                 self.store.evict(idle[page])
             elif kind is PageKind.CACHED:
                 self.prefix.evict_from(self.prefix.by_page[page])
-        return True
+        return len(pages)
 
     def _idle_pages(self) -> dict[int, Adapter]:
         """Return the pages of adapters that no request uses or waits for."""

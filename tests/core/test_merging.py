@@ -126,7 +126,7 @@ def test_the_search_for_pages_is_a_pause(has_room):
         return [range(1, 3)] if has_room else None
 
     shadow = SimpleNamespace(take=taken.append, give_up=lambda: None)
-    reclaimer = SimpleNamespace(shadow=shadow, find_runs=find_runs, clear=lambda run: True)
+    reclaimer = SimpleNamespace(shadow=shadow, find_runs=find_runs, clear=lambda run: 0)
     backend = SimpleNamespace(
         sizes=lambda adapter: [2], wished_runs=lambda adapter: None, begin=lambda adapter, runs: None
     )

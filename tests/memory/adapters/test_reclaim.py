@@ -176,7 +176,7 @@ def made_runs(memory, sizes, wished=None):
     runs = memory.reclaimer.find_runs(sizes, wished)
     if runs is not None:
         memory.reclaimer.shadow.give_up()
-        assert all(memory.reclaimer.clear(run) for run in runs)
+        assert all(memory.reclaimer.clear(run) is not None for run in runs)
     return runs
 
 
@@ -219,13 +219,13 @@ def test_a_run_in_use_or_wanted_by_now_is_left_as_it_is():
     wanted = memory.adapter("wanted", "two")  # 2, 3
     assert memory.reclaimer.find_runs([10]) == [range(1, 11)]
     memory.store.hold(wanted)
-    assert not memory.reclaimer.clear(range(1, 11))
+    assert memory.reclaimer.clear(range(1, 11)) is None
     memory.store.let_go(wanted)
     kv = memory.pool.allocate(1, PageKind.KV)  # 4
-    assert not memory.reclaimer.clear(range(1, 11))
+    assert memory.reclaimer.clear(range(1, 11)) is None
     assert memory.left() == {"wanted", 1}
     memory.pool.release(kv)
-    assert memory.reclaimer.clear(range(1, 11))
+    assert memory.reclaimer.clear(range(1, 11)) == 3
     assert memory.left() == set()
     memory.check()
 
