@@ -277,7 +277,7 @@ class Admission:
         self._waiting.remove(request)
         step.order.go_on()
         if request.start_time is None:
-            request.start_time = step.now
+            request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
@@ -287,7 +287,7 @@ class Admission:
         request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
-        self._turns.take(request.account, step.now, self._num_steps())
+        self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
         step.add(request)
         self._shares.begin(request)
