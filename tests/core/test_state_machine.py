@@ -1105,7 +1105,7 @@ class EngineMachine(RuleBasedStateMachine):
         adapter, merging = data.draw(st.sampled_from(self._mergeable())), self.engine.merging
         try:
             self.engine.merge(adapter.name)
-            for _ in range(3):
+            while merging.is_under_way:
                 merging.advance(0.0)
             for _ in range(switches):
                 self._step()
