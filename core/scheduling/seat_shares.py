@@ -188,7 +188,8 @@ class SeatShares:
             givers, self._entries = [], {}
             self._givers = givers
             for place, account in enumerate(self._yields):
-                self._enter(account, place)
+                if self._rows[account] > 1:
+                    self._enter(account, place)
         while givers and self._entries.get(givers[0][3]) is not givers[0]:
             heapq.heappop(givers)
         return givers[0][3] if givers else None
