@@ -44,7 +44,8 @@ class Merging:
         self._clock = clock
         self._refused: WeakKeyDictionary[Adapter, str] = WeakKeyDictionary()
         self._retry_at = -math.inf  # when there may be room again
-        self._spent = 0.0  # seconds on the shadow that is being made
+        self._runs: list[range] = []  # still to be taken for the shadow that is being made, the last one first
+        self._spent = 0.0  # seconds on it
         self._uses = 0  # switches to the shadow that is there
         self.is_under_way = False
         """True if a shadow is being made: `advance` is to be called between steps."""
@@ -93,9 +94,13 @@ class Merging:
         adapter, backend = self.shadowed, self._backend
         if adapter is None or backend is None or not self.is_under_way:
             return
-        began = self._clock()
+        began, most = self._clock(), SHARE * step_seconds
         try:
-            is_whole = backend.advance(SHARE * step_seconds)
+            left = most
+            if self._runs:
+                self._take_runs(most)
+                left -= self._clock() - began
+            is_whole = self.is_under_way and not self._runs and left >= 0 and backend.advance(left)
         except CannotMerge as error:
             logger.info("%s", error)
             self._refused[adapter] = str(error)
@@ -147,7 +152,7 @@ class Merging:
         self._store.hold(adapter)  # what a request waits for is not evicted for the runs
         try:
             sizes = backend.sizes(adapter)
-            runs = self._reclaimer.make_runs(sizes, backend.wished_runs(adapter))
+            runs = self._reclaimer.find_runs(sizes, backend.wished_runs(adapter))
             if runs is None:
                 self._retry_at = self._clock() + RETRY_SECONDS
                 raise CannotMerge(
@@ -157,9 +162,25 @@ class Merging:
         except CannotMerge:
             self._store.let_go(adapter)
             raise
-        self._pages.take(runs)
+        self._pages.give_up()
         backend.begin(adapter, runs)
-        self.shadowed, self.is_under_way, self._spent, self._uses = adapter, True, 0.0, 0
+        self.shadowed, self.is_under_way, self._runs, self._spent, self._uses = adapter, True, runs[::-1], 0.0, 0
+        self._take_runs(0.0)
+
+    def _take_runs(self, most: float) -> None:
+        """Take more of the runs, for `most` seconds or until something had to be evicted from one; give the shadow up
+        where one is in use by now.
+        """
+        began, evicted, cleared = self._clock(), 0, []
+        while self._runs and (not evicted or self._clock() - began < most):
+            if (num_pages := self._reclaimer.clear(self._runs[-1])) is None:
+                self._retry_at = self._clock() + RETRY_SECONDS
+                self._pages.give_up()
+                return
+            evicted += num_pages
+            cleared.append(self._runs.pop())
+        if cleared:
+            self._pages.take(cleared)
 
     def _switch_on(self, adapter: Adapter) -> None:
         self._store.hold(adapter)
@@ -177,7 +198,7 @@ class Merging:
         adapter, is_held = self.shadowed, self.merged is not None or self.is_under_way
         self.num_switches += self.merged is not None
         self.merged = self.shadowed = None
-        self.is_under_way = False
+        self.is_under_way, self._runs = False, []
         if self._backend is not None:
             self._backend.drop()
         if adapter is not None and is_held:

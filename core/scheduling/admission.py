@@ -17,7 +17,7 @@ from ...memory.transfers.transfer import ExecutorLost
 from ..config import EngineConfig
 from ..requests.request import Request, RequestState
 from .load_ahead import LoadPolicy
-from .output_lengths import OutputLengths
+from .output_lengths import Growth, OutputLengths
 from .policies import QueuePolicy, VictimPolicy
 from .queue_order import QueueOrder, Turns
 from .request_memory import RequestMemory
@@ -145,59 +145,46 @@ class Admission:
 
     def _admit(self, running: Running, budget: int, rows: int, *, only_look: bool = False) -> dict[Request, int]:
         """See `admit`. only_look: name the first request that would run, and leave it in the queue."""
-        limits = self._limits
         admitted: dict[Request, int] = {}
         if budget <= 0 or (place := self._place(running, rows)) is None:
             return admitted
-        step = Step(limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
-        order = self._order(step, place)
-        while (request := order.next()) is not None and budget > 0:
-            now = self._place(running, rows + len(admitted))
-            if now is None:
-                break
-            if now is not place:
-                place = now
-                order = self._order(step, place)
-                continue
-            if order.only_firsts and request.call in running.calls:
-                break
-            if not self._may_join(request, step, order, budget):
-                order.pass_over()
-                continue
-            blocks = self._memory.match(request)
-            kept = self._memory.kept_tokens(request, blocks)
-            missing = request.num_tokens - kept
-            if missing > budget and not limits.chunked_prefill:
-                break
-            if self._prefills.wait(request, kept):
-                order.go_on()
-                continue
+        step = Step(self._limits, self._store, running, self.late, self._clock(), self._doubt_until, self.only)
+        self._open(step, place)
+        while budget > 0 and (found := self._candidate(step, budget, rows + len(admitted))) is not None:
+            request, blocks, count = found
             has_room = self._has_room(request, blocks, step)
-            if not has_room and self._store.give_up_loads():
-                continue
             if only_look and (has_room or self._shares.may_begin(request.account)):
                 return {request: 0}
-            if not has_room and self._make_way(request, step, order):
-                if self._memory.swapped.frees_pages:
-                    break  # the pages are there once they have been copied
-                continue
-            if not has_room and (running or self._store.loads.under_way):
-                step.held.update(running.accounts)
-                if request.account in step.held and not step.held >= self._waiting.accounts.keys():
-                    continue
+            if has_room:
+                if (started := self._start(request, blocks, count, step)) is not None:
+                    admitted[request] = started
+                    budget -= started
+            elif not self._find_room(request, step):
                 break
-            self._waiting.remove(request)
-            order.go_on()
-            if not has_room:  # nothing runs that could free more pages
-                message = "the arena has too few pages left beside pinned adapters; unpin some"
-                self._fail(request, message, LoadFailure.NO_ROOM)
-            elif self._start(request, blocks, count := min(missing, budget)):
-                count = 0 if request.coming is not None else count
-                admitted[request] = count
-                budget -= count
-                step.add(request, self._lengths)
-                self._shares.begin(request)
         return admitted
+
+    def _candidate(self, step: Step, budget: int, rows: int) -> tuple[Request, list[Block], int] | None:
+        """Return the next request that may begin if it has pages, its cached prefix and its tokens of `budget`; None
+        where there is none.
+        """
+        while (request := step.order.next()) is not None:
+            place = self._place(step.running, rows)
+            if place is None or (place is step.place is Place.CALL and request.call in step.running.calls):
+                return None
+            if place is not step.place:
+                self._open(step, place)
+            elif not self._may_join(request, step, budget):
+                step.order.pass_over()
+            else:
+                blocks = self._memory.match(request)
+                kept = self._memory.kept_tokens(request, blocks)
+                count = request.num_tokens - kept
+                if count > budget and not self._limits.chunked_prefill:
+                    return None
+                if not self._prefills.wait(request, kept):
+                    return request, blocks, min(count, budget)
+                step.order.go_on()
+        return None
 
     def _place(self, running: Running, rows: int) -> Place | None:
         """Return the place that one more request may take: with a seat free any, else that of a request without a row
@@ -207,19 +194,34 @@ class Admission:
         seats = self._seats
         if len(running) < seats or (self.only is not None and rows < seats):
             return Place.SEAT
-        if self._shares.is_open_to(self._waiting.accounts):
+        if self._shares.is_open_to(self._waiting.accounts.keys()):
             return Place.ACCOUNT
         if rows < seats and running.num_calls < seats and self._waiting.has_firsts():
             return Place.CALL
         return None
 
-    def _make_way(self, request: Request, step: Step, order: QueueOrder) -> bool:
+    def _find_room(self, request: Request, step: Step) -> bool:
+        """See to pages for a request that lacks them, or pass it over; False if nobody behind it may go before it."""
+        if self._store.give_up_loads():
+            return True
+        if self._make_way(request, step):
+            return not self._memory.swapped.frees_pages  # the pages are there once they have been copied
+        if step.running or self._store.loads.under_way:
+            step.held.update(step.running.accounts)
+            return request.account in step.held and not step.held >= self._waiting.accounts.keys()
+        self._waiting.remove(request)
+        step.order.go_on()
+        message = "the arena has too few pages left beside pinned adapters; unpin some"
+        self._fail(request, message, LoadFailure.NO_ROOM)
+        return True
+
+    def _make_way(self, request: Request, step: Step) -> bool:
         """Preempt a request for one that lacks pages; False if none is to yield.
 
         Whoever sits out yields to an account that has fewer rows; who has a row does to one that is late for its turn
         and has nothing running.
         """
-        account, late = request.account, order.is_late()
+        account, late = request.account, step.order.is_late()
         if not self._shares.may_begin(account):
             return False
         victim, running = self._shares.sitting_out(account), step.running
@@ -234,25 +236,24 @@ class Admission:
         self._preempt(victim)
         return True
 
-    def _order(self, step: Step, place: Place) -> QueueOrder:
-        may_come = step.may_come if step.is_limited else None
+    def _open(self, step: Step, place: Place) -> None:
+        """Have the step's candidates be those that may take a place of a kind, from the first one on."""
         self._turns.restart(step.now, self._num_steps())
-        may_begin = self._shares.may_begin if place is Place.ACCOUNT else None
-        only_firsts, before = place is Place.CALL, step.overdue_before
-        return QueueOrder(self._waiting, self._turns, self._store, before, may_come, only_firsts, may_begin, step.held)
+        step.place, step.order = place, QueueOrder(
+            self._waiting, self._turns, self._store, step.overdue_before, step.may_come if step.is_limited else None,
+            place is Place.CALL, self._shares.may_begin if place is Place.ACCOUNT else None, step.held,
+        )  # fmt: skip
 
-    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
+    def _may_join(self, request: Request, step: Step, budget: int) -> bool:
         """True unless a request must wait for its adapter or for a free adapter place in the step."""
         adapter = request.adapter
         if adapter is not None and step.is_barred(adapter):
-            if order.is_overdue():
+            if step.order.is_overdue():
                 step.reserve(request)
             return False
         if step.is_reserved(request):
             return False
-        if adapter is None:
-            return True
-        return self._loads.may_start(adapter, min(request.num_tokens, budget))
+        return adapter is None or self._loads.may_start(adapter, min(request.num_tokens, budget))
 
     def _has_room(self, request: Request, blocks: list[Block], step: Step) -> bool:
         """True if there are pages for a request's known tokens and for the expected growth of all that run.
@@ -264,29 +265,33 @@ class Admission:
         if not step.running:
             return True
         if step.growth is None:
-            step.growth = self._lengths.growth_of(step.running)
-        block = self._memory.block_tokens
-        own = -(-(self._lengths.final_length(request) - 1) // block) - -(-request.num_tokens // block)
-        return self._memory.fits(request, blocks, step.growth + max(0, own)) or self._memory.fits(
-            request, blocks, self._lengths.peak_growth(step.running, request)
-        )
+            step.growth = Growth(self._lengths, self._memory.block_tokens, step.running)
+        fits, growth = self._memory.fits, step.growth
+        return fits(request, blocks, growth.total_with(request)) or fits(request, blocks, growth.peak_with(request))
 
-    def _start(self, request: Request, blocks: list[Block], count: int) -> bool:
-        """Start a waiting request; False if its adapter can't be loaded, which fails this request only."""
+    def _start(self, request: Request, blocks: list[Block], count: int, step: Step) -> int | None:
+        """Start a waiting request with `count` tokens; returns those that it computes, none while its KV comes back.
+
+        None if its adapter can't be loaded, which fails this request only.
+        """
+        self._waiting.remove(request)
+        step.order.go_on()
         if request.start_time is None:
             request.start_time = self._clock()
         try:
             self._memory.start(request, blocks, count)
         except Exception as error:
             self._fail(request, *load_error(request, error))
-            return False
+            return None
         is_loading = request.adapter is not None and request.adapter.transfer is not None
         request.state = RequestState.LOADING if is_loading or request.coming is not None else RequestState.RUNNING
         request.began_at = len(blocks) * self._memory.block_tokens
         self._policy.charge(request, self._lengths.final_length(request) - 1)
         self._turns.take(request.account, self._clock(), self._num_steps())
         self._prefills.begin(request)
-        return True
+        step.add(request)
+        self._shares.begin(request)
+        return 0 if request.coming is not None else count
 
 
 @dataclass(eq=False, slots=True)
@@ -295,7 +300,8 @@ class Step:
 
     _late: adapters whose requests start only once they have been read; until `_doubt_until` that holds for all.
     _only: adapters whose requests may join; None: all. growth: pages that `running` is expected to grow by; None until
-    they are counted. held: accounts that may begin nothing more, because others of theirs run or made way.
+    they are counted. place, order: what the next request may take, and the candidates for it. held: accounts that may
+    begin nothing more, because others of theirs run or made way.
 
     A step has at most `max_adapters_per_step` adapters. An overdue request that waits for a free adapter place reserves
     it: requests behind it in the queue may neither add an adapter nor take the last seat.
@@ -308,8 +314,10 @@ class Step:
     now: float
     _doubt_until: float
     _only: Collection[Adapter | None] | None = None
-    growth: int | None = None
+    growth: Growth | None = None
     held: set[str] = field(default_factory=set)
+    place: Place = field(init=False)
+    order: QueueOrder = field(init=False)
     overdue_before: float = field(init=False)
     _doubts: bool = field(init=False)
     _most_adapters: int | None = field(init=False)
@@ -360,11 +368,11 @@ class Step:
             return False
         return request.adapter is not None or len(self.running) >= self._limits.max_num_seqs - 1
 
-    def add(self, request: Request, lengths: OutputLengths) -> None:
+    def add(self, request: Request) -> None:
         """Add an admitted request."""
         self.running.append(request)
         if self.growth is not None:
-            self.growth += lengths.growth(request)
+            self.growth.add(request)
         if request.adapter is not None:
             self._adapters.add(request.adapter)
 

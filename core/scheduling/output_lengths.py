@@ -1,17 +1,19 @@
-"""Expected lengths of answers, for which admission leaves room."""
+"""Expected lengths of answers, and the pages that they will take, for which admission leaves room."""
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import accumulate
+
+import numpy as np
 
 from ..requests.request import Request
 
 _FIRST_GUESS = 256
 _NUM_REMEMBERED = 128
+_ENDLESS = 1 << 40
 
 
 class OutputLengths:
@@ -24,8 +26,7 @@ class OutputLengths:
     off says as little: it would have gone on. Where all were cut off, the limit is what is left to expect.
     """
 
-    def __init__(self, block_tokens: int) -> None:
-        self._block_tokens = block_tokens
+    def __init__(self) -> None:
         self._latest: deque[tuple[int, int]] = deque(maxlen=_NUM_REMEMBERED)  # lengths, and 1 if it ended of itself
         self._sorted: list[int] = []
         self._sums: list[int] = []  # of the sorted lengths from each on
@@ -37,7 +38,20 @@ class OutputLengths:
         self._latest.append((num_tokens, int(not was_cut)))
         self._is_new = True
 
-    def _answer_length(self, drawn: int) -> float:
+    def final_length(self, request: Request) -> int:
+        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
+        return self.final_lengths([request])[0]
+
+    def final_lengths(self, requests: Sequence[Request]) -> list[int]:
+        """Return `final_length` of each request."""
+        drawn = [len(request.token_ids) - request.num_prompt_tokens for request in requests]
+        lengths = {each: self._answer_length(each) + 1 for each in set(drawn)}
+        return [
+            end if (end := each.num_prompt_tokens + lengths[count]) < each.max_length else each.max_length
+            for each, count in zip(requests, drawn, strict=True)
+        ]
+
+    def _answer_length(self, drawn: int) -> int:
         """Return the expected length of an answer that has `drawn` tokens; a quarter more where none got so far."""
         if self._is_new:
             self._is_new = False
@@ -50,40 +64,57 @@ class OutputLengths:
         if not count:
             return max(drawn + drawn // 4, 0 if any(self._ends[:1]) else _FIRST_GUESS)
         if not self._ends[index]:
-            return math.inf
+            return _ENDLESS
         return drawn + (self._sums[index] - count * drawn) // self._ends[index]
 
-    def final_length(self, request: Request) -> int:
-        """Return the tokens, prompt included, that a request is expected to end with; the last one needs no KV."""
-        prompt = request.num_prompt_tokens
-        length = prompt + self._answer_length(len(request.token_ids) - prompt) + 1
-        return int(length) if length < request.max_length else request.max_length
 
-    def growth(self, request: Request) -> int:
-        """Return the pages that a request is expected to grow by."""
-        block = self._block_tokens
-        return max(0, -(-(self.final_length(request) - 1) // block) - -(-request.room // block))
+class Growth:
+    """Pages that running requests are expected to need beyond those that they have."""
 
-    def growth_of(self, running: Iterable[Request]) -> int:
-        """Return the pages that `running` is expected to grow by in all."""
-        return sum(map(self.growth, running))
+    def __init__(self, lengths: OutputLengths, block_tokens: int, running: Sequence[Request]) -> None:
+        self._lengths = lengths
+        self._block = block_tokens
+        self._running = running
+        self.total = 0
+        """Those by which they grow in all."""
+        for end, request in zip(lengths.final_lengths(running), running, strict=True):
+            grown = -(-(end - 1) // block_tokens) + -request.room // block_tokens
+            if grown > 0:
+                self.total += grown
+        self._ends: np.ndarray | None = None  # see `_end`, of each; counted where the sum is too much
 
-    def peak_growth(self, running: Iterable[Request], request: Request) -> int:
-        """Return the most pages, beyond today's, that `running` and `request` will need at any time.
+    def add(self, request: Request) -> None:
+        """Count one more that runs."""
+        self.total += self._pages(request, request.room)
+        if self._ends is not None:
+            self._ends = np.vstack((self._ends, self._end(request, self._lengths.final_length(request))))
+
+    def total_with(self, request: Request) -> int:
+        """Return the pages by which they and `request`, which has those for its known tokens, grow in all."""
+        return self.total + self._pages(request, request.num_tokens)
+
+    def peak_with(self, request: Request) -> int:
+        """Return the most pages, beyond today's, that they and `request` will need at any time.
 
         Less than they grow by in all: a request that ends frees its pages while others go on growing. Pages that it
         shares with the prefix cache are not freed. `request` counts as having pages for its known tokens.
         """
-        block = self._block_tokens
-        known = -(-request.num_tokens // block)
-        taken, ahead = known, [(self.final_length(request) - 1 - request.num_tokens, known)]
-        for each in running:
-            count, shared = len(each.token_ids), each.began_at // block
-            taken += each.room // block - shared
-            ahead.append((self.final_length(each) - 1 - count, -(-max(each.room, count) // block) - shared))
-        ahead.sort(reverse=True)
-        peak = pages = 0
-        for alive, (steps, held) in enumerate(ahead, 1):  # when this one ends, those before it still run
-            pages += held
-            peak = max(peak, pages * block + alive * steps)
-        return max(0, -(-peak // block) - taken)
+        if self._ends is None:
+            finals = self._lengths.final_lengths(self._running)
+            self._ends = np.array(list(map(self._end, self._running, finals)), np.int64).reshape(-1, 3)
+        known = -(-request.num_tokens // self._block)
+        own = self._lengths.final_length(request) - 1 - request.num_tokens, known, known
+        steps, frees, has = np.vstack((self._ends, own)).T
+        order = np.argsort(-steps)  # when one ends, those before it still run
+        needs = np.cumsum(frees[order]) * self._block + np.arange(1, len(steps) + 1) * steps[order]
+        return max(0, -(-int(needs.max()) // self._block) - int(has.sum()))
+
+    def _pages(self, request: Request, room: int) -> int:
+        """Return the pages that a request with room for so many tokens grows by."""
+        return max(0, -(-(self._lengths.final_length(request) - 1) // self._block) + -room // self._block)
+
+    def _end(self, request: Request, final: int) -> tuple[int, int, int]:
+        """Return the steps until a request ends, the pages that it frees then, and those of them that it has."""
+        block, count, room = self._block, len(request.token_ids), request.room
+        shared = request.began_at // block
+        return final - 1 - count, -(-max(room, count) // block) - shared, room // block - shared

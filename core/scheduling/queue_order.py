@@ -6,7 +6,7 @@ import heapq
 import itertools
 import math
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable
 
 from ...memory.adapters.adapter import Adapter
 from ...memory.adapters.store import AdapterStore
@@ -221,19 +221,19 @@ class QueueOrder:
         self._store = store
         self._overdue_before = overdue_before
         self._may_run = may_run
-        self.only_firsts = only_firsts
+        self._only_firsts = only_firsts
         self._may_begin = may_begin
         self._held = held
-        self._near = self._nearby(waiting.by_adapter)
+        resident, coming = store.near(waiting.by_adapter.keys())
+        self._near: dict[Adapter | None, int] = {**dict.fromkeys(resident, RESIDENT), **dict.fromkeys(coming, COMING)}
+        if None in waiting.by_adapter:
+            self._near[None] = RESIDENT
         if may_run is not None and not any(may_run(adapter, None) for adapter in self._near):
             self._near = {}  # no request can begin, and none needs an adapter place kept
         self._entries: dict[str, list[Entry]] = {}  # of accounts that have come to the top
         self._account = ""  # of the last candidate
-        if len(waiting.accounts) >= MANY:
-            near = [waiting.by_adapter[adapter] for adapter in self._near]
-            if SHARE * sum(map(len, near)) < len(waiting.accounts):
-                accounts = set(itertools.chain.from_iterable(near))
-                self._turns = SomeTurns(turns, waiting, accounts)
+        if len(waiting.accounts) >= MANY and (few := self._few()) is not None:
+            self._turns = SomeTurns(turns, waiting, few)
 
     def next(self) -> Request | None:
         """Return the next candidate; the same one until it has left its group, or its group is passed over."""
@@ -260,7 +260,7 @@ class QueueOrder:
         """Go on to the next candidate, after the last one has left its group."""
         entries = self._top()
         _, _, kind, group = entries[0]
-        if group.firsts or (group.more and not self.only_firsts):
+        if group.firsts or (group.more and not self._only_firsts):
             heapq.heapreplace(entries, self._entry(kind, self._head(group), group))
         else:
             self.pass_over()
@@ -274,7 +274,7 @@ class QueueOrder:
 
     def _open(self, groups: dict[Adapter | None, Group]) -> list[Entry]:
         """Return an account's groups that may run, as a heap."""
-        only_firsts = self.only_firsts
+        only_firsts = self._only_firsts
         entries: list[Entry] = []
         for adapter in self._near.keys() & groups.keys():
             group = groups[adapter]
@@ -286,22 +286,17 @@ class QueueOrder:
         heapq.heapify(entries)
         return entries
 
-    def _nearby(self, adapters: Mapping[Adapter | None, object]) -> dict[Adapter | None, int]:
-        """Return those adapters that can run, or soon can, each with its class."""
-        store = self._store
-        few: Iterable[Adapter | None] = adapters
-        if len(adapters) > 1 + store.most_near:  # most adapters are only on disk: list the others
-            few = {None, *store.near()} & adapters.keys()
-        found: dict[Adapter | None, int] = {}
-        for adapter in few:
-            if adapter is None or adapter.pages:
-                found[adapter] = RESIDENT
-            elif store.images.is_coming(adapter):
-                found[adapter] = COMING
-        return found
+    def _few(self) -> set[str] | None:
+        """Return the accounts that have something that may run; None where these are many."""
+        found: list[str] = []
+        for adapter in self._near:
+            found += self._waiting.by_adapter[adapter]
+            if SHARE * len(found) >= len(self._waiting.accounts):
+                return None
+        return set(found)
 
     def _head(self, group: Group) -> Request:
-        return next(iter(group.firsts)) if self.only_firsts or not group.more else group.head
+        return next(iter(group.firsts)) if self._only_firsts or not group.more else group.head
 
     def _entry(self, kind: int, head: Request, group: Group) -> Entry:
         """Return a heap entry; queue positions differ, so that groups are never compared."""

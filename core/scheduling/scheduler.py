@@ -22,7 +22,7 @@ from ..requests.request import Request, RequestState
 from ..requests.types import NOT_FINITE, FinishReason, RequestOutput, ScheduledRow, StepInfo, StepPlan, StepResult
 from .admission import Admission, load_error
 from .load_ahead import LoadAhead, LoadPolicy
-from .output_lengths import OutputLengths
+from .output_lengths import Growth, OutputLengths
 from .overload import QueueRoom
 from .policies import Policies, TokenCounters
 from .request_memory import RequestMemory
@@ -57,7 +57,7 @@ class Scheduler:
         self._ahead = LoadAhead(limits, store, memory)
         self._policies = policies or Policies(TokenCounters(limits.weights))
         self.waiting = WaitingQueue()
-        self._lengths = OutputLengths(memory.block_tokens)
+        self._lengths = OutputLengths()
         self.running = Running()
         self._seats = SeatShares(limits.max_num_seqs, self.running, clock)
         self._admission = self.admission_type(
@@ -131,12 +131,7 @@ class Scheduler:
 
     def schedule(self) -> StepPlan | None:
         """Plan the next step; None when nothing can run. Its rows' block tables already cover their new tokens."""
-        if self._memory.swapped.is_under_way:
-            self._settle_swaps()
-        if self._loading or self._store.loads.under_way:
-            self._settle_loads()
-        if self.waiting or self._admission.late:
-            self._admission.settle()
+        self._settle()
         only = self._admission.only
         sharing = self._choose_sharing(only)
         all_decode, preempted = sharing is None and self._grow_decodes(), False
@@ -145,18 +140,8 @@ class Scheduler:
         if not all_decode:
             counts, cut, preempted = self._schedule_running(self.running if sharing is None else sharing)
         if self.waiting:
-            rows = len(self.running) if all_decode else len(counts)
-            used = rows if all_decode else sum(counts.values())
-            before = self.num_preemptions
             self._seats.begin_step(self.running if sharing is None else sharing, only)
-            admitted = self._schedule_waiting(self._max_tokens - used, rows, preempted)
-            full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
-            if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
-                counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
-                all_decode = False
-            if cut and not preempted:
-                self._add_to_chunks(cut, counts, admitted)
-            counts |= admitted
+            counts, all_decode = self._schedule_waiting(counts, cut, all_decode, preempted)
         last = self.running.plan if all_decode else None
         if last is not None:
             return StepPlan(self.num_steps + 1, last.rows, last.adapters, last.bucket)
@@ -264,7 +249,7 @@ class Scheduler:
         running = self.running
         if not self.waiting or not running:
             return len(self.waiting)
-        growth = self._lengths.growth_of(running)
+        growth = Growth(self._lengths, self._memory.block_tokens, running).total
         pages = sum([request.room for request in running]) // self._memory.block_tokens + growth
         return max(0, self._memory.num_available_pages - growth) * len(running) // max(1, pages)
 
@@ -292,6 +277,16 @@ class Scheduler:
 
     # -- choosing
 
+    def _settle(self) -> None:
+        """Take note of what has ended since the last step: copies, loads, and prompts that others wait for."""
+        if self._memory.swapped.is_under_way:
+            for request in self._memory.settle():  # its KV is lost: it computes that again
+                self._send_back(request, RequestState.SWAPPED)
+        if self._loading or self._store.loads.under_way:
+            self._settle_loads()
+        if self.waiting or self._admission.late:
+            self._admission.settle()
+
     def _settle_loads(self) -> None:
         """End the requests whose adapter failed to load, and mark those whose adapter is complete as running."""
         for adapter, error in self._store.poll():
@@ -307,11 +302,6 @@ class Scheduler:
                 else:
                     still.append(request)
         self._loading = still
-
-    def _settle_swaps(self) -> None:
-        """Let the requests go on whose KV is back; those whose KV is lost compute it again."""
-        for request in self._memory.settle():
-            self._send_back(request, RequestState.SWAPPED)
 
     def _fail_hopeless(self) -> None:
         """End the waiting requests whose adapter can't be loaded."""
@@ -351,7 +341,11 @@ class Scheduler:
             return False
         if running.plan is None and not self._all_decode():
             return False
-        short = [request for request in running if request.room <= request.num_computed_tokens]
+        return self._grow_by_one(running)
+
+    def _grow_by_one(self, requests: Sequence[Request]) -> bool:
+        """True if each request has a page for its next token now; False, and nothing done, if pages run short."""
+        short = [request for request in requests if request.room <= request.num_computed_tokens]
         return not short or self._memory.grow_each(short)
 
     def _all_decode(self) -> bool:
@@ -364,50 +358,55 @@ class Scheduler:
 
         Decoding requests come first, so that a long prompt's chunks never delay them; then in order of admission.
         """
-        budget, running = self._max_tokens, self.running
+        prompts = [each for each in sharing if len(each.token_ids) - each.num_computed_tokens > 1]
+        decoding = [each for each in sharing if _missing(each) == 1] if prompts else sharing
         chosen: dict[Request, int] = {}
+        if len(decoding) <= self._max_tokens and self._grow_by_one(decoding):
+            chosen, decoding = dict.fromkeys(decoding, 1), []
+        budget, preempted = self._max_tokens - len(chosen), False
         cut: list[Request] = []
-        preempted = False
-        shares = self._prompt_shares(sharing)
-        for request in sorted(sharing, key=lambda r: _missing(r) > 1):
+        shares = self._prompt_shares(prompts, len(sharing) - len(prompts))
+        for request in (*decoding, *prompts):
             if budget <= 0:
                 break
             if not request.is_running:  # preempted for one before it
                 continue
-            start = request.num_computed_tokens
-            count = min(budget, _missing(request))
-            if shares is not None and _missing(request) > 1:
-                if count > shares[request.account]:
-                    count = shares[request.account]
-                    cut.append(request)
-                if count == 0:
-                    continue
-                shares[request.account] -= count
-            while request.room < start + count and not self._memory.grow(request, start + count):
-                if self._store.give_up_loads():
-                    continue
-                preempted = True
-                if self._memory.swapped.frees_pages:
-                    break  # it sits out until they have been copied
-                victim = self._policies.victim.choose(running)
-                self.preempt(victim)
-                budget += chosen.pop(victim, 0)
-                if victim is request:
-                    break
-            else:
+            wanted = min(budget, _missing(request))
+            count = _take_share(request, wanted, shares)
+            if count < wanted:
+                cut.append(request)
+            if not count:
+                continue
+            fits, victims = self._find_pages(request, request.num_computed_tokens + count)
+            preempted = preempted or not fits or bool(victims)
+            budget += sum([chosen.pop(victim, 0) for victim in victims])
+            if fits:
                 chosen[request] = count
                 budget -= count
         return chosen, cut, preempted
 
-    def _prompt_shares(self, sharing: Sequence[Request]) -> dict[str, int] | None:
+    def _find_pages(self, request: Request, end: int) -> tuple[bool, list[Request]]:
+        """Return whether a running request has pages up to `end` now, and the requests that were preempted for them.
+
+        It has none where it is one of these, and where pages are free only once they have been copied.
+        """
+        victims: list[Request] = []
+        while request.room < end and not self._memory.grow(request, end):
+            if self._store.give_up_loads():
+                continue
+            if self._memory.swapped.frees_pages:
+                return False, victims
+            victims.append(self._policies.victim.choose(self.running))
+            self.preempt(victims[-1])
+            if victims[-1] is request:
+                return False, victims
+        return True, victims
+
+    def _prompt_shares(self, prompts: Sequence[Request], num_decoding: int) -> dict[str, int] | None:
         """Return the step's tokens by account with prompts under way; None where one account has them all."""
         wanted: dict[str, int] = {}
-        num_decoding = 0
-        for request in sharing:
-            if (missing := _missing(request)) > 1:
-                wanted[request.account] = wanted.get(request.account, 0) + missing
-            else:
-                num_decoding += 1
+        for request in prompts:
+            wanted[request.account] = wanted.get(request.account, 0) + _missing(request)
         here = wanted if len(self.running) < self._limits.max_num_seqs else self.running.accounts
         others = any(account not in here for account in self.waiting.accounts)
         if len(wanted) + others < 2 or not self._limits.chunked_prefill:
@@ -429,17 +428,29 @@ class Scheduler:
                 counts[request] = count + more
                 budget -= more
 
-    def _schedule_waiting(self, budget: int, rows: int, preempted: bool) -> dict[Request, int]:
-        """Admit waiting requests and prefetch the adapters of those behind them; returns the token counts of those
-        admitted that compute something.
+    def _schedule_waiting(
+        self, counts: dict[Request, int], cut: Sequence[Request], all_decode: bool, preempted: bool
+    ) -> tuple[dict[Request, int], bool]:
+        """Admit waiting requests and prefetch the adapters of those behind them. Returns the token counts of the step,
+        and whether all others that run decode in it: these have none then.
+
+        counts, cut, preempted: see `_schedule_running`; counts is empty if `all_decode`.
         """
         self._fail_hopeless()
-        admitted: dict[Request, int] = {}
+        rows, used = (len(self.running),) * 2 if all_decode else (len(counts), sum(counts.values()))
+        before, admitted = self.num_preemptions, {}
         if not preempted and not self._memory.swapped.frees_pages:
-            admitted = self._admission.admit(self.running, self._budget(budget, rows), rows)
+            admitted = self._admission.admit(self.running, self._budget(self._max_tokens - used, rows), rows)
             self._loading += [request for request in admitted if request.state is RequestState.LOADING]
         self._read_ahead()
-        return {request: count for request, count in admitted.items() if count}
+        admitted = {request: count for request, count in admitted.items() if count}
+        full = rows + len(admitted) > self._limits.max_num_seqs or self.num_preemptions > before
+        if full or (all_decode and self._memory.arriving):  # admitted just now, without a row
+            counts = self._yield_rows(dict.fromkeys(self.running, 1) if all_decode else counts, admitted)
+            all_decode = False
+        if cut and not preempted:
+            self._add_to_chunks(cut, counts, admitted)
+        return counts | admitted, all_decode
 
     def _budget(self, tokens: int, rows: int) -> int:
         """Return the tokens that those may compute who begin: of whoever takes another's row, its token at least."""
@@ -563,6 +574,15 @@ class Scheduler:
         self._memory.forget_image(request)
         if request.adapter is not None:
             self._store.let_go(request.adapter)
+
+
+def _take_share(request: Request, wanted: int, shares: dict[str, int] | None) -> int:
+    """Return how many of the tokens that a request wants its account has left, if it shares them; these it takes."""
+    if shares is None or _missing(request) == 1:
+        return wanted
+    count = min(wanted, shares[request.account])
+    shares[request.account] -= count
+    return count
 
 
 def _missing(request: Request) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Container, Sequence
+from collections.abc import Callable, Collection, Container, Sequence, Set
 
 from ...memory.adapters.adapter import Adapter
 from ..requests.request import Request
@@ -13,6 +13,10 @@ from .running import Running
 
 WINDOW_SECONDS = 10.0
 """Time in which what an account was given is forgotten, but for a part of 1/e. Chosen: as long as a turn."""
+
+
+Giver = tuple[float, int, int, str]
+"""What an account was given and its rows, both negated, its place among those of the step, and the account."""
 
 
 class SeatShares:
@@ -38,32 +42,32 @@ class SeatShares:
         self._begun: set[Request] = set()
         self._rows: dict[str, int] = {}  # their number by account, with those that begin
         self._yields: dict[str, int] = {}  # of these those that others may take, who begin
-        self._found: str | None = None  # `_giver`, unless it is stale
-        self._is_stale = True
+        self._now = 0.0  # of the step
+        self._known: dict[str, float] = {}  # `given` then, of the accounts that it has asked for
+        self._givers: list[Giver] | None = None  # a heap; None until it is asked for
+        self._entries: dict[str, Giver] = {}  # of the heap those that hold
 
     # -- what accounts were given
 
     def begin(self, request: Request) -> None:
         """Note that a request begins to run, which its account has been charged for, and takes a row of the step."""
         account = request.account
-        self._is_stale = True
         self._held[account] = self._held.get(account, 0.0) + request.charged
         self._begun.add(request)
-        if request.coming is not None:  # it has nothing to compute yet
-            return
-        self._rows[account] = self._rows.get(account, 0) + 1
-        if sum(self._rows.values()) > self._max_rows and (giver := self._giver) is not None:
+        if request.coming is None:  # else it has nothing to compute yet
+            self._rows[account] = self._rows.get(account, 0) + 1
+        self._change(account)
+        if request.coming is None and sum(self._rows.values()) > self._max_rows and (giver := self._giver) is not None:
             self._take_row(giver)
 
     def end(self, request: Request, expected: float) -> None:
         """Note that a request, which has left those that run, was settled. expected: its cost when it began."""
-        account = request.account
-        self._is_stale = True
+        account, now = request.account, self._clock()
         self._held[account] -= expected
         if account not in self._running.accounts:
             del self._held[account]
-        now = self._clock()
         self._ended[account] = self._lately(account, now) + request.charged, now
+        self._change(account)
         if len(self._ended) > 2 * self._max_rows + 64:  # those that were given least
             kept = sorted(self._ended, key=lambda each: self._lately(each, now))[-self._max_rows - 32 :]
             self._ended = {each: self._ended[each] for each in kept}
@@ -88,7 +92,8 @@ class SeatShares:
         for request in requests:
             members.setdefault(request.account, []).append(request)
         givers = [
-            (self._rank(account, len(each)), index, each) for index, (account, each) in enumerate(members.items())
+            ((len(each) < 2, -self.given(account), -len(each)), index, each)
+            for index, (account, each) in enumerate(members.items())
         ]
         heapq.heapify(givers)
         yielding: dict[int, list[Request]] = {}
@@ -109,19 +114,20 @@ class SeatShares:
 
         taking: the running requests that have rows of it. only: adapters whose requests alone may; None: all.
         """
-        self._taking, self._begun, self._only, self._is_stale = taking, set(), only, True
+        self._taking, self._begun, self._only = taking, set(), only
         everybody = len(taking) == len(self._running)
         accounts = self._running.accounts if everybody else Counter(request.account for request in taking)
         self._rows, self._yields = dict(accounts), dict(accounts)
+        self._known, self._givers, self._now = {}, None, self._clock()
 
-    def is_open_to(self, waiting: Collection[str]) -> bool:
+    def is_open_to(self, waiting: Set[str]) -> bool:
         """True if one of the accounts that wait may begin a request though every seat is taken."""
         running = self._running.accounts
         if self._giver is None:
             return False
-        if len(running) < self._max_rows and any(account not in running for account in waiting):
+        if len(running) < self._max_rows and not waiting <= running.keys():
             return True
-        return len(running) > 1 and any(self.may_begin(account) for account in running if account in waiting)
+        return len(running) > 1 and any(map(self.may_begin, running.keys() & waiting))
 
     def may_begin(self, account: str) -> bool:
         """True if an account may begin a request though every seat is taken: another can give it a row."""
@@ -133,7 +139,7 @@ class SeatShares:
         if not own and len(accounts) >= self._max_rows:  # each account keeps a row
             return False
         giver = self._giver
-        return giver is not None and (not own or self.given(account) < self.given(giver))
+        return giver is not None and (not own or self._given(account) < self._given(giver))
 
     def sitting_out(self, account: str) -> Request | None:
         """Return the newest request of another account that sits out the step for others; None where there is none.
@@ -159,26 +165,47 @@ class SeatShares:
         self._take_row(request.account)
 
     def _take_row(self, account: str) -> None:
-        self._is_stale = True
         self._rows[account] -= 1
         self._yields[account] -= 1
+        self._change(account)
+
+    def _given(self, account: str) -> float:
+        """Return `given` as of this step."""
+        given = self._known.get(account)
+        if given is None:
+            given = self._held.get(account, 0.0) + self._lately(account, self._now)
+            self._known[account] = given
+        return given
 
     @property
     def _giver(self) -> str | None:
-        """The account that gives a row to the next that begins; None where none has one to give."""
-        if self._is_stale:
-            self._is_stale = False
-            most = [
-                (self._rank(account, rows), index, account)
-                for index, (account, rows) in enumerate(self._rows.items())
-                if rows > 1 and self._yields.get(account, 0) > 0
-            ]
-            self._found = min(most)[2] if most else None
-        return self._found
+        """The account that gives a row to the next that begins; None where none has one to give.
 
-    def _rank(self, account: str, rows: int) -> tuple[bool, float, int]:
-        """Return a key whose least is of the account that was given most, of those with two rows or more first."""
-        return rows < 2, -self.given(account), -rows
+        Of those with two rows or more the one that was given most.
+        """
+        givers = self._givers
+        if givers is None:
+            givers, self._entries = [], {}
+            self._givers = givers
+            for place, account in enumerate(self._yields):
+                if self._rows[account] > 1:
+                    self._enter(account, place)
+        while givers and self._entries.get(givers[0][3]) is not givers[0]:
+            heapq.heappop(givers)
+        return givers[0][3] if givers else None
+
+    def _change(self, account: str) -> None:
+        """Note that an account's rows, or what it was given, have changed."""
+        self._known.pop(account, None)
+        if self._givers is not None and account in self._yields:
+            self._entries.pop(account, None)
+            self._enter(account, list(self._yields).index(account))
+
+    def _enter(self, account: str, place: int) -> None:
+        rows = self._rows[account]
+        if rows > 1 and self._yields[account] > 0 and self._givers is not None:
+            entry = self._entries[account] = -self._given(account), -rows, place, account
+            heapq.heappush(self._givers, entry)
 
 
 def _decodes(request: Request) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -57,32 +56,38 @@ class Reclaimer:
                 self.shadow.give_up()
         return True
 
-    def make_runs(self, sizes: Sequence[int], wished: Sequence[range] | None = None) -> list[range] | None:
-        """Evict until there are runs of so many free pages each; None, and nothing evicted, if that can't be had.
+    def find_runs(self, sizes: Sequence[int], wished: Sequence[range] | None = None) -> list[range] | None:
+        """Return runs of so many pages each that `clear` can free; None where there are none.
 
         They are for shadow weights, in place of those that there are. Where the least has to go, but never what a
         waiting request will use: steps can do without a shadow. wished: the very runs to take if they can be had.
         """
-        pool, prefix = self.pool, self.prefix
-        idle = [adapter for adapter in self.store.idle() if not adapter.requests]
-        held = np.fromiter(itertools.chain.from_iterable(adapter.pages for adapter in idle), np.intp)
-        costs = _COSTS[pool.kinds()]
-        costs[held] = 1
+        costs = _COSTS[self.pool.kinds()]
+        costs[list(self._idle_pages())] = 1
         if wished is not None and all((costs[run.start : run.stop] < BLOCKED).all() for run in wished):
-            runs = list(wished)
-        elif (runs := place_runs(sizes, costs)) is None:
+            return list(wished)
+        return place_runs(sizes, costs)
+
+    def clear(self, run: range) -> int | None:
+        """Evict what is in a run of pages; returns how many had something. None, and nothing evicted, if one is used or
+        wanted by now.
+        """
+        kinds = self.pool.kinds()[run.start : run.stop]
+        pages = (kinds.nonzero()[0] + run.start).tolist()  # that are not free
+        idle = self._idle_pages() if (kinds == PageKind.ADAPTER).any() else {}
+        if any(page not in idle and self.pool.kind(page) is not PageKind.CACHED for page in pages):
             return None
-        self.shadow.give_up()
-        owners = np.zeros(len(costs), np.int32)  # places in `idle`
-        owners[held] = np.repeat(np.arange(len(idle)), [len(adapter.pages) for adapter in idle])
-        pages = np.concatenate([np.arange(run.start, run.stop) for run in (range(0), *runs)])
-        for page in pages[costs[pages] > 0].tolist():
-            kind = pool.kind(page)
+        for page in pages:
+            kind = self.pool.kind(page)
             if kind is PageKind.ADAPTER:
-                self.store.evict(idle[owners[page]])
+                self.store.evict(idle[page])
             elif kind is PageKind.CACHED:
-                prefix.evict_from(prefix.by_page[page])
-        return runs
+                self.prefix.evict_from(self.prefix.by_page[page])
+        return len(pages)
+
+    def _idle_pages(self) -> dict[int, Adapter]:
+        """Return the pages of adapters that no request uses or waits for."""
+        return {page: adapter for adapter in self.store.idle() if not adapter.requests for page in adapter.pages}
 
     def reclaim_all(self) -> int:
         """Evict everything that no request uses; returns the pages freed."""

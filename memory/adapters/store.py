@@ -7,7 +7,7 @@ request computes with. Idle resident adapters stay in the pool until their pages
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Set
 from pathlib import Path
 
 from ..files.format import AdapterFormatError, AdapterManifest
@@ -149,14 +149,10 @@ class AdapterStore:
             return Tier.HOST
         return Tier.LOADING if self.images.is_requested(adapter) else Tier.DISK
 
-    @property
-    def most_near(self) -> int:
-        """Number of adapters that `near` gives at most."""
-        return len(self._resident) + len(self.images)
-
-    def near(self) -> Iterable[Adapter]:
-        """Adapters that are resident, in host memory or being read."""
-        return {**self._resident, **dict.fromkeys(self.images)}
+    def near(self, adapters: Set[Adapter | None]) -> tuple[Collection[Adapter], Collection[Adapter]]:
+        """Return those of `adapters` that are resident, and those of the others that have begun to come."""
+        resident, images = self._resident.keys() & adapters, self.images
+        return resident, [each for each in (images.keys() & adapters) - resident if images.is_coming(each)]
 
     def unfit(self, adapters: Iterable[Adapter]) -> list[Adapter]:
         """Those that the arena can never hold beside the pinned ones."""

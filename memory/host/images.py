@@ -11,7 +11,7 @@ import threading
 import time
 import traceback
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, KeysView
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -193,9 +193,6 @@ class HostImages(Generic[Key]):
         entry = self._entries.get(key)
         return entry is not None and entry.image.stream.num_ready != 0 and not self.is_slow(key)
 
-    def __len__(self) -> int:
-        return len(self._entries)
-
     def keep(self, key: Key) -> bool:
         """Use an image, whole or being read, so that others are dropped before it; False if there is none."""
         if key not in self._entries:
@@ -203,9 +200,9 @@ class HostImages(Generic[Key]):
         self._entries.move_to_end(key)
         return True
 
-    def __iter__(self) -> Iterator[Key]:
-        """The keys of all images, whole or being read."""
-        return iter(self._entries)
+    def keys(self) -> KeysView[Key]:
+        """Return the keys of all images, whole or being read."""
+        return self._entries.keys()
 
     def is_ready(self, key: Key) -> bool:
         """True if the read has ended, well or badly."""

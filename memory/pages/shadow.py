@@ -18,16 +18,17 @@ class ShadowPages:
     def __init__(self, pool: PagePool, order: EvictionOrder) -> None:
         self._pool = pool
         self._order = order
-        self.runs: Sequence[range] = ()
+        self.runs: list[range] = []
         self.num_pages = 0
         self.in_use = False
         self.on_gone: Callable[[], None] = lambda: None
         """Called when the pages have been given up."""
 
     def take(self, runs: Sequence[range]) -> None:
-        """Take free pages, in use until `rest`. OutOfPages, and nothing taken, when one is not free."""
+        """Take more free pages, in use until `rest`. OutOfPages, and nothing taken, when one is not free."""
         self._pool.take(runs, PageKind.SHADOW)
-        self.runs, self.num_pages = runs, sum(map(len, runs))
+        self.runs += runs
+        self.num_pages += sum(map(len, runs))
         self.use()
 
     def use(self) -> None:
@@ -45,7 +46,7 @@ class ShadowPages:
         if not self.num_pages:
             return
         self._order.discard(self)
-        runs, self.runs, self.num_pages = self.runs, (), 0
+        runs, self.runs, self.num_pages = self.runs, [], 0
         self.in_use = False
         self._pool.give_back(runs, PageKind.SHADOW)
         self.on_gone()

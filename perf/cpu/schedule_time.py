@@ -72,16 +72,23 @@ def _measure(state: str, load: Load, samples: int, clock: Callable[[], float]) -
     while is_still and waiting != len(scheduler.waiting):  # tenants with fewer seats than others begin more
         waiting = len(scheduler.waiting)
         engine.step()
+    if not is_still:
+        for _ in range(_MOST_TOKENS):  # until each of those that began at once has ended
+            engine.step()
+        _add_waiting(engine, state, load, samples, load.running + load.waiting)
+        waiting = len(scheduler.waiting)
     took = []
     for _ in range(samples):
         began = clock()
         plan = scheduler.schedule()
         took.append(clock() - began)
+        if plan is None:
+            raise RuntimeError(f"{state}: all requests have ended; more than {load.waiting} must wait")
         scheduler.update(plan, executor.execute(plan))
         if is_still and (len(plan.rows) < load.running or len(scheduler.waiting) != waiting):
             raise RuntimeError(f"{state}: {len(plan.rows)} rows ran and {len(scheduler.waiting)} requests wait")
-    if not is_still and len(scheduler.waiting) >= load.waiting:
-        raise RuntimeError(f"{state}: {len(scheduler.waiting)} requests still wait")
+    if not is_still and len(scheduler.waiting) == waiting:
+        raise RuntimeError(f"{state}: none of {waiting} requests has begun in {samples} steps")
     engine.close()
     return took
 
@@ -114,13 +121,19 @@ def _busy_engine(state: str, load: Load, samples: int) -> tuple[Engine, FakeExec
     reads.stopped = state == "reads"
     if reads.stopped:
         engine.costs.disk_adapter_page = 1.0  # too long for a prefill to cover
-    fresh = load.adapters - load.running
-    available = engine.reclaimer.available
-    for index in range(load.waiting):
-        adapter = load.running + index % fresh if fresh > 0 and state != "pages" else index % load.running
-        prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
-        engine.add_request(_request(load.running + index, adapter, prompt, steps, index % load.tenants))
+    _add_waiting(engine, state, load, samples, load.running)
     return engine, executor
+
+
+def _add_waiting(engine: Engine, state: str, load: Load, samples: int, first: int) -> None:
+    """Add requests, numbered from `first` on, until `load.waiting` wait; of adapters that none of the first is for."""
+    used, steps = min(load.running, load.adapters), None if state == "turnover" else samples
+    fresh = load.adapters - used if state != "pages" else 0
+    available = engine.reclaimer.available
+    for index in range(load.waiting - len(engine.scheduler.waiting)):
+        adapter = used + index % fresh if fresh else index % used
+        prompt = 16 * available + 1 if state == "pages" and index == 0 else _PROMPT
+        engine.add_request(_request(first + index, adapter, prompt, steps, index % load.tenants))
 
 
 def _path(index: int) -> Path:

@@ -86,12 +86,12 @@ class SimAdmission(Admission):
     def _place(self, running: Running, rows: int) -> Place | None:
         return super()._place(running, rows) if rows < self._most_rows else None
 
-    def _order(self, step: Step, place: Place) -> QueueOrder:
-        self._current_order = super()._order(step, place)
-        return self._current_order
+    def _open(self, step: Step, place: Place) -> None:
+        super()._open(step, place)
+        self._current_order = step.order
 
-    def _may_join(self, request: Request, step: Step, order: QueueOrder, budget: int) -> bool:
-        may_join = super()._may_join(request, step, order, budget)
+    def _may_join(self, request: Request, step: Step, budget: int) -> bool:
+        may_join = super()._may_join(request, step, budget)
         self._has_passed_over |= not may_join
         return may_join
 

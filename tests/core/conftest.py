@@ -148,7 +148,7 @@ def kernels(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def crowded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that admit requests without a thought for how far they will grow: some are preempted."""
-    monkeypatch.setattr(OutputLengths, "final_length", lambda self, request: 0)
+    monkeypatch.setattr(OutputLengths, "final_lengths", lambda self, requests: [0 for _ in requests])
 
 
 @pytest.fixture

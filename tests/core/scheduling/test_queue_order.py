@@ -31,14 +31,10 @@ class FakeAdapter:
 
 
 class FakeStore:
-    most_near = 1 << 20  # every group is looked at
-
-    @property
-    def images(self):
-        return self
-
-    def is_coming(self, adapter):
-        return adapter.where in (Tier.LOADING, Tier.HOST, Tier.FAILED) and not adapter.is_slow
+    def near(self, adapters):
+        here = [each for each in adapters if each is not None]
+        near = Tier.LOADING, Tier.HOST, Tier.FAILED
+        return [each for each in here if each.pages], [each for each in here if each.where in near and not each.is_slow]
 
 
 def waiting(*tiers, tenants=None):

@@ -397,7 +397,7 @@ class OldestFirst:
 
 def test_the_victim_is_a_policys_choice(monkeypatch):
     house = House(num_pages=1 + 10, max_num_seqs=2, policies=Policies(TokenCounters(), OldestFirst()))
-    monkeypatch.setattr(OutputLengths, "final_length", lambda lengths, request: 0)  # admits too many
+    monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, requests: [0 for _ in requests])  # admits too many
     house.add("old", prompt=[5] * 12, max_tokens=20)
     house.step()
     house.add("new", prompt=[6] * 12, max_tokens=20)
@@ -411,7 +411,7 @@ def test_the_victim_is_a_policys_choice(monkeypatch):
 
 
 def test_answers_that_their_limit_cut_off_do_not_make_longer_ones_look_short():
-    lengths = OutputLengths(block_tokens=4)
+    lengths = OutputLengths()
     request = Request("long", [1, 2], SamplingParams(44))
     request.max_length = 46
     for _ in range(50):
@@ -522,7 +522,7 @@ def test_shares_of_tokens_are_max_min_fair(wanted, budget, others):
 class TestPreemption:
     def test_who_has_been_served_most_gives_way(self, monkeypatch):
         house = House(num_pages=1 + 14, max_num_seqs=4)
-        monkeypatch.setattr(OutputLengths, "final_length", lambda _, request: request.num_prompt_tokens)
+        monkeypatch.setattr(OutputLengths, "final_lengths", lambda _, some: [each.num_prompt_tokens for each in some])
         for name, tenant in (("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b")):
             house.add(name, prompt=[5] * 8, max_tokens=30, tenant=tenant)
         house.step()

@@ -386,3 +386,24 @@ def test_whoever_begins_has_a_row_of_the_step_and_leaves_each_account_one(holder
     assert len(dealt) == len(holders)
     assert {*begun} <= {*dealt}
     assert {request.account for request in dealt} == running.accounts.keys()
+
+
+def test_accounts_are_ranked_once_in_a_step_however_many_requests_begin(monkeypatch):
+    """Those alone are ranked anew that begin a request or give a row for one."""
+    ranked = []
+    lately = SeatShares._lately  # noqa: SLF001
+
+    def counted(self, account, now):
+        ranked.append(account)
+        return lately(self, account, now)
+
+    monkeypatch.setattr(SeatShares, "_lately", counted)
+    many, few = [f"many {index}" for index in range(50)], [f"few {index}" for index in range(20)]
+    shares, running = taken(100, [made(account, index) for index in range(2) for account in many])
+    ranked.clear()
+    for account in few:
+        assert shares.is_open_to({account: None}.keys())
+        running.append(made(account, 0))
+        shares.begin(running[-1])
+    assert len(shares.deal(running, set(running[100:]))) == 100
+    assert len(ranked) <= len(many) + 2 * len(few) + len(many) + len(few), "once more by those who are dealt rows"

@@ -171,6 +171,15 @@ def test_reclaim_all_gives_back_chains_and_adapters():
     memory.check()
 
 
+def made_runs(memory, sizes, wished=None):
+    """Runs that were found and cleared, in place of the shadow weights that there were."""
+    runs = memory.reclaimer.find_runs(sizes, wished)
+    if runs is not None:
+        memory.reclaimer.shadow.give_up()
+        assert all(memory.reclaimer.clear(run) is not None for run in runs)
+    return runs
+
+
 def test_runs_evict_as_little_as_they_can_and_nothing_that_is_wanted_or_used():
     memory = Memory()
     kv = memory.pool.allocate(2, PageKind.KV)  # 1, 2
@@ -178,14 +187,14 @@ def test_runs_evict_as_little_as_they_can_and_nothing_that_is_wanted_or_used():
     idle = memory.adapter("idle", "two")  # 4, 5
     wanted = memory.adapter("wanted", "two")  # 6, 7
     memory.store.hold(wanted)
-    assert memory.reclaimer.make_runs([4]) is None
+    assert made_runs(memory, [4]) is None
     assert memory.left() == {"idle", "wanted", 1}
-    assert memory.reclaimer.make_runs([3]) == [range(8, 11)]
+    assert made_runs(memory, [3]) == [range(8, 11)]
     assert memory.left() == {"idle", "wanted", 1}
-    assert memory.reclaimer.make_runs([3, 1]) == [range(8, 11), range(5, 6)]
+    assert made_runs(memory, [3, 1]) == [range(8, 11), range(5, 6)]
     assert not idle.pages
     assert memory.left() == {"wanted", 1}
-    assert memory.reclaimer.make_runs([3, 3]) == [range(8, 11), range(3, 6)]
+    assert made_runs(memory, [3, 3]) == [range(8, 11), range(3, 6)]
     assert memory.left() == {"wanted"}
     memory.check(kv)
 
@@ -197,10 +206,27 @@ def test_runs_evict_what_follows_a_cached_block_with_it():
     for token, page in enumerate(pages):
         block = memory.prefix.insert(0, block, [token], page)
     memory.prefix.release(pages)
-    assert memory.reclaimer.make_runs([2]) == [range(9, 11)]
+    assert made_runs(memory, [2]) == [range(9, 11)]
     assert len(memory.prefix) == 8
-    assert memory.reclaimer.make_runs([9]) is not None
+    assert made_runs(memory, [9]) is not None
     assert memory.pool.num_free >= 9
+    memory.check()
+
+
+def test_a_run_in_use_or_wanted_by_now_is_left_as_it_is():
+    memory = Memory()
+    memory.block(1)  # 1
+    wanted = memory.adapter("wanted", "two")  # 2, 3
+    assert memory.reclaimer.find_runs([10]) == [range(1, 11)]
+    memory.store.hold(wanted)
+    assert memory.reclaimer.clear(range(1, 11)) is None
+    memory.store.let_go(wanted)
+    kv = memory.pool.allocate(1, PageKind.KV)  # 4
+    assert memory.reclaimer.clear(range(1, 11)) is None
+    assert memory.left() == {"wanted", 1}
+    memory.pool.release(kv)
+    assert memory.reclaimer.clear(range(1, 11)) == 3
+    assert memory.left() == set()
     memory.check()
 
 
@@ -219,7 +245,7 @@ def test_shadow_pages_in_use_go_after_all_but_what_is_wanted():
     assert memory.reclaimer.make_room(4)
     assert (memory.left(), gone) == ({"wanted"}, [])
     assert memory.reclaimer.make_room(5)
-    assert (memory.left(), gone, shadow.runs) == ({"wanted"}, [True], ())
+    assert (memory.left(), gone, shadow.runs) == ({"wanted"}, [True], [])
     assert memory.reclaimer.make_room(10)
     memory.check()
 
@@ -228,11 +254,11 @@ def test_runs_for_another_shadow_take_the_place_of_the_last():
     memory = Memory()
     shadow = memory.reclaimer.shadow
     shadow.take([range(4, 11)])
-    assert memory.reclaimer.make_runs([11]) is None
+    assert made_runs(memory, [11]) is None
     assert shadow.runs
-    assert memory.reclaimer.make_runs([5, 3]) == [range(6, 11), range(3, 6)]
+    assert made_runs(memory, [5, 3]) == [range(6, 11), range(3, 6)]
     assert memory.pool.num_free == 10
-    assert memory.reclaimer.make_runs([]) == []
+    assert made_runs(memory, []) == []
     memory.check()
 
 
@@ -241,9 +267,9 @@ def test_runs_that_are_wished_for_are_taken_where_they_can_be_had():
     kv = memory.pool.allocate(2, PageKind.KV)  # 1, 2
     memory.block(1)  # 3
     idle = memory.adapter("idle", "two")  # 4, 5
-    assert memory.reclaimer.make_runs([3], [range(2, 5)]) == [range(8, 11)], "a page of it is in use"
+    assert made_runs(memory, [3], [range(2, 5)]) == [range(8, 11)], "a page of it is in use"
     assert memory.left() == {"idle", 1}
-    assert memory.reclaimer.make_runs([2, 1], [range(3, 5), range(8, 9)]) == [range(3, 5), range(8, 9)]
+    assert made_runs(memory, [2, 1], [range(3, 5), range(8, 9)]) == [range(3, 5), range(8, 9)]
     assert not idle.pages
     assert memory.left() == set()
     memory.check(kv)
@@ -257,5 +283,5 @@ def test_shadow_pages_at_rest_compete():
     shadow.rest(0.5, 1)
     assert memory.reclaimer.spare == memory.reclaimer.available == 10
     assert memory.reclaimer.make_room(6)
-    assert (memory.left(), shadow.runs) == ({1}, ())
+    assert (memory.left(), shadow.runs) == ({1}, [])
     memory.check()
