@@ -17,7 +17,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from ..core.requests.types import FinishReason, RequestOutput
 from ..memory.pages.pool import IntegrityError
 from ..memory.transfers.transfer import ExecutorLost
+from .backend import SHUTTING_DOWN, OnOutput
+from .engine_adapters import EngineAdapters
 from .errors import EngineUnavailable
+from .metrics import EngineView
 
 if TYPE_CHECKING:
     from ..core.engine import Engine
@@ -30,9 +33,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OnOutput = Callable[[RequestOutput], None]
-
-SHUTTING_DOWN = "the server is shutting down"
 
 MAX_FAILED_STEPS = 5
 """Steps that may fail one after another before the engine counts as broken."""
@@ -52,6 +52,7 @@ class EngineWorker:
         (but for `check_adapter` and `check_weights`).
         """
         self._build = build
+        self.adapters = EngineAdapters(self.call)
         self.progress: int | None = None
         """Number that changes with every step, and while adapters are being read; None while there is nothing to do."""
         self.stalled: str | None = None
@@ -144,6 +145,9 @@ class EngineWorker:
     def call(self, function: Callable[[Engine], T]) -> Future[T]:
         """Runs `function(engine)` between two steps."""
         return self._enqueue(lambda: function(self._engine))
+
+    def view(self) -> Future[EngineView]:
+        return self.call(EngineView.of)
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Reads and checks an adapter on the caller's thread, beside the steps. Raises AdapterFormatError.
