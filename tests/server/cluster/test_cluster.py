@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 
 NAMES = (None, "reverse", "upper", "count")
-TOKENS = 300
+TOKENS = 200
 
 
 def body(index: int) -> dict[str, object]:
@@ -46,7 +46,7 @@ def read(client: httpx.Client, index: int, began: threading.Semaphore | None = N
 
 
 def test_answers_go_on_as_if_no_replica_had_been_killed(up):
-    count = 8
+    count = 6
     with ThreadPoolExecutor(count) as threads:
         unbroken = list(threads.map(lambda index: read(up.client, index), range(count)))
         assert all(len(tokens) == TOKENS and finish == "length" for tokens, _, finish in unbroken)
