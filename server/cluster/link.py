@@ -47,6 +47,7 @@ class Link:
         self.reset()
 
     def reset(self) -> None:
+        """Forget what was of a connection."""
         self.hello: Hello | None = None
         self.report: Report | None = None
         self.draining = False

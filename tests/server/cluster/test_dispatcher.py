@@ -53,7 +53,7 @@ class Front:
     def down(self, link, *, stuck=False):
         link.hello = None
         self.dispatcher.on_down(link, stuck=stuck)
-        link._clear()  # as the link does
+        link.reset()  # as the link does
 
     def ask(self, name="q", content=None, adapter=None) -> Future:
         accepted: Future = Future()
@@ -96,7 +96,7 @@ def test_a_dead_replicas_request_goes_on_elsewhere_with_what_the_client_has(fron
     assert front.tokens() == [10, 11, 12]
     (end,) = front.ends()
     assert (end.finish_reason, end.stop_token_id) == (FinishReason.STOP, 2)
-    assert len(front.dispatcher.ledger) == 0 and not front.dispatcher._asked
+    assert len(front.dispatcher.ledger) == 0
 
 
 def test_after_two_deaths_a_request_ends_with_an_error(front):
@@ -210,12 +210,12 @@ def test_reports_of_other_fronts_requests_count_and_own_are_known(front):
     link = front.links[0]
     stats = SimpleNamespace(num_running=5, num_waiting=1, num_free_pages=10, num_cached_pages=2, num_kv_pages=3)
     link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, accounts=[])
-    state = front.dispatcher._state(link)
+    state = front.dispatcher.state_of(link)
     assert (state.num_requests, state.free_tokens, state.kv_tokens) == (4, 192, 48)
     front.ask("a")  # goes to the other, which has none
     front.ask("b")
-    assert front.dispatcher._state(front.links[1]).num_requests == 2
-    assert front.dispatcher._state(front.links[1]).pending_tokens == 4
+    assert front.dispatcher.state_of(front.links[1]).num_requests == 2
+    assert front.dispatcher.state_of(front.links[1]).pending_tokens == 4
 
 
 def test_an_abort_ends_it_here_and_there(front):
