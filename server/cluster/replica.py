@@ -61,14 +61,14 @@ class WrongContent(AdapterFormatError):
 
 
 class Replica:
-    """Serves fronts. worker: a started one. roots: directories below which adapters must lie; none: anywhere."""
+    """Serves fronts. worker: a started one. hello: what it is. roots: directories below which adapters must lie."""
 
-    def __init__(self, worker: EngineWorker, secret: bytes, roots: Sequence[Path], pid: int) -> None:
+    def __init__(self, worker: EngineWorker, hello: Hello, secret: bytes, roots: Sequence[Path]) -> None:
         self.worker = worker
         self.draining = False
         self._secret = secret
         self._roots = tuple(roots)
-        self._pid = pid
+        self._hello = hello.to_wire()
         self._fronts: set[_Front] = set()
         self._loads = DaemonPool("replica-loads", threads=LOAD_THREADS, max_waiting=MAX_LOADS)
         self._loading: dict[str, asyncio.Future[None]] = {}
@@ -81,11 +81,10 @@ class Replica:
         except (WireError, OSError) as error:
             log.warning("a connection was refused: %s: %s", type(error).__name__, error)
             return
-        hello = await asyncio.wrap_future(self.worker.call(lambda engine: Hello.of(engine, self._pid)))
         front = _Front(self, stream)
         self._fronts.add(front)
         try:
-            stream.send("hello", hello.to_wire())
+            stream.send("hello", self._hello)
             await front.run()
         except (WireError, OSError) as error:
             log.warning("a front's connection ends: %s: %s", type(error).__name__, error)
