@@ -197,8 +197,9 @@ class _Front:
 
     def _submit(self, record: Mapping[str, Any], life: int) -> None:
         request_id = record["id"]
-        if not isinstance(request_id, str) or not isinstance(life, int):
-            raise TypeError("an id is no text, or a life no number")
+        _check_text(request_id)
+        if not isinstance(life, int):
+            raise TypeError("a life is no number")
         if request_id in self._open:
             raise ValueError(f"request {request_id} is open here")
         _check_tokens(record["tokens"])
@@ -248,12 +249,13 @@ class _Front:
         self.send("out", self._step, rows)
 
     def _abort(self, request_id: str) -> None:
+        _check_text(request_id)
         if self._open.pop(request_id, None) is not None:
             self._worker.abort(request_id)
 
     def _load(self, content_hash: str, path: str) -> None:
-        if not isinstance(content_hash, str) or not isinstance(path, str):
-            raise TypeError("a hash or a path is no text")
+        _check_text(content_hash)
+        _check_text(path)
         future = self._replica.load(content_hash, Path(path))
         future.add_done_callback(partial(self._loaded, content_hash))
 
@@ -269,7 +271,13 @@ class _Front:
         self.send("loaded", content_hash, failure.value, str(error) if known else "the replica's log says why")
 
     def _forget(self, content_hash: str) -> None:
+        _check_text(content_hash)
         self._replica.forget(content_hash)
+
+
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
 
 
 def _check_tokens(tokens: Any) -> None:
