@@ -115,8 +115,10 @@ class Backend(Protocol):
     failure: str | None
     """Reason why no more requests are taken, for good."""
 
-    collector: Collector | None
-    """Metrics beside the engine's."""
+    @property
+    def collector(self) -> Collector | None:
+        """Metrics beside the engine's."""
+        ...
 
     @property
     def adapters(self) -> AdapterBook: ...

@@ -25,6 +25,8 @@ from .metrics import EngineView
 from .subscribers import Subscribers
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from ..core.engine import Engine
     from ..core.engine_stats import EngineStats
     from ..core.executors.base import ModelInfo
@@ -49,7 +51,7 @@ class EngineWorker:
     ends the requests.
     """
 
-    collector = None
+    collector: Collector | None = None
 
     def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
