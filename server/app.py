@@ -117,6 +117,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             Middleware(
                 Doors, routes=routes, keys=keys, hosts=hosts, proxies=Networks(settings.trusted_proxies or ()),
                 origins=origins, gate=gate, tenant_header=settings.tenant_header,
+                tenant_gateways=None if settings.tenant_gateways is None else Networks(settings.tenant_gateways),
             ),
         ],
         lifespan=lifespan,

@@ -49,6 +49,7 @@ class FakeStore:
     def __init__(self, names: list[str]) -> None:
         self.tiers = dict.fromkeys(sorted(names), Tier.DISK)
         self.pinned: set[str] = set()
+        self.num_loadable = 7
 
     def names(self) -> list[str]:
         return list(self.tiers)
