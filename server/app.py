@@ -33,6 +33,7 @@ from .gate import Gate
 from .generation_api import GenerationApi
 from .hosts import Hosts
 from .keys import KeyWatch, Right
+from .kv_publisher import kv_publisher_of
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
@@ -49,7 +50,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started.
+    defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started,
+    or KV events can't be published.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
     keys = settings.client_keys()
@@ -64,6 +66,7 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
     texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
+    kv_publisher = kv_publisher_of(worker, settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -73,6 +76,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
             loads.stop()
             watchdog.stop()
             key_watch.stop()
+            if kv_publisher is not None:
+                kv_publisher.stop()
             try:
                 await executors.stop.run(worker.stop, STOP_SECONDS)
             except Exception as error:
@@ -128,6 +133,8 @@ def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, d
         watchdog.start()
         key_watch.start()
         loads.start()
+        if kv_publisher is not None:
+            kv_publisher.start()
     except BaseException:
         watchdog.stop()
         key_watch.stop()

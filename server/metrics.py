@@ -123,6 +123,9 @@ _STATS = (
      "Tokens looked up in the prefix cache"),
     (CounterMetricFamily, "num_prefix_hit_tokens", "prefix_hit_tokens", "prefix_cache_hits",
      "Tokens whose KV the prefix cache had"),
+    (CounterMetricFamily, "num_kv_events", "kv_events", "", "Blocks that were told to routers as cached or gone"),
+    (CounterMetricFamily, "num_dropped_kv_events", "kv_events_dropped", "",
+     "Blocks that were not told, because the publisher lagged"),
 )  # fmt: skip
 """Fields of the engine's stats, each with our name and the one under which gateways made for vLLM look for it."""
 

@@ -261,7 +261,7 @@ def test_a_trusted_gateway_names_a_part_of_the_key_s_tenant(start, fake_engine, 
 
 def test_only_the_gateway_s_word_counts(start, fake_engine):
     elsewhere = start(fake_engine, settings={"tenant_gateways": ["192.0.2.0/24"]})
-    through_proxy = {FAIRNESS: "flow-1", "x-forwarded-for": "192.0.2.7"}  # the peer sent it, whom it speaks for does not
+    through_proxy = {FAIRNESS: "flow-1", "x-forwarded-for": "192.0.2.7"}  # not the client's network counts
     assert elsewhere.client.post("/v1/completions", json=OK, headers=through_proxy).status_code == 200
     assert fake_engine.asked[-1].tenant == "at-192.0.2.7"
     start(fake_engine).client.post("/v1/completions", json=OK, headers={FAIRNESS: "flow-1"})
