@@ -18,6 +18,7 @@ from .adapter_api import AdapterApi
 from .adapter_loads import AdapterLoads
 from .addresses import Networks
 from .api import Api
+from .backend import Backend
 from .doors import Doors, GuardedRoute, RequestId
 from .errors import (
     ApiError,
@@ -39,14 +40,13 @@ from .settings import Settings
 from .text_api import TextApi
 from .tokenizer import Tokenizer
 from .watchdog import Watchdog
-from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
 STOP_SECONDS = 1.0
 
 
-def create_app(worker: EngineWorker, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
+def create_app(worker: Backend, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 

@@ -104,7 +104,7 @@ def build_app(settings: Settings) -> Starlette:
     except ValueError as error:
         raise LaunchError(str(error)) from None
     worker, tokenizer = load(settings)
-    names = worker.call(lambda engine: engine.store.names()).result()
+    names = [one.name for one in worker.adapters.listing().result().adapters]
     if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
         raise LaunchError(
