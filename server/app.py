@@ -34,7 +34,7 @@ from .gate import Gate
 from .generation_api import GenerationApi
 from .hosts import Hosts
 from .keys import KeyWatch, Right
-from .kv_publisher import kv_publisher_of
+from .kv_publisher import KvPublisher
 from .sampling_defaults import SamplingDefaults
 from .settings import Settings
 from .text_api import TextApi
@@ -46,12 +46,18 @@ log = logging.getLogger(__name__)
 STOP_SECONDS = 1.0
 
 
-def create_app(worker: Backend, tokenizer: Tokenizer, settings: Settings, defaults: SamplingDefaults) -> Starlette:
+def create_app(
+    worker: Backend,
+    tokenizer: Tokenizer,
+    settings: Settings,
+    defaults: SamplingDefaults,
+    kv_publisher: KvPublisher | None = None,
+) -> Starlette:
     """An app over a started worker, which it stops at its own end. Its state has `gate`, `worker`, `executors`
     and `key_watch`.
 
-    defaults: what requests sample with where they say nothing. RuntimeError when no more threads can be started,
-    or KV events can't be published.
+    defaults: what requests sample with where they say nothing. kv_publisher: runs as long as the app.
+    RuntimeError when no more threads can be started.
     """
     gate, executors = Gate(max(settings.max_held_body_bytes, 2 * settings.max_body_bytes)), Executors()
     keys = settings.client_keys()
@@ -66,7 +72,6 @@ def create_app(worker: Backend, tokenizer: Tokenizer, settings: Settings, defaul
     texts = TextApi(worker, tokenizer, generation)
     loads = AdapterLoads(worker, settings.adapter_load_seconds, settings.adapter_places)
     adapters = AdapterApi(worker, settings, loads)
-    kv_publisher = kv_publisher_of(worker, settings)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:

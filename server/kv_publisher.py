@@ -1,8 +1,8 @@
 """KV events over ZMQ, in the form and with the sockets of vLLM, for routers that look for cached prefixes.
 
-A message is (topic, sequence of 8 bytes, payload); the payload is msgpack, `[seconds, [event, …], rank]`, an event a list
-that begins with its name: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared` (its
-vllm/distributed/kv_events.py, written as arrays, which readers of both of its forms take).
+A message is (topic, sequence of 8 bytes, payload); the payload is msgpack, `[seconds, [event, …], rank]`, an event a
+list that begins with its name: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
+(vllm/distributed/kv_events.py), as the arrays that llm-d's indexer reads.
 """
 
 from __future__ import annotations

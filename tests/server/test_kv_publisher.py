@@ -20,6 +20,11 @@ def stored(page, parent=None, tokens=(1, 2), adapter=None, version=0, content_ha
     return Stored(page, parent, tuple(tokens), adapter, version, content_hash, scope)
 
 
+def block(page, tokens=(1, 2), parent=None):
+    """A block as the prefix cache has it."""
+    return SimpleNamespace(page=page, tokens=tuple(tokens), parent=parent)
+
+
 def batches():
     return KvBatches("base", 2)
 
@@ -109,7 +114,7 @@ def replayed(asker, start):
     return found
 
 
-def pages_until(events, asker, count):
+def batches_until(asker, count):
     """Batches once there are `count` of them; a subscriber may have come too late for the first."""
     while len(found := replayed(asker, 0)) < count:
         pass
@@ -118,9 +123,10 @@ def pages_until(events, asker, count):
 
 def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish):
     subscriber, asker = publish("kv@here@base")
-    (begin,) = pages_until(events, asker, 1).values()
+    (begin,) = batches_until(asker, 1).values()
     assert begin[1:] == [[["AllBlocksCleared"]], 0], "an earlier process of this address may have told of blocks"
-    events._events.extend([stored(5), stored(6, 5, (3, 4))])
+    events.stored(0, ("", ""), first := block(5))
+    events.stored(0, ("", ""), block(6, (3, 4), first))
     while True:
         topic, sequence, payload = subscriber.recv_multipart()
         seconds, told, rank = msgpack.unpackb(payload)
@@ -135,12 +141,10 @@ def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish)
 
 def test_after_a_loss_subscribers_begin_anew(events, publish):
     _, asker = publish()
-    pages_until(events, asker, 1)
-    block = SimpleNamespace(page=0, parent=None, tokens=(1, 2))
+    batches_until(asker, 1)
     for page in range(5, 12):  # no more than 4 wait
-        block.page = page
-        events.stored(0, ("", ""), block)
-    kinds = [event[0] for _, told, _ in pages_until(events, asker, 3).values() for event in told]
+        events.stored(0, ("", ""), block(page))
+    kinds = [event[0] for _, told, _ in batches_until(asker, 3).values() for event in told]
     assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
     assert kinds.count("BlockStored") == events.num_recorded >= 4
 
@@ -166,7 +170,7 @@ def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path)
     asker = zmq.Context.instance().socket(zmq.DEALER)
     asker.rcvtimeo = 20_000
     asker.connect(replay)
-    events._events.append(stored(5, tokens=range(16)))
-    (told,) = [event for event in pages_until(events, asker, 2)[1][1]]
+    events.stored(0, ("", ""), block(5, range(16)))
+    (told,) = batches_until(asker, 2)[1][1]
     assert told[0] == "BlockStored" and told[3] == list(range(16)) and told[4] == 16
     asker.close(linger=0)
