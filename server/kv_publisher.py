@@ -1,8 +1,8 @@
 """KV events over ZMQ, in the form and with the sockets of vLLM, for routers that look for cached prefixes.
 
 A message is (topic, sequence of 8 bytes, payload); the payload is msgpack, `[seconds, [event, …], rank]`, an event a
-list that begins with its name: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
-(vllm/distributed/kv_events.py), as the arrays that llm-d's indexer reads.
+map with its name under `type`: vLLM's `KVEventBatch` of `BlockStored`, `BlockRemoved` and `AllBlocksCleared`
+(vllm/distributed/kv_events.py; events were arrays until vllm-project/vllm#42892).
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ LEVEL = "GPU"
 """vLLM's word for KV that a step can use, which here is the arena's, on a CPU, too."""
 
 Hash = int
+Event = dict[str, Any]
 
 
 class KvBatches:
@@ -67,38 +68,41 @@ class KvBatches:
     def __len__(self) -> int:
         return len(self._hashes)
 
-    def events(self, recorded: Iterable[Stored | int]) -> list[list[Any]]:
+    def events(self, recorded: Iterable[Stored | int]) -> list[Event]:
         """The events in order; blocks that follow each other, or are removed together, are one."""
-        made: list[list[Any]] = []
+        made: list[Event] = []
         last: Hash | None = None  # of a stored event that further blocks may be added to
         for event in recorded:
             if not isinstance(event, Stored):
                 gone = self._hashes.pop(event, None)
-                if gone is not None:
-                    if made and made[-1][0] == "BlockRemoved":
-                        made[-1][1].append(gone)
-                    else:
-                        made.append(["BlockRemoved", [gone], LEVEL])
-                    last = None
+                if gone is None:
+                    continue
+                if made and made[-1]["type"] == "BlockRemoved":
+                    made[-1]["block_hashes"].append(gone)
+                else:
+                    made.append({"type": "BlockRemoved", "block_hashes": [gone], "medium": LEVEL})
+                last = None
                 continue
             parent = None if event.parent is None else self._hashes.get(event.parent)
             if parent is None and event.parent is not None:
                 continue  # it was lost, so nobody knows what this block follows
             digest = self._hashes[event.page] = self._hash(parent, event)
             if last is not None and parent == last:
-                made[-1][1].append(digest)
-                made[-1][3].extend(event.tokens)
+                made[-1]["block_hashes"].append(digest)
+                made[-1]["token_ids"].extend(event.tokens)
             else:
-                number = event.version or None
-                tokens = list(event.tokens)
-                made.append(["BlockStored", [digest], parent, tokens, self._block_tokens, number, LEVEL, event.adapter])
+                made.append({
+                    "type": "BlockStored", "block_hashes": [digest], "parent_block_hash": parent,
+                    "token_ids": list(event.tokens), "block_size": self._block_tokens, "lora_id": event.version or None,
+                    "medium": LEVEL, "lora_name": event.adapter,
+                })  # fmt: skip
             last = digest
         return made
 
-    def clear(self) -> list[list[Any]]:
+    def clear(self) -> list[Event]:
         """The event after which a subscriber knows of no block; nor does this."""
         self._hashes.clear()
-        return [["AllBlocksCleared"]]
+        return [{"type": "AllBlocksCleared"}]
 
     def _hash(self, parent: Hash | None, event: Stored) -> Hash:
         if parent is None:
@@ -175,7 +179,7 @@ class KvPublisher:
         if self._replay is not None and self._replay.poll(0):
             self._answer(self._replay)
 
-    def _publish(self, events: list[list[Any]]) -> None:
+    def _publish(self, events: list[Event]) -> None:
         payload = msgpack.packb((time.time(), events, 0))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1

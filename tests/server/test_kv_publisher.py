@@ -31,22 +31,25 @@ def batches():
 
 def test_blocks_that_follow_each_other_are_one_event():
     first, second, third = batches().events([stored(5), stored(6, 5, (3, 4)), stored(7, adapter="alice", version=9), 6])
-    assert first == ["BlockStored", first[1], None, [1, 2, 3, 4], 2, None, "GPU", None]
-    assert second == ["BlockStored", second[1], None, [1, 2], 2, 9, "GPU", "alice"]
-    assert third == ["BlockRemoved", first[1][1:], "GPU"]
-    assert len(first[1]) == 2 and all(0 <= one < 1 << 64 for one in (*first[1], *second[1]))
+    hashes = first.pop("block_hashes") + second.pop("block_hashes")
+    common = {"type": "BlockStored", "parent_block_hash": None, "block_size": 2, "medium": "GPU"}
+    assert first == {**common, "token_ids": [1, 2, 3, 4], "lora_id": None, "lora_name": None}
+    assert second == {**common, "token_ids": [1, 2], "lora_id": 9, "lora_name": "alice"}
+    assert third == {"type": "BlockRemoved", "block_hashes": hashes[1:2], "medium": "GPU"}
+    assert len(set(hashes)) == 3 and all(0 <= one < 1 << 64 for one in hashes)
 
 
 def test_a_block_in_a_later_batch_names_its_parent():
     made = batches()
-    ((_, (parent,), *_),) = made.events([stored(5)])
-    assert made.events([stored(6, 5, (3, 4))])[0][2] == parent
-    assert made.events([6, 5])[0][1][1] == parent and len(made) == 0
+    (parent,) = made.events([stored(5)])[0]["block_hashes"]
+    assert made.events([stored(6, 5, (3, 4))])[0]["parent_block_hash"] == parent
+    assert made.events([6, 5])[0]["block_hashes"][1] == parent and len(made) == 0
 
 
 def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does():
     def hashes(**about):
-        return [one for event in batches().events([stored(3, **about), stored(4, 3, (3, 4))]) for one in event[1]]
+        made = batches().events([stored(3, **about), stored(4, 3, (3, 4))])
+        return [one for event in made for one in event["block_hashes"]]
 
     alice = {"adapter": "alice", "version": 2, "content_hash": "c0"}
     assert hashes(**alice) == hashes(**{**alice, "version": 7})
@@ -67,9 +70,9 @@ def test_hashes_agree_between_servers_and_differ_where_the_kv_or_its_owner_does(
 def test_what_follows_a_lost_block_is_left_out():
     made = batches()
     made.events([stored(5)])
-    assert made.clear() == [["AllBlocksCleared"]]
+    assert made.clear() == [{"type": "AllBlocksCleared"}]
     assert made.events([stored(6, 5), 5, 6]) == []
-    assert len(made.events([stored(6), stored(7, 6)])[0][1]) == 2
+    assert len(made.events([stored(6), stored(7, 6)])[0]["block_hashes"]) == 2
 
 
 @pytest.fixture
@@ -124,13 +127,13 @@ def batches_until(asker, count):
 def test_a_subscriber_reads_batches_and_asks_for_what_it_missed(events, publish):
     subscriber, asker = publish("kv@here@base")
     (begin,) = batches_until(asker, 1).values()
-    assert begin[1:] == [[["AllBlocksCleared"]], 0], "an earlier process of this address may have told of blocks"
+    assert begin[1:] == [[{"type": "AllBlocksCleared"}], 0], "what an earlier process told of is gone"
     events.stored(0, ("", ""), first := block(5))
     events.stored(0, ("", ""), block(6, (3, 4), first))
     while True:
         topic, sequence, payload = subscriber.recv_multipart()
         seconds, told, rank = msgpack.unpackb(payload)
-        if told[0][0] == "BlockStored":
+        if told[0]["type"] == "BlockStored":
             break
     assert topic == b"kv@here@base" and int.from_bytes(sequence, "big") == 1 and rank == 0 and seconds > 0
     assert replayed(asker, 1) == {1: [seconds, told, rank]} and sorted(replayed(asker, 0)) == [0, 1]
@@ -144,7 +147,7 @@ def test_after_a_loss_subscribers_begin_anew(events, publish):
     batches_until(asker, 1)
     for page in range(5, 12):  # no more than 4 wait
         events.stored(0, ("", ""), block(page))
-    kinds = [event[0] for _, told, _ in batches_until(asker, 3).values() for event in told]
+    kinds = [event["type"] for _, told, _ in batches_until(asker, 3).values() for event in told]
     assert kinds[0] == "AllBlocksCleared" and kinds[-1] == "AllBlocksCleared" and events.num_dropped > 0
     assert kinds.count("BlockStored") == events.num_recorded >= 4
 
@@ -172,5 +175,5 @@ def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path)
     asker.connect(replay)
     events.stored(0, ("", ""), block(5, range(16)))
     (told,) = batches_until(asker, 2)[1][1]
-    assert told[0] == "BlockStored" and told[3] == list(range(16)) and told[4] == 16
+    assert (told["type"], told["token_ids"], told["block_size"]) == ("BlockStored", list(range(16)), 16)
     asker.close(linger=0)
