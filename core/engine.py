@@ -13,7 +13,7 @@ from typing import Any
 from ..graphs.runner import StepMode
 from ..memory.adapters.reclaimer import Reclaimer
 from ..memory.adapters.store import AdapterStore, UnknownAdapter
-from ..memory.files.error import AdapterFormatError, LoadFailure, shown
+from ..memory.files.error import LoadFailure
 from ..memory.files.format import AdapterManifest
 from ..memory.files.identity import with_effect
 from ..memory.host.image import HostImage
@@ -25,7 +25,7 @@ from ..memory.pages.shadow import ShadowPages
 from ..memory.transfers.swapped_kv import SwappedKv
 from ..memory.transfers.transfer import ExecutorLost
 from .ahead import StepAhead
-from .base_name import names_of, short_name
+from .base_name import names_of, with_base
 from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
@@ -338,14 +338,7 @@ class Engine:
     def inspect_adapter(self, path: Path, roots: Sequence[Path] = ()) -> AdapterManifest:
         """Read and check an adapter's configuration and the headers of its weights, as `check_adapter` does."""
         manifest = self.executor.adapters.inspect(path, roots)
-        if manifest.base_model is None or short_name(manifest.base_model) in self._base_names:
-            return manifest
-        if self.config.strict_base:
-            base = shown(manifest.base_model)
-            raise AdapterFormatError(
-                f"{path}: was trained on {base}, which is not the model that is served (strict_base)"
-            )
-        return replace(manifest, names_other_base=True)
+        return with_base(manifest, self._base_names, strict=self.config.strict_base)
 
     def check_weights(self, manifest: AdapterManifest, image: HostImage | None = None) -> AdapterManifest:
         """Read and check the weights of an adapter that was inspected; the manifest with whether they change nothing.

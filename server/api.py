@@ -33,6 +33,8 @@ class Api:
         self._view = EngineView()
         self._scraping: asyncio.Task[bytes] | None = None
         self.metrics = Metrics(lambda: worker.stats, lambda: self._view, settings.base_name)
+        if worker.collector is not None:
+            self.metrics.registry.register(worker.collector)
         self._started = int(time.time())
 
     async def health(self, request: Request) -> Response:

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Protocol
 from ..core.requests.types import RequestOutput
 
 if TYPE_CHECKING:
+    from prometheus_client.registry import Collector
+
     from ..core.engine_stats import EngineStats
     from ..core.executors.base import ModelInfo
     from ..core.quarantine import Quarantined
@@ -112,6 +114,9 @@ class Backend(Protocol):
     """Reason why the engine can't be asked just now; the watchdog's."""
     failure: str | None
     """Reason why no more requests are taken, for good."""
+
+    collector: Collector | None
+    """Metrics beside the engine's."""
 
     @property
     def adapters(self) -> AdapterBook: ...

@@ -6,7 +6,9 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import NoReturn
 
 from .. import __version__
@@ -14,6 +16,7 @@ from ..core.config import EngineConfig
 from ..core.requests.sampling_params import InvalidRequest
 from . import profile
 from .checks import LaunchError, check_access, check_model
+from .cluster.router import POLICIES
 from .errors import EngineUnavailable, GenerationFailed
 from .exits import leave
 from .flags import Parser, UsageError, add_settings, read_settings
@@ -53,6 +56,8 @@ def make_parser() -> Parser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, help_text, add_flags, run in (
         ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
+        ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
+        ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),
@@ -87,18 +92,61 @@ def _serve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def _serve(arguments: argparse.Namespace) -> int:
+    settings = _serve_settings(arguments)
+    from .launch import serve
+
+    return serve(settings)
+
+
+def _serve_settings(arguments: argparse.Namespace) -> Settings:
     if arguments.model_argument is not None:
         if "setting_model" in arguments:
-            raise UsageError("chorus serve: error: the model is given twice, as MODEL and as --model; leave one out")
+            raise UsageError(
+                f"chorus {arguments.command}: error: the model is given twice, as MODEL and as --model; leave one out"
+            )
         arguments.setting_model = arguments.model_argument
     settings = read_settings(arguments)
     _log_to_stderr(settings.log_level)
     check_model(settings)
     check_access(settings)
     print(f"chorus {__version__}: starting {settings.base_name}, which takes a while", file=sys.stderr, flush=True)
+    return settings
+
+
+# --- cluster ---
+
+
+def _cluster_flags(parser: argparse.ArgumentParser) -> None:
+    commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
+    up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
+    up.add_argument("--replicas", type=_positive, default=2, metavar="N", help="replicas to start (default: 2)")
+    up.add_argument(
+        "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+    )
+    _serve_flags(up)
+
+
+def _cluster(arguments: argparse.Namespace) -> int:
+    settings = _serve_settings(arguments)
+    from .cluster.up import open_cluster
     from .launch import serve
 
-    return serve(settings)
+    return serve(settings, partial(open_cluster, arguments.replicas, arguments.policy))
+
+
+def _replica_flags(parser: argparse.ArgumentParser) -> None:
+    for name, text in (
+        ("socket", "unix socket to listen on"),
+        ("secret-file", "file with the secret that fronts must have"),
+        ("settings", "file with the settings, as JSON"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, required=True, metavar="FILE", help=text)
+
+
+def _replica(arguments: argparse.Namespace) -> int:
+    from .cluster import replica_process
+
+    return replica_process.run(arguments.socket, arguments.secret_file, arguments.settings)
 
 
 # --- demo ---

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,6 +21,7 @@ from starlette.applications import Starlette
 
 from ..core.config import EngineConfig
 from .app import create_app
+from .backend import Backend
 from .checks import LaunchError, check_access, check_model
 from .connections import Connections
 from .exits import DEADLINE_SECONDS, ExitDeadline
@@ -49,6 +50,8 @@ RESERVED_DESCRIPTORS = 192
 MIN_CONNECTIONS = 16
 
 SWITCH_SECONDS = 0.0005
+
+OpenBackend = Callable[[Settings], tuple[Backend, Tokenizer]]
 
 
 def load(settings: Settings) -> tuple[EngineWorker, Tokenizer]:
@@ -98,13 +101,13 @@ def url_of(bound: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def build_app(settings: Settings) -> Starlette:
-    """The app that serves what the settings name."""
+def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> Starlette:
+    """The app that serves what the settings name. open_backend: what computes its answers; default: `load`."""
     try:
         defaults = SamplingDefaults.read(settings.model) if settings.generation_config == "auto" else SamplingDefaults()
     except ValueError as error:
         raise LaunchError(str(error)) from None
-    worker, tokenizer = load(settings)
+    worker, tokenizer = (open_backend or load)(settings)
     names = [one.name for one in worker.adapters.listing().result().adapters]
     if taken := [name for name in names if settings.is_reserved(name)]:
         worker.stop()
@@ -169,12 +172,12 @@ def take_short_turns() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def serve(settings: Settings) -> int:
+def serve(settings: Settings, open_backend: OpenBackend | None = None) -> int:
     """Serves until it is told to end; the exit code, 1 when the engine broke down."""
     check_model(settings)
     warning = check_access(settings)
     with bind(settings.host, settings.port, settings.send_seconds) as bound:
-        app = build_app(settings)
+        app = build_app(settings, open_backend)
         take_short_turns()
         if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
             signal.signal(signal.SIGHUP, lambda *_: app.state.key_watch.reload())

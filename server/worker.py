@@ -49,6 +49,8 @@ class EngineWorker:
     ends the requests.
     """
 
+    collector = None
+
     def __init__(self, build: Callable[[], Engine]) -> None:
         """`build` makes the engine; it is called on the worker's thread, the only one that ever touches the engine
         (but for `check_adapter` and `check_weights`).

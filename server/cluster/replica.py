@@ -120,7 +120,7 @@ class Replica:
         return not any(front.num_open for front in self._fronts)
 
     def load(self, content_hash: str, path: Path) -> asyncio.Future[None]:
-        """Register the adapter of this content that lies at a path. The future's errors: AdapterFormatError, PoolFull."""
+        """Register the adapter of this content that lies at a path. Errors: AdapterFormatError, PoolFull."""
         loop = asyncio.get_running_loop()
         if content_hash in self._loaded:
             done = loop.create_future()
@@ -200,6 +200,8 @@ class _Front:
         request_id = record["id"]
         if not isinstance(request_id, str) or not isinstance(life, int):
             raise TypeError("an id is no text, or a life no number")
+        if request_id in self._open:
+            raise ValueError(f"request {request_id} is open here")
         _check_tokens(record["tokens"])
         if self._replica.draining:
             self.send("refused", request_id, life, DRAINING, "the replica is about to end")

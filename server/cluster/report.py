@@ -55,8 +55,10 @@ class Hello:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A replica at one moment. num_yours: requests of the front that it is sent to. tiers: of adapters that are not only
-    on disk, by content hash. running, waiting: names of adapters. overflowing: content hashes of adapters to set aside.
+    """A replica at one moment.
+
+    num_yours: requests of the front that it is sent to. tiers: of adapters that are not only on disk, by content hash.
+    running, waiting: names of adapters. overflowing: content hashes of adapters to set aside.
     """
 
     stats: EngineStats

@@ -1,0 +1,89 @@
+"""A cluster of real replica processes of the built-in model behind one front."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+SECONDS = 120
+"""For what must happen, on a machine however busy."""
+
+
+@dataclass
+class Up:
+    """A running `chorus cluster up`."""
+
+    process: subprocess.Popen[str]
+    client: httpx.Client
+
+    @property
+    def replicas(self) -> list[int]:
+        """Process ids of the replicas that are there."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                status = (entry / "stat").read_text().rpartition(")")[2].split()
+                command = (entry / "cmdline").read_bytes().decode().replace("\0", " ")
+            except OSError:
+                continue
+            if int(status[1]) == self.process.pid and status[0] != "Z" and re.search("chorus.* replica ", command):
+                found.append(int(entry.name))
+        return sorted(found)
+
+    def metric(self, name: str) -> float:
+        text = self.client.get("/metrics").text
+        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}[ {{]", line))
+
+    def wait_until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + SECONDS
+        while not condition():
+            assert time.monotonic() < deadline, "timed out"
+            time.sleep(0.02)
+
+
+@contextmanager
+def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster", "up")) -> Iterator[Up]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("CHORUS_")}
+    arguments = [*command, "--replicas", str(replicas), "--port", "0", "--threads", "1", *flags]
+    with subprocess.Popen(
+        [sys.executable, "-m", "chorus.server", *arguments], stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        lines = []
+        for line in process.stderr:
+            lines.append(line)
+            if found := re.search(r"listening on (http\S+)", line):
+                break
+        else:
+            pytest.fail(f"the cluster ended before it listened: {''.join(lines)}")
+        with httpx.Client(base_url=found[1], timeout=SECONDS) as client:
+            up = Up(process, client)
+            try:
+                yield up
+            finally:
+                children = up.replicas
+                if process.poll() is None:
+                    process.send_signal(signal.SIGTERM)
+                rest = process.stderr.read()
+                process.wait(SECONDS)
+                assert "Traceback" not in rest, rest
+                for pid in children:
+                    assert not (Path("/proc") / str(pid)).exists(), "a replica outlived its parent"
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[Up]:
+    with cluster_up(2) as running:
+        yield running
