@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING, Any
 import msgpack
 
 from ..core.kv_events import KvEvents, Stored
+from .worker import EngineWorker
 
 if TYPE_CHECKING:
     import zmq
 
+    from .backend import Backend
     from .settings import Settings
-    from .worker import EngineWorker
 
 log = logging.getLogger(__name__)
 
@@ -210,10 +211,12 @@ class KvPublisher:
                 socket.close(linger=200)
 
 
-def kv_publisher_of(worker: EngineWorker, settings: Settings) -> KvPublisher | None:
-    """What publishes a worker's KV events as the settings say; None where they name no address."""
+def kv_publisher_of(worker: Backend, settings: Settings) -> KvPublisher | None:
+    """What publishes an engine's KV events as the settings say; None where they name no address. RuntimeError."""
     if settings.kv_events_endpoint is None:
         return None
+    if not isinstance(worker, EngineWorker):
+        raise RuntimeError("kv_events_endpoint is for one engine: behind one address a cluster routes by itself")
     events, block_tokens = worker.call(lambda engine: (engine.record_kv_events(), engine.block_tokens)).result()
     batches = KvBatches(settings.base_name, block_tokens)
     return KvPublisher(

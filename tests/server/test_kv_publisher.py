@@ -8,7 +8,7 @@ import msgpack
 import pytest
 
 from chorus.core.kv_events import KvEvents, Stored
-from chorus.server.kv_publisher import END, KvBatches, KvPublisher, is_local
+from chorus.server.kv_publisher import END, KvBatches, KvPublisher, is_local, kv_publisher_of
 from chorus.server.settings import Settings
 
 zmq = pytest.importorskip("zmq")
@@ -163,6 +163,13 @@ def test_addresses(caplog):
     assert not any(map(is_local, ("tcp://*:5557", "tcp://10.0.0.7:5557", "tcp://collector.svc:5557")))
     with pytest.raises(ValueError, match="kv_events_endpoint"):
         Settings(model="/models/base", kv_events_endpoint="http://127.0.0.1:5557")
+
+
+def test_replicas_behind_one_address_publish_nothing():
+    settings = Settings(model="/models/base", kv_events_endpoint="tcp://127.0.0.1:5557")
+    with pytest.raises(RuntimeError, match="a cluster routes by itself"):
+        kv_publisher_of(SimpleNamespace(), settings)
+    assert kv_publisher_of(SimpleNamespace(), Settings(model="/models/base")) is None
 
 
 def test_a_server_publishes_what_its_engine_caches(start, fake_engine, tmp_path):
