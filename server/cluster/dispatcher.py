@@ -264,7 +264,7 @@ class Dispatcher:
             return
         asked.stuck_since = None
         wanted = Wanted(request.content_hash, len(request.record["tokens"]), asked.rank)
-        index = self._policy(wanted, [self._state(link) for link in candidates])
+        index = self._policy(wanted, [self.state_of(link) for link in candidates])
         if index is None:
             return
         link = candidates[index]
@@ -299,7 +299,7 @@ class Dispatcher:
         failures = [link.failed.pop(content_hash) for link in up]
         return failures[0]
 
-    def _state(self, link: Link) -> ReplicaState:
+    def state_of(self, link: Link) -> ReplicaState:
         """A replica's load: what it reported of other fronts' requests, and what this front has there by now."""
         hello, report = link.hello, link.report
         state = ReplicaState(max_num_seqs=hello.max_num_seqs if hello else 1, name=link.name)

@@ -44,9 +44,10 @@ class Link:
         self._secret = secret
         self._silent_seconds = silent_seconds
         self._stream: FrameStream | None = None
-        self._clear()
+        self.reset()
 
-    def _clear(self) -> None:
+    def reset(self) -> None:
+        """Forget what was of a connection."""
         self.hello: Hello | None = None
         self.report: Report | None = None
         self.draining = False
@@ -128,7 +129,7 @@ class Link:
                 if self.is_up:
                     self.hello = None  # it takes no requests; what it reported last is still there to count
                     events.on_down(self, stuck=stuck)
-                self._clear()
+                self.reset()
             await asyncio.sleep(retry)
 
     async def _talk(self, stream: FrameStream, events: LinkEvents) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from chorus.server.demo.builtin import BUILTIN_ADAPTERS
 
 SECONDS = 120
 """For what must happen, on a machine however busy."""
@@ -80,10 +83,27 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
                 process.wait(SECONDS)
                 assert "Traceback" not in rest, rest
                 for pid in children:
-                    assert not (Path("/proc") / str(pid)).exists(), "a replica outlived its parent"
+                    assert not running(pid), "a replica outlived its parent"
 
 
-@pytest.fixture(scope="module")
-def up() -> Iterator[Up]:
-    with cluster_up(2) as running:
+@pytest.fixture(scope="package")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory from which adapters may be loaded, with two of the built-in ones."""
+    root = tmp_path_factory.mktemp("roots")
+    for name in ("upper", "reverse"):
+        shutil.copytree(BUILTIN_ADAPTERS / name, root / name)
+    return root
+
+
+@pytest.fixture(scope="package")
+def up(roots: Path) -> Iterator[Up]:
+    with cluster_up(2, "--adapter-roots", str(roots)) as running:
         yield running
+
+
+def running(pid: int) -> bool:
+    """True if there is a process of this id that has not ended."""
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -11,8 +11,10 @@ from pathlib import Path
 
 import httpx
 
+from tests.server.cluster.conftest import cluster_up, running
+
 NAMES = (None, "reverse", "upper", "count")
-TOKENS = 300
+TOKENS = 120
 
 
 def body(index: int) -> dict[str, object]:
@@ -46,7 +48,7 @@ def read(client: httpx.Client, index: int, began: threading.Semaphore | None = N
 
 
 def test_answers_go_on_as_if_no_replica_had_been_killed(up):
-    count = 8
+    count = 6
     with ThreadPoolExecutor(count) as threads:
         unbroken = list(threads.map(lambda index: read(up.client, index), range(count)))
         assert all(len(tokens) == TOKENS and finish == "length" for tokens, _, finish in unbroken)
@@ -70,3 +72,49 @@ def test_replicas_are_processes_that_say_what_they_are_in_a_private_directory(up
         socket = Path(arguments[arguments.index("--socket") + 1])
         assert socket.parent.stat().st_mode & 0o777 == 0o700
         assert not any("secret" in argument and len(argument) == 64 for argument in arguments)
+
+
+def test_a_reload_is_never_stale_and_answers_in_progress_keep_what_they_began_with(up, roots):
+    def load(name: str, **more: object) -> None:
+        body = {"lora_name": "mine", "lora_path": str(roots / name), **more}
+        assert up.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+
+    def ask() -> str:
+        body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+        return up.client.post("/v1/completions", json=body).json()["choices"][0]["text"]
+
+    load("upper")
+    assert ask() == "ABC"
+    for name, answer in (("reverse", "cba"), ("upper", "ABC"), ("reverse", "cba")):
+        load(name, load_inplace=True)
+        with ThreadPoolExecutor(4) as threads:
+            assert set(threads.map(lambda _: ask(), range(8))) == {answer}
+    assert up.client.post("/v1/unload_lora_adapter", json={"lora_name": "mine"}).status_code == 200
+    body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8}
+    assert up.client.post("/v1/completions", json=body).status_code == 404
+
+
+def test_a_path_outside_the_roots_and_a_broken_adapter_are_refused_as_by_one_server(up, roots):
+    (roots / "broken").mkdir()
+    (roots / "broken" / "adapter_config.json").write_text("{}")
+    for path, status in ((roots.parent, 403), (roots / "broken", 400), (roots / "nowhere", 404)):
+        body = {"lora_name": "bad", "lora_path": str(path)}
+        assert up.client.post("/v1/load_lora_adapter", json=body).status_code == status
+    listed = up.client.get("/v1/adapters").json()
+    assert "bad" not in [one["name"] for one in listed["data"]]
+
+
+def test_what_is_wrong_with_a_request_is_said_as_by_one_server(up):
+    for wrong, status in (({"model": "none"}, 404), ({"prompt": [10**6]}, 400), ({"max_tokens": -1}, 400)):
+        body = {"model": "upper", "prompt": "abc\n", "max_tokens": 4, **wrong}
+        answer = up.client.post("/v1/completions", json=body)
+        assert (answer.status_code, "message" in answer.json()["error"]) == (status, True)
+
+
+def test_replicas_end_with_a_parent_that_is_killed():
+    with cluster_up(2) as alone:
+        alone.wait_until(lambda: len(alone.replicas) == 2)
+        replicas = alone.replicas
+        alone.process.kill()
+        alone.process.wait()
+        alone.wait_until(lambda: not any(running(pid) for pid in replicas))
