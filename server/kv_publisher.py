@@ -128,6 +128,7 @@ class KvPublisher:
         self._events = events
         self._batches = batches
         self._topic = topic.encode()
+        self._pack = msgpack.Packer(autoreset=True).pack
         self._sequence = 0
         self._kept: deque[tuple[bytes, bytes]] = deque()
         self._kept_bytes = 0
@@ -181,7 +182,7 @@ class KvPublisher:
             self._answer(self._replay)
 
     def _publish(self, events: list[Event]) -> None:
-        payload = msgpack.packb((time.time(), events, 0))
+        payload = self._pack((time.time(), events, 0))
         sequence = self._sequence.to_bytes(8, "big")
         self._sequence += 1
         self._pub.send_multipart((self._topic, sequence, payload))  # of PUB it never waits

@@ -131,7 +131,7 @@ class RegistryStore:
         db.execute(f"PRAGMA user_version = {len(MIGRATIONS)}")
         db.execute("COMMIT")
         self.identity, self.generation = db.execute("SELECT identity, generation FROM registry").fetchone()
-        self._entries = {row[0]: Entry(*row[:6], bool(row[6])) for row in db.execute("SELECT * FROM adapters")}
+        self._entries = {row[0]: Entry._make((*row[:6], bool(row[6]))) for row in db.execute("SELECT * FROM adapters")}
 
     def _pragma(self, name: str) -> int:
         return self._db.execute(f"PRAGMA {name}").fetchone()[0]
