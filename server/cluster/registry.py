@@ -40,8 +40,9 @@ COPY_PART = 1000
 MAX_WRITES = 1024
 """Writes that are not done yet; further ones are refused."""
 
-SEEN_SECONDS = 5.0
-"""Seconds that a front may take to see a change; then it loses its connection, and the write does not wait for it."""
+SEEN_SECONDS = 45.0
+"""Seconds that a front may take to act on a change, which may be to have an adapter read from a disk; then it loses its
+connection, and the write does not wait for it."""
 
 FIRST_WRITE_SECONDS = 2.0
 """Seconds after the start in which nothing is written, so that the fronts of the last run come back first: one that has

@@ -10,7 +10,8 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -26,11 +27,14 @@ log = logging.getLogger(__name__)
 RETRY_SECONDS = 0.5
 """Seconds until the registry is looked for again at the latest; below its `FIRST_WRITE_SECONDS`."""
 
-WRITE_SECONDS = 15.0
+WRITE_SECONDS = 60.0
 """Seconds that a change may take, with all fronts' having seen it."""
 
-OnChange = Callable[[str, Entry | None, Entry | None], None]
-"""Is called with a name, what it meant and what it means now; None for nothing."""
+Change = tuple[str, Entry | None]
+"""A name, and what it means now; None for nothing."""
+
+Adopt = Callable[[str, Entry | None], Awaitable[None]]
+"""Has the front act on a change. Once it returns, no request begins with what the name meant before."""
 
 _STATUS = {INVALID: 400, EXISTS: 409, UNKNOWN: 404}
 
@@ -50,10 +54,13 @@ class RegistryRefusal(ApiError):
 
 
 class RegistryCopy:
-    """The registry's content as of a generation; frames are applied in the order in which they came."""
+    """The registry's content as of a generation; frames are applied in the order in which they came.
 
-    def __init__(self, on_change: OnChange = lambda name, before, now: None) -> None:
-        self._on_change = on_change
+    changes: those that were applied; the owner takes them away.
+    """
+
+    def __init__(self) -> None:
+        self.changes: deque[Change] = deque()
         self._entries: dict[str, Entry] = {}
         self._coming: dict[str, Entry] | None = {}  # of a copy whose last part has not come
         self.identity: str | None = None
@@ -116,23 +123,27 @@ class RegistryCopy:
         return True
 
     def _set(self, name: str, now: Entry | None) -> None:
-        before = self._entries.get(name)
-        if before == now:
+        if self._entries.get(name) == now:
             return
         if now is None:
             del self._entries[name]
         else:
             self._entries[name] = now
-        self._on_change(name, before, now)
+        self.changes.append((name, now))
 
 
 class RegistryClient:
-    """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop."""
+    """Keeps a copy up to date over one connection, which is made again whenever it breaks; on one event loop.
 
-    def __init__(self, socket: Path, secret: bytes, copy: RegistryCopy) -> None:
+    The registry is told that a change was seen once `adopt` has returned for it, which so has `SEEN_SECONDS`. An error
+    of it is logged: the front has to see to it that it serves nothing under the name then.
+    """
+
+    def __init__(self, socket: Path, secret: bytes, adopt: Adopt | None = None) -> None:
         self._socket = socket
         self._secret = secret
-        self.copy = copy
+        self._adopt = adopt
+        self.copy = RegistryCopy()
         self._stream: FrameStream | None = None  # once the copy is whole
         self._calls: dict[int, asyncio.Future[tuple[int, bool]]] = {}
         self._numbers = itertools.count(1)
@@ -203,7 +214,7 @@ class RegistryClient:
             self.copy.begin()
             stream.send("subscribe")
             while (frame := await stream.read()) is not None:
-                self._take(stream, frame)
+                await self._take(stream, frame)
             return "it ended the connection"
         except Refused as error:
             return str(error)
@@ -221,13 +232,29 @@ class RegistryClient:
             if stream is not None:
                 stream.close()
 
-    def _take(self, stream: FrameStream, frame: Frame) -> None:
+    async def _take(self, stream: FrameStream, frame: Frame) -> None:
         if frame.kind not in ("done", "failed"):
             if self.copy.apply(frame):
+                await self._adopt_all()
                 stream.send("seen", self.copy.generation)
                 self._stream = stream
                 self._first.set()
             return
+        self._end_call(frame)
+
+    async def _adopt_all(self) -> None:
+        """Have the front act on what was applied; what is left when this is cut short is acted on the next time."""
+        while self.copy.changes:
+            name, now = self.copy.changes[0]
+            if self._adopt is not None:
+                try:
+                    await self._adopt(name, now)
+                except Exception:
+                    log.exception("the registry's change of adapter %s could not be followed", name)
+            self.copy.changes.popleft()
+
+    def _end_call(self, frame: Frame) -> None:
+        """Hand a write its answer."""
         number, *rest = frame.fields or (None,)
         done = self._calls.get(number) if type(number) is int else None
         if len(rest) != 2 or type(number) is not int:
