@@ -61,14 +61,14 @@ class WrongContent(AdapterFormatError):
 
 
 class Replica:
-    """Serves fronts. worker: a started one. roots: directories below which adapters must lie; none: anywhere."""
+    """Serves fronts. worker: a started one. hello: what it is. roots: directories below which adapters must lie."""
 
-    def __init__(self, worker: EngineWorker, secret: bytes, roots: Sequence[Path], pid: int) -> None:
+    def __init__(self, worker: EngineWorker, hello: Hello, secret: bytes, roots: Sequence[Path]) -> None:
         self.worker = worker
         self.draining = False
         self._secret = secret
         self._roots = tuple(roots)
-        self._pid = pid
+        self._hello = hello.to_wire()
         self._fronts: set[_Front] = set()
         self._loads = DaemonPool("replica-loads", threads=LOAD_THREADS, max_waiting=MAX_LOADS)
         self._loading: dict[str, asyncio.Future[None]] = {}
@@ -81,11 +81,10 @@ class Replica:
         except (WireError, OSError) as error:
             log.warning("a connection was refused: %s: %s", type(error).__name__, error)
             return
-        hello = await asyncio.wrap_future(self.worker.call(lambda engine: Hello.of(engine, self._pid)))
         front = _Front(self, stream)
         self._fronts.add(front)
         try:
-            stream.send("hello", hello.to_wire())
+            stream.send("hello", self._hello)
             await front.run()
         except (WireError, OSError) as error:
             log.warning("a front's connection ends: %s: %s", type(error).__name__, error)
@@ -198,8 +197,9 @@ class _Front:
 
     def _submit(self, record: Mapping[str, Any], life: int) -> None:
         request_id = record["id"]
-        if not isinstance(request_id, str) or not isinstance(life, int):
-            raise TypeError("an id is no text, or a life no number")
+        _check_text(request_id)
+        if not isinstance(life, int):
+            raise TypeError("a life is no number")
         if request_id in self._open:
             raise ValueError(f"request {request_id} is open here")
         _check_tokens(record["tokens"])
@@ -249,12 +249,13 @@ class _Front:
         self.send("out", self._step, rows)
 
     def _abort(self, request_id: str) -> None:
+        _check_text(request_id)
         if self._open.pop(request_id, None) is not None:
             self._worker.abort(request_id)
 
     def _load(self, content_hash: str, path: str) -> None:
-        if not isinstance(content_hash, str) or not isinstance(path, str):
-            raise TypeError("a hash or a path is no text")
+        _check_text(content_hash)
+        _check_text(path)
         future = self._replica.load(content_hash, Path(path))
         future.add_done_callback(partial(self._loaded, content_hash))
 
@@ -270,7 +271,13 @@ class _Front:
         self.send("loaded", content_hash, failure.value, str(error) if known else "the replica's log says why")
 
     def _forget(self, content_hash: str) -> None:
+        _check_text(content_hash)
         self._replica.forget(content_hash)
+
+
+def _check_text(value: Any) -> None:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} is no text")
 
 
 def _check_tokens(tokens: Any) -> None:

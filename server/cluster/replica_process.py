@@ -15,6 +15,7 @@ from ..launch import take_short_turns
 from ..worker import EngineWorker
 from .replica import Replica
 from .replica_settings import ReplicaSettings
+from .report import Hello
 from .stream import read_secret
 
 if TYPE_CHECKING:
@@ -52,7 +53,8 @@ def _build_engine(config: EngineConfig) -> Engine:
 
 
 async def _serve(worker: EngineWorker, socket: Path, secret: bytes, settings: ReplicaSettings) -> int:
-    replica = Replica(worker, secret, settings.roots, os.getpid())
+    hello = worker.call(lambda engine: Hello.of(engine, os.getpid())).result()
+    replica = Replica(worker, hello, secret, settings.roots)
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, replica.drain)
     reports = asyncio.create_task(replica.report())
