@@ -51,6 +51,7 @@ class RegistryRefusal(ApiError):
 
     def __init__(self, reason: str, message: str) -> None:
         super().__init__(_STATUS.get(reason, 503), message, code=f"registry_{reason}")
+        self.reason = reason
 
 
 class RegistryCopy:
