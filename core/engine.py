@@ -30,6 +30,7 @@ from .config import EngineConfig
 from .engine_stats import AccountStats, EngineStats
 from .executors.alone import run_rows_alone
 from .executors.base import Executor, ModelInfo
+from .kv_events import KvEvents
 from .merging import Merging
 from .modes import Modes, mode_policy
 from .quarantine import Quarantined, adapter_directories, register_directories
@@ -81,6 +82,7 @@ class Engine:
         self.store = AdapterStore(self.pool, executor.adapters, images, order, costs, executor.layout.page_bytes, clock)
         self.prefix = PrefixCache(self.pool, order, costs, self.block_tokens)
         self.store.on_gone = self.prefix.drop_version
+        self.kv_events: KvEvents | None = None
         shadow = ShadowPages(self.pool, order)
         self.reclaimer = Reclaimer(self.pool, order, self.store, self.prefix, shadow)
         self.merging = Merging(executor.shadow, self.reclaimer, self.store, clock)
@@ -308,6 +310,8 @@ class Engine:
             wrong_step_seconds=modes.wrong_seconds if modes else 0.0,
             num_steps_leaving_out=modes.num_left_out if modes else 0,
             num_steps_ahead=self._ahead.num_ahead if self._ahead else 0,
+            num_kv_events=self.kv_events.num_recorded if self.kv_events else 0,
+            num_dropped_kv_events=self.kv_events.num_dropped if self.kv_events else 0,
         )
 
     def accounts(self) -> list[AccountStats]:
@@ -392,6 +396,11 @@ class Engine:
     def unmerge(self) -> None:
         """Have steps compute with the model's own weights again."""
         self.merging.unmerge()
+
+    def record_kv_events(self) -> KvEvents:
+        """Record from now on which blocks enter and leave the prefix cache, which must be empty."""
+        self.kv_events = self.prefix.listener = KvEvents(self.store)
+        return self.kv_events
 
     def reclaim_idle(self) -> int:
         """Evict every idle adapter and unused prefix block; returns the pages freed."""

@@ -14,7 +14,8 @@ from typing import NoReturn
 from .. import __version__
 from ..core.config import EngineConfig
 from ..core.requests.sampling_params import InvalidRequest
-from . import profile
+from . import adapters_command, profile
+from .adapters_command import CommandError
 from .checks import LaunchError, check_access, check_model
 from .cluster.router import POLICIES
 from .errors import EngineUnavailable, GenerationFailed
@@ -38,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print(error, file=sys.stderr)
         return 2
-    except (LaunchError, PullError, EngineUnavailable, GenerationFailed) as error:
+    except (LaunchError, PullError, CommandError, EngineUnavailable, GenerationFailed) as error:
         print(f"chorus: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
@@ -58,6 +59,12 @@ def make_parser() -> Parser:
         ("serve", "serve a model and its adapters over HTTP", _serve_flags, _serve),
         ("cluster", "serve a model with many replicas behind one address", _cluster_flags, _cluster),
         ("replica", "be a replica of a cluster, which `chorus cluster` starts", _replica_flags, _replica),
+        (
+            "adapters",
+            "show and change the adapters of a server that runs",
+            adapters_command.add_flags,
+            adapters_command.run,
+        ),
         ("demo", "watch the adapters of a model answer side by side", _demo_flags, _demo),
         ("generate", "print a model's answer to a prompt", _generate_flags, _generate),
         ("profile", "measure what steps and adapter loads cost on this machine", _profile_flags, _profile),

@@ -27,6 +27,7 @@ from .connections import Connections
 from .exits import DEADLINE_SECONDS, ExitDeadline
 from .http_protocol import HttpConnection
 from .http_server import LISTEN_BACKLOG, HttpServer
+from .kv_publisher import kv_publisher_of
 from .sampling_defaults import SamplingDefaults
 from .settings import LoraModule, Settings
 from .tokenizer import Tokenizer
@@ -115,7 +116,7 @@ def build_app(settings: Settings, open_backend: OpenBackend | None = None) -> St
         )
     log.info("serving %s and %d adapters", settings.base_name, len(names))
     try:
-        return create_app(worker, tokenizer, settings, defaults)
+        return create_app(worker, tokenizer, settings, defaults, kv_publisher_of(worker, settings))
     except RuntimeError as error:
         worker.stop()
         raise LaunchError(f"can't serve {settings.model}: {error}") from error
