@@ -6,7 +6,6 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import NoReturn
@@ -126,19 +125,56 @@ def _serve_settings(arguments: argparse.Namespace) -> Settings:
 def _cluster_flags(parser: argparse.ArgumentParser) -> None:
     commands = parser.add_subparsers(dest="cluster_command", metavar="COMMAND", required=True)
     up = commands.add_parser("up", help="start replicas on this machine and serve them over HTTP")
-    up.add_argument("--replicas", type=_positive, default=2, metavar="N", help="replicas to start (default: 2)")
+    front = commands.add_parser("front", help="be one of several fronts, which `chorus cluster up` starts")
+    for command in (up, front):
+        command.add_argument("--replicas", type=_positive, default=2, metavar="N", help="replicas (default: 2)")
+        command.add_argument(
+            "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
+        )
+    up.add_argument("--fronts", type=_positive, default=1, metavar="N", help="processes that serve HTTP (default: 1)")
     up.add_argument(
-        "--policy", choices=POLICIES, default="affinity", help="which replica gets a request (default: affinity)"
-    )
+        "--registry", type=Path, metavar="FILE",
+        help="SQLite file that keeps the adapters that are added over HTTP; default: they last as long as the cluster",
+    )  # fmt: skip
     _serve_flags(up)
+    up.set_defaults(run_cluster=_cluster_up)
+    front.add_argument("--directory", type=Path, required=True, metavar="DIR", help="where the cluster's sockets are")
+    front.add_argument("--index", type=int, required=True, metavar="N", help="number of this front")
+    front.set_defaults(run_cluster=_cluster_front)
+    registry = commands.add_parser("registry", help="be a cluster's registry, which `chorus cluster up` starts")
+    for name in ("file", "socket", "secret-file"):
+        registry.add_argument(f"--{name}", required=True, metavar="FILE")
+    registry.set_defaults(run_cluster=_cluster_registry)
 
 
 def _cluster(arguments: argparse.Namespace) -> int:
-    settings = _serve_settings(arguments)
-    from .cluster.up import open_cluster
-    from .launch import serve
+    return arguments.run_cluster(arguments)
 
-    return serve(settings, partial(open_cluster, arguments.replicas, arguments.policy))
+
+def _cluster_up(arguments: argparse.Namespace) -> int:
+    settings = _serve_settings(arguments)
+    from .cluster.up import Plan, up
+
+    given = {name.removeprefix("setting_"): value for name, value in vars(arguments).items() if "setting_" in name}
+    return up(Plan(arguments.replicas, arguments.fronts, arguments.policy, arguments.registry), settings, given)
+
+
+def _cluster_front(arguments: argparse.Namespace) -> int:
+    from .cluster.processes import ClusterDirectory
+    from .cluster.up import Plan, front
+
+    _log_to_stderr("info")
+    plan = Plan(arguments.replicas, policy=arguments.policy)
+    return front(ClusterDirectory(arguments.directory), arguments.index, plan)
+
+
+def _cluster_registry(arguments: argparse.Namespace) -> int:
+    from .cluster import child, registry
+
+    child.end_with_parent()
+    return registry.main(
+        ["--file", arguments.file, "--socket", arguments.socket, "--secret-file", arguments.secret_file]
+    )
 
 
 def _replica_flags(parser: argparse.ArgumentParser) -> None:
@@ -153,6 +189,7 @@ def _replica_flags(parser: argparse.ArgumentParser) -> None:
 def _replica(arguments: argparse.Namespace) -> int:
     from .cluster import replica_process
 
+    _log_to_stderr("warning")
     return replica_process.run(arguments.socket, arguments.secret_file, arguments.settings)
 
 

@@ -74,10 +74,11 @@ def _build_engine(config: EngineConfig, modules: Sequence[LoraModule] = ()) -> E
     return Engine.from_config(config, modules=modules)
 
 
-def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
+def bind(host: str, port: int, send_seconds: float = 20.0, *, shares_port: bool = False) -> socket.socket:
     """A bound socket; raises LaunchError when the address is taken or not ours.
 
     send_seconds: for which a client may take nothing of what it was sent, before the system ends its connection.
+    shares_port: with other processes that say so, too, among which the system spreads connections.
     """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
@@ -86,6 +87,8 @@ def bind(host: str, port: int, send_seconds: float = 20.0) -> socket.socket:
         raise LaunchError(f"can't listen on {host}: {error.strerror}") from None
     try:
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shares_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)  # connections inherit all of these
         if sys.platform == "linux":
             bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, max(1, round(1000 * send_seconds)))
@@ -172,11 +175,17 @@ def take_short_turns() -> None:
     sys.setswitchinterval(SWITCH_SECONDS)
 
 
-def serve(settings: Settings, open_backend: OpenBackend | None = None) -> int:
-    """Serves until it is told to end; the exit code, 1 when the engine broke down."""
+def serve(
+    settings: Settings,
+    open_backend: OpenBackend | None = None,
+    *,
+    shares_port: bool = False,
+    on_listening: Callable[[], None] = lambda: None,
+) -> int:
+    """Serves until it is told to end; the exit code, 1 when the engine broke down. See `build_app` and `bind`."""
     check_model(settings)
     warning = check_access(settings)
-    with bind(settings.host, settings.port, settings.send_seconds) as bound:
+    with bind(settings.host, settings.port, settings.send_seconds, shares_port=shares_port) as bound:
         app = build_app(settings, open_backend)
         take_short_turns()
         if settings.api_key_file is not None or settings.admin_key_file is not None:  # else it ends the process
@@ -187,6 +196,7 @@ def serve(settings: Settings, open_backend: OpenBackend | None = None) -> int:
         ExitDeadline(settings.grace_seconds + DEADLINE_SECONDS).start()
         bound.listen(LISTEN_BACKLOG)  # from now on no client is refused, though the first may wait a moment
         log.info("listening on %s", url_of(bound))
+        on_listening()
         server = http_server(app, settings)
         server.run(sockets=[bound])
     return server.exit_code

@@ -33,6 +33,7 @@ from .catalog import Catalog, Cluster, Entry, done, failed
 from .cluster_metrics import ClusterCollector
 from .dispatcher import Dispatcher
 from .link import Link
+from .registered_catalog import RegisteredCatalog
 from .router import Policy
 
 if TYPE_CHECKING:
@@ -62,9 +63,14 @@ class ClusterWorker:
     stalled: str | None = None
 
     def __init__(
-        self, links: Sequence[Link], policy: Policy, settings: Settings, on_stop: Callable[[], None] = lambda: None
+        self,
+        links: Sequence[Link],
+        policy: Policy,
+        settings: Settings,
+        on_stop: Callable[[], None] = lambda: None,
+        registry: Path | None = None,
     ) -> None:
-        """on_stop: called at the end of `stop`, once."""
+        """on_stop: called at the end of `stop`, once. registry: socket of the registry that several fronts share."""
         self.links = links
         self.failure: str | None = None
         self._settings = settings
@@ -77,7 +83,9 @@ class ClusterWorker:
             self._end_users, partial(self._soon, self.dispatcher.retire), partial(self._soon, self.dispatcher.revive),
             self._tier_of, self._overflowing, lambda: self.stats,
         )  # fmt: skip
-        self.adapters = Catalog(cluster)
+        self._registry = registry
+        self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
+        self._has_copy = registry is None  # of the registry's names
         self._config = ModelConfig.read(settings.model)
         self._base_names = names_of(settings.model, settings.base_name)
         self._hashes = DaemonPool("cluster-hash", HASH_THREADS, MAX_HASHES)
@@ -105,7 +113,7 @@ class ClusterWorker:
     def wait_until_ready(self, trouble: Callable[[], str | None] = lambda: None) -> None:
         """Return once all replicas are there. EngineUnavailable with `trouble`'s text as soon as it has one."""
         with self._change:
-            while not all(link.is_up for link in self.links):
+            while not (self._has_copy and all(link.is_up for link in self.links)):
                 if (text := trouble()) is not None:
                     raise EngineUnavailable(text)
                 self._change.wait(0.1)
@@ -131,6 +139,7 @@ class ClusterWorker:
         asyncio.set_event_loop(self._loop)
         tasks = [self._loop.create_task(link.run(self)) for link in self.links]
         tasks.append(self._loop.create_task(self._look()))
+        tasks.append(self._loop.create_task(self._follow_registry()))
         try:
             self._loop.run_forever()
             for task in tasks:
@@ -138,6 +147,18 @@ class ClusterWorker:
             self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         finally:
             self._loop.close()
+
+    async def _follow_registry(self) -> None:
+        if self._registry is None or not isinstance(self.adapters, RegisteredCatalog):
+            return
+        client = self.adapters.follow(self._registry, self.links[0].secret)
+        try:
+            await client.wait_for_copy()
+            self._has_copy = True
+            self._changed()
+            await self._loop.create_future()
+        finally:
+            await client.stop()
 
     async def _look(self) -> None:
         while True:

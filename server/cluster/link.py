@@ -41,9 +41,11 @@ class Link:
         """silent_seconds: after which a replica that says nothing counts as dead; it reports once a second."""
         self.name = name
         self._socket = socket
-        self._secret = secret
+        self.secret = secret
         self._silent_seconds = silent_seconds
         self._stream: FrameStream | None = None
+        self.pid: int | None = None
+        """Process id of the replica that was connected last."""
         self.reset()
 
     def reset(self) -> None:
@@ -107,7 +109,7 @@ class Link:
         retry = FIRST_RETRY_SECONDS
         while True:
             try:
-                self._stream = await connect(self._socket, self._secret, FROM_REPLICA)
+                self._stream = await connect(self._socket, self.secret, FROM_REPLICA)
             except OSError as error:  # WireError among them
                 if isinstance(error, WireError):
                     log.warning("replica %s: %s: %s", self.name, type(error).__name__, error)
@@ -142,6 +144,7 @@ class Link:
                 if frame.kind == "hello":
                     (data,) = frame.fields
                     self.hello = Hello.from_wire(data)
+                    self.pid = self.hello.pid
                     events.on_up(self)
                 elif self.hello is None:
                     raise Malformed(f"a replica began with {frame.kind}")

@@ -6,13 +6,12 @@ import asyncio
 import logging
 import os
 import signal
-import sys
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..launch import take_short_turns
 from ..worker import EngineWorker
+from .child import end_with_parent
 from .replica import Replica
 from .replica_settings import ReplicaSettings
 from .report import Hello
@@ -34,7 +33,7 @@ REFUSING_SECONDS = 0.3
 def run(socket: Path, secret_file: Path, settings_file: Path) -> int:
     """Serve until told to end; the exit code. The process ends at once when its standard input does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the front's, which drains
-    _end_with_parent()
+    end_with_parent()
     settings = ReplicaSettings.model_validate_json(settings_file.read_text())
     secret = read_secret(secret_file)
     worker = EngineWorker(lambda: _build_engine(settings.engine))
@@ -58,6 +57,7 @@ async def _serve(worker: EngineWorker, socket: Path, secret: bytes, settings: Re
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, replica.drain)
     reports = asyncio.create_task(replica.report())
+    socket.unlink(missing_ok=True)  # of a process that was killed
     server = await asyncio.start_unix_server(replica.serve, socket)
     socket.chmod(0o600)
     log.info("listening on %s", socket)
@@ -76,14 +76,3 @@ async def _serve(worker: EngineWorker, socket: Path, secret: bytes, settings: Re
     finally:
         reports.cancel()
         server.close()
-
-
-def _end_with_parent() -> None:
-    """End the process when its parent has ended, however that was: then its standard input does."""
-
-    def wait() -> None:
-        while os.read(sys.stdin.fileno(), 4096):
-            pass
-        os._exit(0)
-
-    threading.Thread(target=wait, name="chorus-parent", daemon=True).start()

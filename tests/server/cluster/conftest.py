@@ -33,6 +33,10 @@ class Up:
     @property
     def replicas(self) -> list[int]:
         """Process ids of the replicas that are there."""
+        return self.children("replica")
+
+    def children(self, word: str) -> list[int]:
+        """Process ids of the children with this word in their command."""
         found = []
         for entry in Path("/proc").iterdir():
             if not entry.name.isdigit():
@@ -42,7 +46,7 @@ class Up:
                 command = (entry / "cmdline").read_bytes().decode().replace("\0", " ")
             except OSError:
                 continue
-            if int(status[1]) == self.process.pid and status[0] != "Z" and re.search("chorus.* replica ", command):
+            if int(status[1]) == self.process.pid and status[0] != "Z" and re.search(f"chorus.* {word} ", command):
                 found.append(int(entry.name))
         return sorted(found)
 
@@ -76,14 +80,14 @@ def cluster_up(replicas: int, *flags: str, command: tuple[str, ...] = ("cluster"
             try:
                 yield up
             finally:
-                children = up.replicas
+                children = up.replicas + up.children("front") + up.children("registry")
                 if process.poll() is None:
                     process.send_signal(signal.SIGTERM)
                 rest = process.stderr.read()
                 process.wait(SECONDS)
                 assert "Traceback" not in rest, rest
                 for pid in children:
-                    assert not running(pid), "a replica outlived its parent"
+                    assert not running(pid), "a child outlived its parent"
 
 
 @pytest.fixture(scope="package")

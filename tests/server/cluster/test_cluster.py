@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import pytest
 
-from tests.server.cluster.conftest import cluster_up, running
+from tests.server.cluster.conftest import SECONDS, cluster_up, running
 
 NAMES = (None, "reverse", "upper", "count")
 TOKENS = 120
@@ -118,3 +119,24 @@ def test_replicas_end_with_a_parent_that_is_killed():
         alone.process.kill()
         alone.process.wait()
         alone.wait_until(lambda: not any(running(pid) for pid in replicas))
+
+
+@pytest.mark.long
+def test_several_fronts_on_one_port_know_the_same_adapters_and_outlive_each_other(roots):
+    def ask() -> tuple[int, str]:
+        body = {"model": "mine", "prompt": "abc\n", "max_tokens": 8, "temperature": 0}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=SECONDS)  # a connection of its own
+        return answer.status_code, answer.json()["choices"][0]["text"]
+
+    with cluster_up(2, "--fronts", "2", "--adapter-roots", str(roots)) as several:
+        url, fronts = str(several.client.base_url), several.children("front")
+        assert len(fronts) == 2 and len(several.replicas) == 2
+        for name, answer in (("upper", "ABC"), ("reverse", "cba")):
+            body = {"lora_name": "mine", "lora_path": str(roots / name), "load_inplace": True}
+            assert several.client.post("/v1/load_lora_adapter", json=body).status_code == 200
+            with ThreadPoolExecutor(4) as threads:
+                assert set(threads.map(lambda _: ask(), range(12))) == {(200, answer)}
+        os.kill(fronts[0], signal.SIGKILL)
+        several.wait_until(lambda: not running(fronts[0]))
+        assert {ask() for _ in range(4)} == {(200, "cba")}
+        several.wait_until(lambda: len(several.children("front")) == 2)
