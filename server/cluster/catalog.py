@@ -83,9 +83,10 @@ class Catalog:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def names(self) -> list[str]:
+    def entries(self) -> list[Entry]:
+        """All names, sorted."""
         with self._lock:
-            return sorted(self._entries)
+            return [self._entries[name] for name in sorted(self._entries)]
 
     def find(self, name: str) -> Entry:
         """What a request's adapter is now. Raises InvalidRequest, as an engine does."""
@@ -103,9 +104,8 @@ class Catalog:
     # --- AdapterBook ---
 
     def listing(self) -> Future[AdapterListing]:
-        with self._lock:
-            entries, aside = sorted(self._entries.items()), list(self.quarantine.values())
-        return done(AdapterListing([self._state(one) for _, one in entries], aside, self._cluster.stats()))
+        states = [self._state(one) for one in self.entries()]
+        return done(AdapterListing(states, list(self.quarantine.values()), self._cluster.stats()))
 
     def state(self, name: str) -> Future[AdapterState]:
         return self._try(lambda: self._state(self._get(name)))

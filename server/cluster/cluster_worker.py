@@ -19,18 +19,18 @@ from ...core.quarantine import adapter_directories, register_directories
 from ...core.requests.record import to_record
 from ...core.requests.types import FinishReason, RequestOutput
 from ...core.scheduling.overload import Overloaded
-from ...memory.adapters.adapter import Tier
 from ...memory.files.error import AdapterFormatError, LoadFailure
 from ...memory.files.format import AdapterManifest, inspect_adapter
 from ...memory.files.identity import with_content
 from ..backend import SHUTTING_DOWN, OnOutput
 from ..errors import EngineUnavailable
 from ..executors import DaemonPool, PoolFull
-from ..metrics import MAX_TIER_SERIES, AdapterView, EngineView
+from ..metrics import EngineView
 from ..subscribers import Subscribers
 from . import totals
 from .catalog import Catalog, Cluster, Entry, done, failed
 from .cluster_metrics import ClusterCollector
+from .cluster_view import overflowing, tier_of, view_of
 from .dispatcher import Dispatcher
 from .link import Link
 from .registered_catalog import RegisteredCatalog
@@ -52,8 +52,6 @@ LOOK_SECONDS = 0.5
 
 HASH_THREADS = 4
 MAX_HASHES = 1024
-
-_NEAREST = (Tier.DEVICE, Tier.LOADING, Tier.HOST, Tier.FAILED)
 
 
 class ClusterWorker:
@@ -81,7 +79,7 @@ class ClusterWorker:
         self.collector = ClusterCollector(self.dispatcher)
         cluster = Cluster(
             self._end_users, partial(self._soon, self.dispatcher.retire), partial(self._soon, self.dispatcher.revive),
-            self._tier_of, self._overflowing, lambda: self.stats,
+            partial(tier_of, links), partial(overflowing, links), lambda: self.stats,
         )  # fmt: skip
         self._registry = registry
         self.adapters = Catalog(cluster) if registry is None else RegisteredCatalog(cluster, self.check_adapter)
@@ -218,28 +216,7 @@ class ClusterWorker:
             raise Overloaded(f"{waiting} generations wait; try again later", 1.0)
 
     def view(self) -> Future[EngineView]:
-        reports = [link.report for link in self.links if link.report is not None]
-        hellos = [link.hello for link in self.links if link.hello is not None]
-        names = self.adapters.names()
-        states = [self.adapters.find(name) for name in names]
-        tiers = {one.name: Tier(self._tier_of(one.manifest.content_hash)) for one in states}
-        counts = {tier.value: 0 for tier in Tier}
-        for tier in tiers.values():
-            counts[tier.value] += 1
-        near = [one for one in states if tiers[one.name] is not Tier.DISK][:MAX_TIER_SERIES]
-        return done(
-            EngineView(
-                names=frozenset(names),
-                adapters=[AdapterView(one.name, tiers[one.name], one.manifest.rank, False, None, None) for one in near],
-                tier_counts=counts,
-                running=sorted({name for report in reports for name in report.running}),
-                waiting=sorted({name for report in reports for name in report.waiting}),
-                max_adapters=sum(hello.max_adapters for hello in hellos),
-                block_tokens=hellos[0].block_tokens if hellos else 0,
-                num_quarantined=len(self.adapters.quarantine),
-                accounts=totals.accounts(self.links),
-            )
-        )
+        return done(view_of(self.links, self.adapters))
 
     def check_adapter(self, path: Path, roots: Sequence[Path] = (), image: HostImage | None = None) -> AdapterManifest:
         """Have the replicas check the weights, too, and keep them under their hash."""
@@ -313,14 +290,6 @@ class ClusterWorker:
     def _end_users(self, name: str) -> Future[int]:
         reason = f"adapter {name!r} was removed"
         return self._call(self.dispatcher.end_users, name, reason, LoadFailure.REMOVED, otherwise=0)
-
-    def _tier_of(self, content_hash: str | None) -> str:
-        reports = [link.report for link in self.links if link.report is not None]
-        tiers = {report.tiers.get(content_hash) for report in reports} if content_hash is not None else set()
-        return next((tier.value for tier in _NEAREST if tier.value in tiers), Tier.DISK.value)
-
-    def _overflowing(self) -> set[str]:
-        return {one for link in self.links if link.report is not None for one in link.report.overflowing}
 
     def _load_everywhere(self, content_hash: str, path: Path) -> None:
         """Return once every replica that is up has loaded an adapter, or could not and another one has.

@@ -18,10 +18,11 @@ from typing import Any
 from ...core.requests.sampling_params import InvalidRequest
 from ...core.requests.types import FinishReason, RequestOutput
 from ...memory.files.error import LoadFailure
+from .fleet import Fleet
 from .ledger import Ledger, OpenRequest
 from .link import Link
 from .replica import BROKEN, DRAINING, MALFORMED
-from .router.replica_state import Policy, ReplicaState
+from .router.replica_state import Policy
 from .rows import from_row, read_step
 from .wire import Frame, Malformed
 
@@ -79,6 +80,7 @@ class Dispatcher:
         self._give_up_seconds = give_up_seconds
         self._clock = clock
         self._asked: dict[str, Asked] = {}
+        self.fleet = Fleet(links, self.ledger, lambda request: self._asked[request.id].rank)
         self._users: Counter[str] = Counter()  # open requests by content hash
         self._retired: set[str] = set()  # contents that no new request begins with
 
@@ -103,7 +105,7 @@ class Dispatcher:
         request = self.ledger.get(request_id)
         if request is None:
             return False
-        self._recall(request)
+        self.fleet.abort(request)
         self._forget(request)
         return True
 
@@ -111,7 +113,7 @@ class Dispatcher:
         """End the requests that asked for an adapter by a name; returns how many."""
         users = [one for one in self._all() if one.record["adapter"] == name]
         for request in users:
-            self._recall(request)
+            self.fleet.abort(request)
             self._fail(request, reason, failure)
         return len(users)
 
@@ -126,7 +128,7 @@ class Dispatcher:
 
     def move(self, request: OpenRequest) -> None:
         """Take a request from its replica and place it again, for a policy or because the replica drains."""
-        self._recall(request)
+        self.fleet.abort(request)
         self.ledger.take_back(request)
         self._place(request)
 
@@ -230,7 +232,7 @@ class Dispatcher:
     def _on_report(self, link: Link) -> None:
         if link.draining:
             for request in list(self.ledger.at(link.name)):
-                if self._candidates(request):
+                if self.fleet.candidates(request, self._asked[request.id].refused_by):
                     self.move(request)
         if self.ledger.num_waiting:
             self._place_waiting()
@@ -254,17 +256,19 @@ class Dispatcher:
     def _place(self, request: OpenRequest) -> None:
         """Give a waiting request to a replica, if one may take it."""
         asked = self._asked[request.id]
-        self._load(request, asked)
-        candidates = self._candidates(request)
+        content = request.content_hash
+        if content is not None and asked.path is not None:
+            self.fleet.load(content, asked.path)
+        candidates = self.fleet.candidates(request, asked.refused_by)
         if not candidates:
             if asked.stuck_since is None:
                 asked.stuck_since = self._clock()
-            if (failure := self._load_failure(request.content_hash)) is not None:
+            if (failure := self.fleet.take_failure(content)) is not None:
                 self._fail(request, failure[1], LoadFailure(failure[0]))
             return
         asked.stuck_since = None
-        wanted = Wanted(request.content_hash, len(request.record["tokens"]), asked.rank)
-        index = self._policy(wanted, [self.state_of(link) for link in candidates])
+        wanted = Wanted(content, len(request.record["tokens"]), asked.rank)
+        index = self._policy(wanted, [self.fleet.state_of(link) for link in candidates])
         if index is None:
             return
         link = candidates[index]
@@ -272,50 +276,6 @@ class Dispatcher:
         request.record["age"] = self._clock() - asked.arrival
         request.record["num_paid_tokens"] = len(request.record["tokens"]) - 1 if request.num_output_tokens else 0
         link.send("submit", request.record, life)
-
-    def _load(self, request: OpenRequest, asked: Asked) -> None:
-        """Have all replicas load a request's adapter, so that any of them can go on with it."""
-        if request.content_hash is not None and asked.path is not None:
-            for link in self.links:
-                if request.content_hash not in link.failed:
-                    link.load(request.content_hash, asked.path)
-
-    def _candidates(self, request: OpenRequest) -> list[Link]:
-        content, refused = request.content_hash, self._asked[request.id].refused_by
-        return [
-            link
-            for link in self.links
-            if link.takes_requests
-            and (content is None or content in link.loaded)
-            and (not request.num_output_tokens or link.identity == request.kind)
-            and link.name not in refused
-        ]
-
-    def _load_failure(self, content_hash: str | None) -> tuple[str, str] | None:
-        """Why no replica that is up has an adapter; None while one has it or may get it. It is tried again then."""
-        up = [link for link in self.links if link.is_up]
-        if content_hash is None or not up or any(content_hash not in link.failed for link in up):
-            return None
-        failures = [link.failed.pop(content_hash) for link in up]
-        return failures[0]
-
-    def state_of(self, link: Link) -> ReplicaState:
-        """A replica's load: what it reported of other fronts' requests, and what this front has there by now."""
-        hello, report = link.hello, link.report
-        state = ReplicaState(max_num_seqs=hello.max_num_seqs if hello else 1, name=link.name)
-        if report is not None and hello is not None:
-            stats = report.stats
-            others = max(0, stats.num_running + stats.num_waiting - report.num_yours)
-            state.num_requests = others
-            state.free_tokens = (stats.num_free_pages + stats.num_cached_pages) * hello.block_tokens
-            state.kv_tokens = stats.num_kv_pages * hello.block_tokens
-        state.resident, state.on_host = link.resident, link.on_host
-        for request in self.ledger.at(link.name):
-            rank = self._asked[request.id].rank
-            state.add(rank)
-            if not request.is_started:
-                state.add_waiting(len(request.record["tokens"]), rank)
-        return state
 
     # --- ends ---
 
@@ -326,12 +286,6 @@ class Dispatcher:
         accepted = self._asked[request_id].accepted
         if not accepted.done():
             accepted.set_result(None)
-
-    def _recall(self, request: OpenRequest) -> None:
-        """Have the request's replica abort it."""
-        for link in self.links:
-            if link.name == request.replica:
-                link.send("abort", request.id)
 
     def _fail(self, request: OpenRequest, reason: str, failure: LoadFailure | None = None) -> None:
         if request.id in self._asked:
@@ -352,8 +306,6 @@ class Dispatcher:
                 self._forget_content(content)
 
     def _forget_content(self, content_hash: str) -> None:
-        if content_hash in self._retired and content_hash not in self._users:
-            for link in self.links:
-                link.forget(content_hash)
-            if not any(content_hash in link.loading for link in self.links):
-                self._retired.discard(content_hash)
+        unused = content_hash in self._retired and content_hash not in self._users
+        if unused and self.fleet.forget(content_hash):
+            self._retired.discard(content_hash)

@@ -210,12 +210,12 @@ def test_reports_of_other_fronts_requests_count_and_own_are_known(front):
     link = front.links[0]
     stats = SimpleNamespace(num_running=5, num_waiting=1, num_free_pages=10, num_cached_pages=2, num_kv_pages=3)
     link.report = SimpleNamespace(stats=stats, num_yours=2, tiers={}, accounts=[])
-    state = front.dispatcher.state_of(link)
+    state = front.dispatcher.fleet.state_of(link)
     assert (state.num_requests, state.free_tokens, state.kv_tokens) == (4, 192, 48)
     front.ask("a")  # goes to the other, which has none
     front.ask("b")
-    assert front.dispatcher.state_of(front.links[1]).num_requests == 2
-    assert front.dispatcher.state_of(front.links[1]).pending_tokens == 4
+    assert front.dispatcher.fleet.state_of(front.links[1]).num_requests == 2
+    assert front.dispatcher.fleet.state_of(front.links[1]).pending_tokens == 4
 
 
 def test_an_abort_ends_it_here_and_there(front):
