@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,13 @@ class Chaos:
 
     # --- during ---
 
-    def run(self, seconds: float, clients: int, kill_seconds: float, reload_seconds: float) -> None:
-        with ThreadPoolExecutor(clients + 2) as threads:
+    def run(
+        self, seconds: float, clients: int, kill_seconds: float, front_kill_seconds: float, reload_seconds: float
+    ) -> None:
+        with ThreadPoolExecutor(clients + 3) as threads:
             tasks = [threads.submit(self._load, index) for index in range(clients)]
-            tasks.append(threads.submit(self._every, kill_seconds, self._kill))
+            tasks.append(threads.submit(self._every, kill_seconds, partial(self._kill, "replica")))
+            tasks.append(threads.submit(self._every, front_kill_seconds, partial(self._kill, "front")))
             tasks.append(threads.submit(self._every, reload_seconds, self._reload_next))
             self._stop.wait(seconds)
             self._stop.set()
@@ -129,11 +133,10 @@ class Chaos:
         if kind in (otherwise, "lost") and len(self.examples) < 20:
             self.examples.append(f"{kind}: {body['model']} {body['prompt']!r} gave {answer!r}, not {sorted(allowed)}")
 
-    def _kill(self) -> None:
-        replicas = self._server.children("replica")
-        if replicas:
-            os.kill(self._random.choice(replicas), signal.SIGKILL)
-            self.counts["kills"] += 1
+    def _kill(self, kind: str) -> None:
+        if there := self._server.children(kind):
+            os.kill(self._random.choice(there), signal.SIGKILL)
+            self.counts[f"{kind} kills"] += 1
 
     def _reload_next(self) -> None:
         with self._reloads.lock:
@@ -151,7 +154,12 @@ class Chaos:
         path = self._root / Reloads.content(number)
         body = {"lora_name": RELOADED, "lora_path": str(path), "load_inplace": True}
         while True:
-            answer = self._client.post("/v1/load_lora_adapter", json=body)
+            try:
+                answer = self._client.post("/v1/load_lora_adapter", json=body)
+            except httpx.TransportError:
+                if not self.counts["front kills"]:
+                    raise
+                continue
             if answer.status_code == 200:
                 return
             if answer.status_code != 503 or self._stop.is_set():
@@ -168,10 +176,21 @@ class Chaos:
     def _answer(self, body: dict[str, Any]) -> str | None:
         """The answer's text; None, and an example, for a request that failed."""
         try:
-            return self._ask(body)
+            return self._ask_again_if_cut(body)
         except (httpx.HTTPError, RuntimeError) as error:
             self.examples.append(f"lost: {body['model']}: {error!r}")
             return None
+
+    def _ask_again_if_cut(self, body: dict[str, Any]) -> str:
+        """Ask; and again, as a client would, where a front was killed in the middle of the answer."""
+        while True:
+            kills = self.counts["front kills"]
+            try:
+                return self._ask(body)
+            except httpx.TransportError:
+                if self.counts["front kills"] == kills == 0:
+                    raise
+                self.counts["cut"] += 1
 
     def _ask(self, body: dict[str, Any]) -> str:
         answer = self._client.post("/v1/completions", json=body)
@@ -192,6 +211,8 @@ def main() -> int:
     command.add_argument("--clients", type=int, default=8, help="requests at once")
     command.add_argument("--seconds", type=float, default=300, help="of load")
     command.add_argument("--kill-seconds", type=float, default=20, help="between two kills")
+    command.add_argument("--fronts", type=int, default=1)
+    command.add_argument("--front-kill-seconds", type=float, default=1e9, help="between two kills of a front")
     command.add_argument("--reload-seconds", type=float, default=3, help="between two reloads")
     command.add_argument("--policy", default="affinity", help="which replica gets a request")
     command.add_argument("--seed", type=int, default=0)
@@ -201,13 +222,17 @@ def main() -> int:
         root = Path(directory)
         for name in CONTENTS:
             shutil.copytree(BUILTIN_ADAPTERS / name, root / name)
-        flags = ["--replicas", str(args.replicas), "--policy", args.policy, "--threads", "1", "--adapter-roots"]
+        flags = ["--replicas", str(args.replicas), "--policy", args.policy, "--threads", "1"]
+        flags += ["--fronts", str(args.fronts), "--adapter-roots"]
         with launched([*flags, str(root)], command=("cluster", "up")) as server:
             chaos = Chaos(server, root, args.seed)
             chaos.prepare()
             say(f"{args.replicas} replicas are there; killing one every {args.kill_seconds:g} s")
-            chaos.run(args.seconds, args.clients, args.kill_seconds, args.reload_seconds)
-            counts = {name: chaos.counts[name] for name in ("right", "wrong", "lost", "stale", "kills", "reloads")}
+            chaos.run(args.seconds, args.clients, args.kill_seconds, args.front_kill_seconds, args.reload_seconds)
+            counts = {
+                name: chaos.counts[name]
+                for name in ("right", "wrong", "lost", "stale", "cut", "replica kills", "front kills", "reloads")
+            }
             counts["moved"] = chaos.metric("chorus_requests_moved_total")
             counts["stale_rows"] = chaos.metric("chorus_stale_rows_total")
     for example in chaos.examples:

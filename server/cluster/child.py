@@ -25,7 +25,7 @@ class Child:
 
     def __init__(self, name: str, arguments: Sequence[str]) -> None:
         self.name = name
-        self._command = [sys.executable, "-m", f"{__package__.split('.')[0]}.server", *arguments]
+        self._command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
         self._exit_status: int | None = None  # of the latest process; None while it runs
         self._num_starts = 0
