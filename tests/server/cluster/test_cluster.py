@@ -66,6 +66,21 @@ def test_answers_go_on_as_if_no_replica_had_been_killed(up):
     up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
 
 
+def test_answers_leave_a_replica_that_drains_and_their_clients_do_not_notice(up):
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    count = 6
+    with ThreadPoolExecutor(count) as threads:
+        unbroken = list(threads.map(lambda index: read(up.client, index), range(count)))
+        before, began = up.replicas, threading.Semaphore(0)
+        answers = [threads.submit(read, up.client, index, began) for index in range(count)]
+        for _ in range(count // 2):
+            began.acquire()
+        os.kill(before[0], signal.SIGTERM)
+        assert [answer.result() for answer in answers] == unbroken
+    up.wait_until(lambda: not running(before[0]) and before[1] in up.replicas)
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+
+
 def test_replicas_are_processes_that_say_what_they_are_in_a_private_directory(up):
     up.wait_until(lambda: len(up.replicas) == 2)
     for pid in up.replicas:
