@@ -92,6 +92,7 @@ class ClusterWorker:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="chorus-cluster", daemon=True)
         self._stopping = False
+        self._model: ModelInfo  # once a replica has been there
 
     # --- life ---
 
@@ -170,7 +171,7 @@ class ClusterWorker:
 
     @property
     def model(self) -> ModelInfo:
-        return next(link.hello.model for link in self.links if link.hello is not None)
+        return self._model
 
     @property
     def stats(self) -> EngineStats:
@@ -210,10 +211,17 @@ class ClusterWorker:
         return self._call(self.dispatcher.abort, request_id, otherwise=False)
 
     def check_room(self, tenant: str, adapter_name: str | None, count: int) -> None:
-        most = self._settings.max_waiting
-        waiting = self.dispatcher.num_unstarted() + count - 1
-        if most is not None and waiting >= most * max(1, sum(link.is_up for link in self.links)):
-            raise Overloaded(f"{waiting} generations wait; try again later", 1.0)
+        if self._settings.max_waiting is None:
+            return
+        most = self._settings.max_waiting * len(self.links)
+        unstarted = self.dispatcher.ledger.unstarted
+        waiting = sum(unstarted.copy().values()) + count - 1
+        if waiting >= most:
+            raise Overloaded(f"{waiting} generations wait, the queues hold {most}; try again later", 1.0)
+        own = unstarted[tenant] + count - 1
+        if tenant and waiting >= most // 2 and own >= most - waiting:  # new tenants are to find room
+            text = f"{own} of your generations wait, and the queues have room for {most - waiting} of all clients"
+            raise Overloaded(f"{text}; try again later", 1.0)
 
     def view(self) -> Future[EngineView]:
         return done(view_of(self.links, self.adapters))
@@ -235,6 +243,8 @@ class ClusterWorker:
     # --- events of links, on the loop ---
 
     def on_up(self, link: Link) -> None:
+        if link.hello is not None:
+            self._model = link.hello.model
         self.dispatcher.on_up(link)
 
     def on_frame(self, link: Link, frame: Any) -> None:

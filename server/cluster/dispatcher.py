@@ -122,10 +122,6 @@ class Dispatcher:
         for request in self._all():
             self.abort(request.id)
 
-    def num_unstarted(self, account: Callable[[OpenRequest], bool] = lambda request: True) -> int:
-        """Requests without a token, of those that `account` chooses."""
-        return sum(not one.num_output_tokens and account(one) for one in self._all())
-
     def move(self, request: OpenRequest) -> None:
         """Take a request from its replica and place it again, for a policy or because the replica drains."""
         self.fleet.abort(request)
@@ -280,7 +276,7 @@ class Dispatcher:
     # --- ends ---
 
     def _all(self) -> list[OpenRequest]:
-        return [request for request_id in self._asked if (request := self.ledger.get(request_id)) is not None]
+        return [request for request_id in list(self._asked) if (request := self.ledger.get(request_id)) is not None]
 
     def _accept(self, request_id: str) -> None:
         accepted = self._asked[request_id].accepted

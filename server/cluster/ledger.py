@@ -7,6 +7,7 @@ record: prompt, tokens received, seed and parameters (`core.requests.record`).
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,8 @@ class Ledger:
     def __init__(self) -> None:
         self._open: dict[str, OpenRequest] = {}
         self._at: dict[Hashable | None, dict[str, OpenRequest]] = {None: {}}
+        self.unstarted: Counter[str] = Counter()
+        """Requests of each tenant without a token."""
         self.num_moves = 0
         """Placements of requests that had been placed before."""
         self.num_stale = 0
@@ -89,6 +92,7 @@ class Ledger:
         if request_id in self._open:
             raise ValueError(f"there is a request {request_id} already")
         request = self._open[request_id] = self._at[None][request_id] = OpenRequest(request_id, record)
+        self.unstarted[record["tenant"]] += 1
         return request
 
     def place(self, request: OpenRequest, replica: Hashable, kind: Hashable) -> int:
@@ -115,6 +119,7 @@ class Ledger:
             return None
         request.is_taken = True
         if tokens:
+            self._start(request)
             request.is_started = True
             request.record["tokens"].extend(tokens)
         if last:
@@ -148,6 +153,7 @@ class Ledger:
         """Forget a request that has ended; None if it is unknown."""
         request = self._open.pop(request_id, None)
         if request is not None:
+            self._start(request)
             del self._at[request.replica][request_id]
         return request
 
@@ -159,6 +165,14 @@ class Ledger:
             self.num_stale += 1
             return None
         return request
+
+    def _start(self, request: OpenRequest) -> None:
+        """Before its first token, or its end."""
+        if not request.num_output_tokens:
+            tenant = request.record["tenant"]
+            self.unstarted[tenant] -= 1
+            if not self.unstarted[tenant]:
+                del self.unstarted[tenant]
 
     def _put(self, request: OpenRequest, replica: Hashable | None) -> None:
         del self._at[request.replica][request.id]

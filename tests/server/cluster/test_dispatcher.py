@@ -57,7 +57,14 @@ class Front:
 
     def ask(self, name="q", content=None, adapter=None) -> Future:
         accepted: Future = Future()
-        record = {"id": name, "tokens": [1, 2], "num_prompt_tokens": 2, "content_hash": content, "adapter": adapter}
+        record = {
+            "id": name,
+            "tokens": [1, 2],
+            "num_prompt_tokens": 2,
+            "content_hash": content,
+            "adapter": adapter,
+            "tenant": "",
+        }
         path = None if content is None else Path("/adapters") / content
         self.dispatcher.add(record, path, 4, 0.0, accepted)
         return accepted

@@ -14,7 +14,13 @@ ANSWER = [100 + position for position in range(12)]
 
 
 def record(request_id: str = "a") -> dict:
-    return {"id": request_id, "tokens": list(PROMPT), "num_prompt_tokens": len(PROMPT), "content_hash": None}
+    return {
+        "id": request_id,
+        "tokens": list(PROMPT),
+        "num_prompt_tokens": len(PROMPT),
+        "content_hash": None,
+        "tenant": request_id,
+    }
 
 
 def test_rows_of_an_earlier_life_are_dropped():
@@ -174,6 +180,11 @@ class World(RuleBasedStateMachine):
             else:
                 assert request.record["tokens"] == [*PROMPT, *tokens]
                 assert request.deaths == self.deaths[name] < MAX_DEATHS
+
+    @invariant()
+    def requests_without_a_token_are_counted(self) -> None:
+        without = {name for name, tokens in self.received.items() if name in self.ledger and not tokens}
+        assert self.ledger.unstarted == dict.fromkeys(without, 1)
 
     @invariant()
     def each_is_in_one_place(self) -> None:
