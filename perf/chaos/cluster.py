@@ -168,7 +168,11 @@ class Chaos:
 
     def _every(self, seconds: float, act: Any) -> None:
         while not self._stop.wait(seconds):
-            act()
+            try:
+                act()
+            except (httpx.HTTPError, RuntimeError) as error:
+                self.counts["lost"] += 1
+                self.examples.append(f"lost at {time.strftime('%H:%M:%S')}: {error!r}")
 
     def _word_body(self, model: str) -> dict[str, Any]:
         return {"model": model, "prompt": f"{self._word}\n", "max_tokens": 12, "temperature": 0}
@@ -178,7 +182,8 @@ class Chaos:
         try:
             return self._ask_again_if_cut(body)
         except (httpx.HTTPError, RuntimeError) as error:
-            self.examples.append(f"lost: {body['model']}: {error!r}")
+            if len(self.examples) < 20:
+                self.examples.append(f"lost at {time.strftime('%H:%M:%S')}: {body['model']}: {error!r}")
             return None
 
     def _ask_again_if_cut(self, body: dict[str, Any]) -> str:
@@ -235,6 +240,9 @@ def main() -> int:
             }
             counts["moved"] = chaos.metric("chorus_requests_moved_total")
             counts["stale_rows"] = chaos.metric("chorus_stale_rows_total")
+            ended = server.process.poll()
+    if ended is not None:
+        say(f"the cluster had ended by itself with {ended}")
     for example in chaos.examples:
         say(example)
     table = Table("answers", list(counts))

@@ -27,8 +27,7 @@ class Child:
         self.name = name
         self._command = [sys.executable, "-m", f"{(__package__ or 'chorus').partition('.')[0]}.server", *arguments]
         self._process: subprocess.Popen[bytes] | None = None
-        self._exit_status: int | None = None  # of the latest process; None while it runs
-        self._num_starts = 0
+        self._trouble: str | None = None
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name=f"chorus-child-{name}", daemon=True)
 
@@ -37,9 +36,7 @@ class Child:
 
     def trouble(self) -> str | None:
         """Why it will not be there: its first process ended by itself."""
-        if self._exit_status in (None, 0) or self._num_starts > 1:
-            return None
-        return f"{self.name} could not start ({_how(self._exit_status)}); its messages are above"
+        return self._trouble
 
     def signal(self, number: int) -> None:
         """Send the process a signal, if there is one. SIGTERM has it drain, and then it is started again."""
@@ -67,12 +64,15 @@ class Child:
             self._thread.join()
 
     def _run(self) -> None:
-        back_off = FIRST_BACK_OFF
+        back_off, is_first = FIRST_BACK_OFF, True
         while not self._stopping.is_set():
             began = time.monotonic()
-            status = self._exit_status = self._run_once()
+            status = self._run_once()
             if self._stopping.is_set():
                 return
+            if is_first and status != 0:
+                self._trouble = f"{self.name} could not start ({_how(status)}); its messages are above"
+            is_first = False
             if time.monotonic() - began > STEADY_SECONDS or status == 0:
                 back_off = FIRST_BACK_OFF
             log.warning("%s ended (%s); it is started again in %g s", self.name, _how(status), back_off)
@@ -80,8 +80,6 @@ class Child:
             back_off = min(LAST_BACK_OFF, 2 * back_off)
 
     def _run_once(self) -> int:
-        self._num_starts += 1
-        self._exit_status = None
         try:
             # its input is never written to: it ends with this process, however that ends
             self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, env=_environment())

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,6 +77,10 @@ class Replica:
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Serve a front that has connected, until it goes; the callback of `asyncio.start_unix_server`."""
+        with suppress(asyncio.CancelledError):  # at the process's end, which asyncio would log as an error
+            await self._serve(reader, writer)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             stream = await accept(reader, writer, self._secret, TO_REPLICA)
         except (WireError, OSError) as error:

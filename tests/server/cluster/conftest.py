@@ -101,7 +101,8 @@ def roots(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="package")
 def up(roots: Path) -> Iterator[Up]:
-    with cluster_up(2, "--adapter-roots", str(roots)) as running:
+    # replicas may take long to start again on a busy machine, and requests wait for them
+    with cluster_up(2, "--adapter-roots", str(roots), "--give-up-seconds", str(SECONDS)) as running:
         yield running
 
 

@@ -81,6 +81,22 @@ def test_answers_leave_a_replica_that_drains_and_their_clients_do_not_notice(up)
     up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
 
 
+def test_answers_wait_for_a_replica_where_all_have_died(up):
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+    unbroken = read(up.client, 0)
+    with ThreadPoolExecutor(2) as threads:
+        began = threading.Semaphore(0)
+        answer = threads.submit(read, up.client, 0, began)
+        began.acquire()
+        for pid in up.replicas:
+            os.kill(pid, signal.SIGKILL)
+        up.wait_until(lambda: up.metric("chorus_replicas_up") == 0)
+        assert up.client.get("/health").status_code == 503
+        late = threads.submit(read, up.client, 0)
+        assert [answer.result(), late.result()] == [unbroken] * 2
+    up.wait_until(lambda: up.metric("chorus_replicas_up") == 2)
+
+
 def test_replicas_are_processes_that_say_what_they_are_in_a_private_directory(up):
     up.wait_until(lambda: len(up.replicas) == 2)
     for pid in up.replicas:
