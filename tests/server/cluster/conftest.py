@@ -43,16 +43,21 @@ class Up:
                 continue
             try:
                 status = (entry / "stat").read_text().rpartition(")")[2].split()
-                command = (entry / "cmdline").read_bytes().decode().replace("\0", " ")
+                command = self.command(int(entry.name))
             except OSError:
                 continue
             if int(status[1]) == self.process.pid and status[0] != "Z" and re.search(f"chorus.* {word} ", command):
                 found.append(int(entry.name))
         return sorted(found)
 
+    @staticmethod
+    def command(pid: int) -> str:
+        return (Path("/proc") / str(pid) / "cmdline").read_bytes().decode().replace("\0", " ")
+
     def metric(self, name: str) -> float:
-        text = self.client.get("/metrics").text
-        return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if re.match(rf"{name}[ {{]", line))
+        """Sum of the series of a name, or the value of one with its labels."""
+        lines = self.client.get("/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith((f"{name} ", f"{name}{{")))
 
     def wait_until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + SECONDS
