@@ -122,13 +122,13 @@ def spent(server: LaunchedServer, work: Callable[[], tuple[float, list[float]]],
     }
 
 
-def restart_seconds(server: LaunchedServer, client: httpx.Client) -> float:
+def restart_seconds(server: LaunchedServer, client: httpx.Client, count: int) -> float:
     """Seconds from a replica's kill until all are there again."""
     began = time.perf_counter()
     os.kill(server.children("replica")[0], signal.SIGKILL)
     seen_down = False
     while True:
-        up = "chorus_replicas_up " + str(float(len(server.children("replica")))) in client.get("/metrics").text
+        up = f"chorus_replicas_up {float(count)}" in client.get("/metrics").text
         seen_down = seen_down or not up
         if seen_down and up:
             return time.perf_counter() - began
@@ -171,7 +171,7 @@ def main() -> int:
         found = rounds(server, args)
         memory = {"front": rss_mib(server.pid), "replica": max(map(rss_mib, server.children("replica")))}
         with httpx.Client(base_url=server.url, timeout=60) as client:
-            restarted = restart_seconds(server, client)
+            restarted = restart_seconds(server, client, args.replicas)
     table = Table(f"medians of {args.rounds} rounds", ["way", *found["front"]])
     for way, values in found.items():
         table.add(way, *values.values())
